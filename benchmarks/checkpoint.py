@@ -2,8 +2,10 @@
 
 Every library has a process, or two, that live through a row; in each round they take turns, in shuffled order, one at
 work at a time. All of them fsync. A first turn is not counted. Cold: the pages of the checkpoint's files were given
-back to the system before. A library that takes more than its share of the row's time drops out of further rounds, and
-how many it has is shown. PyTorch takes part where it is installed (extra `peers`), or by `--torch-python`.
+back to the system before (`posix_fadvise`: no other program loses any), and what then came from the disk is shown. Of
+the row's time the quick ones take what their rounds need, and the slow ones share the rest: one whose share is used up
+drops out of further rounds, and how many it has is shown. PyTorch takes part where it is installed (extra `peers`), or
+by `--torch-python`.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ _STATES = {  # two arrays a layer, but for the last
     "806MB": {"layers": 24, "kernel": (4096, 2048), "bias": True},
     "10k": {"layers": 10_000, "kernel": (8, 16), "bias": False},
 }
-_ROWS = (*_STATES, "once", "memory")
-_SHARES = {"2MB": 1, "202MB": 3, "806MB": 8, "10k": 10, "once": 2, "memory": 1}  # of the time
+_ROWS = (*_STATES, "once", "memory", "index")
+_SHARES = {"2MB": 1, "202MB": 4, "806MB": 12, "10k": 12, "once": 1, "memory": 1, "index": 1}  # of the time
+_INDEX = {"leaves": 10_000, "writers": 512}
 _OPERATIONS = ("save", "load", "cold load", "resharded", "unverified", "mapped", "cold mapped", "asynchronous")
 _SHARDS_KIB = (64, 256, 1024, 4096, 16384, 65536)
 _LONGEST_S = 300.0  # of one operation
@@ -56,7 +59,7 @@ def arguments(parser: Any) -> None:
     parser.add_argument("--libraries", type=words, default=list(_LIBRARIES), metavar="NAME,...")
     parser.add_argument("--processes", type=lambda text: [int(n) for n in words(text)], default=[1, 2], metavar="N,...")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all rows together")
+    parser.add_argument("--minutes", type=float, default=14.0, help="for all rows together")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PYTHON", help="the one that has PyTorch")
     parser.add_argument(
         "--disk", type=Path, default=Path.home(), metavar="DIR", help="where the checkpoints are written"
@@ -70,14 +73,14 @@ def run(
     libraries: Sequence[str] = _LIBRARIES,
     processes: Sequence[int] = (1, 2),
     rounds: int = 7,
-    minutes: float = 25.0,
+    minutes: float = 14.0,
     torch_python: str = sys.executable,
     disk: Path | None = None,
 ) -> dict[str, Any]:
     """Of each row, each number of processes and each library: what every operation took in every round."""
     has_torch = torch_python != sys.executable or importlib.util.find_spec("torch") is not None
     chosen = [name for name in libraries if name != "PyTorch DCP" or has_torch]
-    found: dict[str, Any] = {"states": {}, "read_once": [], "memory": [], "worker_versions": {}}
+    found: dict[str, Any] = {"states": {}, "read_once": [], "memory": [], "index": {}, "worker_versions": {}}
     share_s = 60 * minutes / sum(_SHARES[row] for row in rows)
     with tempfile.TemporaryDirectory(dir=disk or Path.home(), prefix=".jshard-benchmark-") as place:
         turns = _Turns(Path(place), torch_python)
@@ -87,11 +90,13 @@ def run(
                 found["read_once"] = turns.read_once(_SHARDS_KIB[:2] if quick else _SHARDS_KIB)
             elif row == "memory":
                 found["memory"] = turns.memory(_STATES["2MB" if quick else "202MB"], 3 if quick else 20)
+            elif row == "index":
+                found["index"] = turns.index(_INDEX | ({"writers": 8} if quick else {}), rounds)
             else:
                 for count in processes:
                     asked = (_STATES[row], count, chosen, 1 if quick else rounds, limit_s / len(processes))
                     found["states"][f"{row}, {count}"] = turns.side_by_side(*asked)
-            print(f"{row}: done", file=sys.stderr, flush=True)
+            print("\n".join([f"after {row}:", *table(found)]), file=sys.stderr, flush=True)  # if the rest never ends
         found["worker_versions"] |= turns.versions
     return found
 
@@ -107,30 +112,33 @@ class _Turns:
         self, state: Mapping[str, Any], processes: int, libraries: Sequence[str], rounds: int, limit_s: float
     ) -> dict[str, Any]:
         found: dict[str, Any] = {name: {"first": {}, "rounds": [], "stopped": None} for name in libraries}
-        share_s, spent_s = limit_s / len(libraries), dict.fromkeys(libraries, 0.0)
+        spent_s, share_s = dict.fromkeys(libraries, 0.0), dict.fromkeys(libraries, limit_s / len(libraries))
         with contextlib.ExitStack() as alive:
             workers = {n: alive.enter_context(self._workers(n, state, processes)) for n in libraries}
             for number in range(rounds + 1):
                 for name in random.Random(number).sample(list(libraries), len(libraries)):
                     of, begin_s = found[name], time.monotonic()
-                    if of["stopped"] or (number and spent_s[name] * (number + 1) / number > share_s):
+                    if of["stopped"] or (number and spent_s[name] * (number + 1) / number > share_s[name]):
                         of["stopped"] = of["stopped"] or f"{len(of['rounds'])} rounds in {spent_s[name]:.0f} s"
                         continue
-                    turn = self._turn(workers[name], share_s - spent_s[name])
+                    turn = self._turn(workers[name], share_s[name] - spent_s[name], number)
                     spent_s[name] += time.monotonic() - begin_s
                     if number:
                         of["rounds"].append(turn)
                     else:
                         of["first"] = turn
                     of["stopped"] = next((answer["error"] for answer in turn.values() if "error" in answer), None)
+                if not number:
+                    share_s = _shares(spent_s, limit_s, rounds + 1)
         return found
 
-    def _turn(self, workers: _Workers, left_s: float) -> dict[str, Answer]:
-        """All that a library can do once, or as much of it as there is time for."""
+    def _turn(self, workers: _Workers, left_s: float, number: int) -> dict[str, Answer]:
+        """All that a library can do once, reads in an order of each turn, or as much of it as there is time for."""
         found: dict[str, Answer] = {}
         end_s = time.monotonic() + max(left_s, 0.0)
         self._clear()
-        for name in _OPERATIONS:
+        first, *reads, last = _OPERATIONS
+        for name in (first, *(random.Random(number).sample(reads, len(reads)) if number else reads), last):
             plain_name = name.removeprefix("cold ")
             if plain_name not in workers.operations or (len(found) > 1 and time.monotonic() > end_s):
                 continue
@@ -176,6 +184,13 @@ class _Turns:
         self._clear()
         return found
 
+    def index(self, asked: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+        """What it takes to open a checkpoint that many processes have written."""
+        with self._workers("index", asked, 1) as workers:
+            answers = [workers.ask("open") for _ in range(rounds)]
+        self._clear()
+        return {**asked, "rounds": answers}
+
     @contextlib.contextmanager
     def _workers(self, library: str, state: Mapping[str, Any], processes: int) -> Iterator[_Workers]:
         python = self._torch_python if library == "PyTorch DCP" else sys.executable
@@ -192,6 +207,15 @@ class _Turns:
         for path in self._folder.parent.glob("c*"):
             shutil.rmtree(path)
         os.sync()
+
+
+def _shares(first_s: Mapping[str, float], limit_s: float, turns: int) -> dict[str, float]:
+    """The most seconds of each library, by its first turn: what the quick ones do not need the slow ones have."""
+    found, left_s = {}, limit_s
+    for done, name in enumerate(sorted(first_s, key=lambda name: first_s[name])):
+        found[name] = left_s / (len(first_s) - done)
+        left_s -= min(found[name], first_s[name] * turns)
+    return found
 
 
 class _Workers:
@@ -270,11 +294,15 @@ def _give_back(folder: Path) -> None:
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report of several runs, each of some of the rows; of a row that two have, the later one counts."""
-    whole = dict(sorted(reports, key=lambda report: report["date"])[-1])
-    for name in ("states", "read_once", "memory"):
-        parts = [report[name] for report in sorted(reports, key=lambda report: report["date"]) if report[name]]
-        whole[name] = {k: v for part in parts for k, v in part.items()} if name == "states" else (parts or [[]])[-1]
+    """One report of several runs, each of some rows or libraries; of what two have, the later one counts."""
+    reports = sorted(reports, key=lambda report: report["date"])
+    whole = dict(reports[-1]) | {"states": {}}
+    for report in reports:
+        for row, libraries in report["states"].items():
+            whole["states"][row] = whole["states"].get(row, {}) | libraries
+    for name in ("read_once", "memory", "index"):
+        whole[name] = next((report[name] for report in reversed(reports) if report.get(name)), whole.get(name))
+    whole["versions"] = {name: version for report in reports for name, version in report["versions"].items()}
     whole["load_per_core_before"] = max(report["load_per_core_before"] for report in reports)
     return whole
 
@@ -289,6 +317,7 @@ def table(result: dict[str, Any]) -> list[str]:
     ]
     for row, libraries in result["states"].items():
         lines += [f"## {row} {'process' if row.endswith(' 1') else 'processes'}", "", *_row_table(libraries), ""]
+        lines += [*_bytes_table(libraries), ""]
     goals = [line for row, libraries in result["states"].items() for line in _goals(row, libraries)]
     if goals:
         lines += [
@@ -296,7 +325,8 @@ def table(result: dict[str, Any]) -> list[str]:
             "",
             *markdown_table(["row", "ratio of medians", "goal", "wall", "CPU"], goals, num_words=3),
         ]
-    return [*lines, "", *_once_table(result["read_once"]), *_memory_lines(result["memory"])]
+    lines += ["", *_once_table(result["read_once"]), *_memory_lines(result["memory"])]
+    return [*lines, *_index_lines(result.get("index", {}))]
 
 
 def _row_table(libraries: Mapping[str, Any]) -> list[str]:
@@ -309,6 +339,18 @@ def _row_table(libraries: Mapping[str, Any]) -> list[str]:
     lines = markdown_table(["", "rounds", "first load", *asked], rows)
     stopped = [f"{library}: {of['stopped']}." for library, of in libraries.items() if of["stopped"]]
     return [*lines, *([""] if stopped else []), *stopped]
+
+
+def _bytes_table(libraries: Mapping[str, Any]) -> list[str]:
+    """What each process reads, and what of a cold load came from the disk."""
+    mega = lambda values: " / ".join(f"{value / 1e6:.1f}" for value in values)
+    rows = []
+    for library, of in libraries.items():
+        answers = [turn for turn in of["rounds"][-1:] or [of["first"]] if "error" not in turn.get("load", {})]
+        cells = [mega(turn.get(name, {}).get("read_bytes", ())) for turn in answers for name in ("load", "resharded")]
+        disk = [mega([turn["cold load"].get("disk_bytes", 0)]) for turn in answers if "cold load" in turn]
+        rows.append([library, *(cells or ["", ""]), *(disk or [""])])
+    return markdown_table(["MB read by each process", "load", "resharded", "from the disk, cold"], rows)
 
 
 def _times(of: Mapping[str, Any], operation: str, field: str = "wall_s") -> list[float]:
@@ -375,3 +417,19 @@ def _memory_lines(found: Sequence[int]) -> list[str]:
         return []
     shown = ", ".join(f"{number / 1e6:.0f}" for number in found)
     return ["## Memory", "", f"MB of the process after each of {len(found)} saves and loads of 202 MB: {shown}.", ""]
+
+
+def _index_lines(found: Mapping[str, Any]) -> list[str]:
+    answers = [answer for answer in found.get("rounds", ()) if "error" not in answer]
+    if not answers:
+        return []
+    wall, cpu = ([answer[name] for answer in answers] for name in ("wall_s", "cpu_s"))
+    what = f"A checkpoint of {found['leaves']} leaves that {found['writers']} processes wrote opens in"
+    read = f"{answers[0]['read_bytes'][0] / 1e6:.0f} MB of manifest and indexes are read"
+    return [
+        "## Index",
+        "",
+        f"{what} {Spread.of(wall).text('.2f')} s, {statistics.median(cpu):.2f} s of CPU (goal 1);",
+        f"{read}, and memory is {answers[-1]['rss_bytes'] / 1e6:.0f} MB afterwards.",
+        "",
+    ]

@@ -3,15 +3,17 @@
     python -m benchmarks.checkpoint_faults flips --times 50     # one bit, anywhere in any file
     python -m benchmarks.checkpoint_faults pairs --times 50     # two changes that cancel in a sum of words
     python -m benchmarks.checkpoint_faults kills --times 30     # kill -9 at a random moment of a save
+    python -m benchmarks.checkpoint_faults kills --place s3     # the same in a bucket: an emulator on this machine
 
 A change is found if `verify` names it, or a restore refuses. What is not found is named, with the file, the place, and
 whether a restore still gives what was saved; so are changes of bytes that nothing reads. Exit code 1 if values changed
-unseen, or a kill cost a complete checkpoint.
+unseen, or a kill cost a complete checkpoint, or the next run did not go on from the newest one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import socket
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_faults")
     parser.add_argument("what", choices=("flips", "pairs", "kills"))
     parser.add_argument("--times", type=int, default=30)
+    parser.add_argument("--place", choices=("disk", "s3", "gs"), default="disk", help="of kills; extra `emulators`")
     parser.add_argument("--processes", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(dir=Path.home(), prefix=".jshard-faults-") as folder:
         if args.what == "kills":
-            found = [_kills(Path(folder) / str(n), n, args.times, rng) for n in args.processes]
+            with _place(args.place, folder) as place:
+                found = [_kills(f"{place}/{n}", n, args.times, rng) for n in args.processes]
             good = all(found)
         else:
             good = _changes(Path(folder) / "c", _one_bit if args.what == "flips" else _pair, args.times, rng)
@@ -150,6 +154,18 @@ def _look(path: Path, state: Any) -> tuple[bool, bool]:
 # Kills.
 
 
+@contextlib.contextmanager
+def _place(kind: str, folder: str) -> Iterator[str]:
+    """Where checkpoints go; processes that are started meanwhile reach it."""
+    if kind == "disk":
+        yield folder
+    else:
+        from tests.checkpoint.bucket_servers import serve
+
+        with serve(kind) as server:
+            yield server.url
+
+
 def _save_on(folder: str, process: str, processes: str, coordinator: str) -> None:
     """Saves step after step, and says when each begins."""
     import jax
@@ -163,60 +179,65 @@ def _save_on(folder: str, process: str, processes: str, coordinator: str) -> Non
     step = (checkpoints.latest() or 0) + 1
     while True:
         state = _state(step)
-        print(step, flush=True)
+        print("saving", step, flush=True)
         checkpoints.save(step, state)
+        print("saved", step, flush=True)
         step += 1
 
 
-def _kills(folder: Path, processes: int, times: int, rng: random.Random) -> bool:
+def _kills(folder: str, processes: int, times: int, rng: random.Random) -> bool:
     """Each one goes on with the series that the one before it left."""
-    lost, save_s, hit = [], 1.0, 0
+    lost, hit, newest = [], 0, 0
     for number in range(times):
-        latest, begun, save_s = _killed(folder, processes, save_s, rng)
+        first, latest, begun, save_s = _killed(folder, processes, rng)
         found = _after_a_kill(folder)
-        hit += found == begun - 1  # it was in the middle of a save, not after it
+        hit += latest < begun  # it was in the middle of a save, not after it
+        if first != newest + 1:
+            lost.append(f"kill {number}: step {newest} was complete, and the next run began with step {first}")
         if found is None or found < latest:
             lost.append(f"kill {number}: complete was {latest}, and {found} is left")
+        newest = found or 0
+        steps = f"{latest} was saved, {begun} had begun, {found} is the newest"
+        print(f"kill {number}: {steps}; a save takes {save_s:.2f} s", flush=True)
     print(f"{processes} processes: {times - len(lost)} of {times} kills left a good checkpoint; {hit} hit a save")
     print("\n".join(lost), flush=True)
     return not lost
 
 
-def _killed(folder: Path, processes: int, save_s: float, rng: random.Random) -> tuple[int, int, float]:
-    """The step that was complete for certain, the one that had begun, and seconds that a save takes."""
+def _killed(folder: str, processes: int, rng: random.Random) -> tuple[int, int, int, float]:
+    """The first step, the one that was complete for certain, the last that had begun, and seconds that a save takes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint_faults", "save", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint_faults", "save", folder]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     running = [subprocess.Popen([*command, str(n), str(processes), coordinator], **pipes) for n in range(processes)]
     out = running[0].stdout
     assert out is not None
     try:
-        first = _next_step(out)
-        began_s = time.monotonic()
-        begun = _next_step(out)
-        save_s = time.monotonic() - began_s
-        time.sleep(rng.uniform(0.0, save_s))
+        first = _step_that_is(out, "saving")
+        began_s = [time.monotonic() for _ in range(2) if _step_that_is(out, "saving")]
+        time.sleep(rng.uniform(0.0, began_s[1] - began_s[0]))
         for process in rng.sample(running, rng.randint(1, processes)):
             process.kill()
-        time.sleep(rng.choice((0.0, 1.0)) if processes > 1 else 0.0)  # the other one works on for a while
+        time.sleep(rng.choice((0.0, 1.0, 4.0)) if processes > 1 else 0.0)  # the other one works on for a while
     finally:
         for process in running:
             process.kill()
         for process in running:
             process.wait()
-    begun = max([begun, *(int(line) for line in out if line.strip().isdecimal())])
-    assert begun > first
-    return begun - 1, begun, save_s
+    left = [line.split()[:2] for line in out if line.startswith(("saving ", "saved "))]
+    begun = max([first + 2, *(int(step) for what, step in left if what == "saving")])
+    latest = max([first + 1, *(int(step) for what, step in left if what == "saved")])
+    return first, latest, begun, began_s[1] - began_s[0]
 
 
-def _next_step(out: Any) -> int:
-    """The next line that is a number: libraries print there, too."""
-    return next(int(line) for line in out if line.strip().isdecimal())
+def _step_that_is(out: Any, what: str) -> int:
+    """The next step of which a process says so: libraries print there, too."""
+    return next(int(line.split()[1]) for line in out if line.startswith(f"{what} "))
 
 
-def _after_a_kill(folder: Path) -> int | None:
+def _after_a_kill(folder: str) -> int | None:
     """The newest step, if all that are there are good and hold what was saved."""
     from jshard.checkpoint import Checkpointer
     from jshard.checkpoint.comparing import verify
@@ -224,7 +245,7 @@ def _after_a_kill(folder: Path) -> int | None:
     checkpoints = Checkpointer(folder, keep=2)
     for step in checkpoints.steps():
         state = _state(step)
-        if not verify(folder / str(step)).is_good or not _is_equal(checkpoints.restore(state, step), state):
+        if not verify(checkpoints.path(step)).is_good or not _is_equal(checkpoints.restore(state, step), state):
             return None
     return checkpoints.latest()
 

@@ -7,10 +7,12 @@ JAX where the library is PyTorch's or plain files.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
 Operations = dict[str, Callable[[], Any]]
 """What can be asked for. A save in the background gives a function that waits for its end."""
 
@@ -27,9 +31,10 @@ Operations = dict[str, Callable[[], Any]]
 def main() -> None:
     """Makes the state, says so, and does what it is asked until its input ends."""
     asked = json.loads(sys.argv[1])
+    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # also while it hangs in an operation
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries may print
-    libraries: dict[str, Any] = {"plain": plain, "PyTorch DCP": dcp, "Orbax": orbax, "jshard": jshard}
+    libraries: dict[str, Any] = {"plain": plain, "PyTorch DCP": dcp, "Orbax": orbax, "jshard": jshard, "index": index}
     operations = libraries[asked["library"]](asked)
     versions = {name: sys.modules[name].__version__ for name in ("torch",) if name in sys.modules}
     print(json.dumps({"operations": list(operations), "versions": versions}), file=answers)
@@ -208,6 +213,40 @@ def orbax(asked: dict[str, Any]) -> Operations:
         "resharded": lambda: load("other"),
         "asynchronous": lambda: ocp.save_async(folder, state).result,
     }
+
+
+def index(asked: dict[str, Any]) -> Operations:
+    """Opens what many processes wrote, a row of each leaf each: as many files with their indexes, and no values."""
+    import dataclasses
+
+    from jshard.checkpoint import manifest
+    from jshard.checkpoint.files.layout import Piece, laid_out, num_blocks
+    from jshard.checkpoint.readers import own_checkpoint
+    from jshard.checkpoint.storage import FOLDER
+
+    folder, writers, dtype = Path(asked["folder"]), asked["writers"], np.dtype(np.float32)
+    paths = [f"model/layers/{number}/kernel" for number in range(asked["leaves"])]
+    (folder / FOLDER).mkdir(parents=True)
+    (layout,) = laid_out(Piece(n, path, dtype, ((0, 1), (0, 128))) for n, path in enumerate(paths))
+    packed = {}
+    for writer in range(writers):
+        box = (writer, writer + 1), (0, 128)
+        pieces = tuple(Piece(piece.leaf, piece.path, dtype, box) for piece in layout.pieces)
+        own = dataclasses.replace(layout, pieces=pieces).index([0] * num_blocks(layout.index_begin))
+        name = f"{writer:05d}-000.safetensors"
+        with (folder / FOLDER / name).open("wb") as file:
+            file.seek(layout.index_begin)  # nothing is there
+            file.write(own)
+        packed[name] = layout.num_bytes, int.from_bytes(own[-16:-8], "little")
+    leaves = {path: manifest.StoredLeaf(shape=(writers, 128), dtype=dtype.name) for path in paths}
+    files = {f"{FOLDER}/{name}": (size, None) for name, (size, _) in packed.items()}
+    manifest.write(folder, manifest.Manifest(leaves=leaves, files=files, packed=packed, processes=writers))
+
+    def open_all() -> None:
+        found = own_checkpoint(folder).pieces.of(asked["leaves"] - 1)
+        assert len(found[0]) == writers
+
+    return {"open": open_all}
 
 
 def _with_jax(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
