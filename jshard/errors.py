@@ -1,6 +1,6 @@
 """The four-part error: what failed, where, why (the numbers), what to do (a line to paste)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _SHOWN = 10
 
@@ -63,6 +63,20 @@ class CallError(ShardingError):
 
 class MissingExtraError(ShardingError, ImportError):
     """A package of one of the extras is not installed."""
+
+
+def causes(error: BaseException | None, *, context: bool = False) -> Iterator[BaseException]:
+    """An error, its cause, and so on, each once: one that several threads raise may be among its own causes.
+
+    Args:
+        error: the error that was caught.
+        context: whether an error without a cause is followed to the one that was handled when it was raised.
+    """
+    seen: list[BaseException] = []
+    while error is not None and not any(error is each for each in seen):
+        yield error
+        seen.append(error)
+        error = error.__cause__ or (error.__context__ if context else None)
 
 
 def _part(head: str, text: str) -> str:

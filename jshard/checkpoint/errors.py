@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jshard.errors import ShardingError
+from jshard.errors import ShardingError, causes
 
 
 class CheckpointError(ShardingError):
@@ -36,7 +36,7 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 def reason(error: BaseException) -> str:
     """The cause in one line; of a refusal by the operating system, its own words."""
-    chain = list(_chain(error))
+    chain = list(causes(error, context=True))
     for found in chain:
         match = _OS_ERROR.search(str(found))  # the storage library knows errors by their text alone
         number = int(match[1]) if match else getattr(found, "errno", None)
@@ -89,7 +89,7 @@ class _Held(logging.Filter):
 
 def _clear_remains(error: BaseException) -> None:
     """Ends what a failed read leaves suspended; each would print a traceback."""
-    for cause in _chain(error):
+    for cause in causes(error, context=True):
         traceback.clear_frames(cause.__traceback__)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -107,10 +107,3 @@ class _NotLate:
         abandoned = code is not None and any(name in code.co_filename for name in ("orbax", "asyncio"))
         if not abandoned and "Event loop is closed" not in str(unraisable.exc_value):
             self._before(unraisable)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -156,7 +156,7 @@ def _nearby(path: Place) -> tuple[str, Place | None]:
         ".pth": "torch.save",
         ".bin": "torch.save",
     }
-    kind = kinds.get(path.suffix, "an unknown format")
+    kind = kinds.get(Path(path.name).suffix, "an unknown format")
     return f"it is a file of {kind}; of files, those of safetensors alone are read.", None
 
 

@@ -168,7 +168,9 @@ def _rewritten(
         boxes.check(path)
         owner.check()
         facts = {"step": like.step, "saved_at": like.saved_at, "mesh": dict(mesh.shape), "metrics": like.metrics}
-        manifest = complete(path, boxes.leaves, packed=part.files, values=values, **facts)
+        leaves = {name: leaf for name, leaf in boxes.leaves.items() if leaf.is_array}
+        leaves |= {name: _manifest.describe(value) for name, value in values.items()}
+        manifest = complete(path, leaves, packed=part.files, values=values, **facts)
     except BaseException as error:
         if owner is not None:
             remove_unnamed(path)

@@ -37,7 +37,7 @@ from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
-from jshard.errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError, causes
 
 Format = Literal["packed", "orbax"]
 
@@ -253,7 +253,7 @@ class Saving:
             kept, given = work()
         except Exception as caught:
             if self._agreed is not None:  # all processes know, and nobody waits
-                raise self._agreed from caught
+                raise self._agreed from (None if self._agreed in causes(caught) else caught)
             error = caught
         own = None if error is None else in_four_parts(self.path, error)
         # Whoever waited for the others in vain has had its time, and so had they.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jshard import _stacks
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError, causes
 from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines
 
@@ -240,9 +240,5 @@ def _check_secured(environ: Mapping[str, str], known: Mapping[str, Any]) -> None
 
 
 def _blames_peer(error: BaseException | None) -> bool:
-    while error is not None:
-        text = f"{error}".lower()
-        if not isinstance(error, FourPartError) and any(word in text for word in _PEER_WORDS):
-            return True
-        error = error.__cause__
-    return False
+    texts = (f"{each}".lower() for each in causes(error) if not isinstance(each, FourPartError))
+    return any(word in text for text in texts for word in _PEER_WORDS)

@@ -150,7 +150,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
     (out / "run.json").write_text(json.dumps(stored))
     assert cli.main(again) == 0
     kept = request_of(TrainArgs(model=Path("my_model.py"), resume=True)).options["init_from"]
-    assert kept == folder / "theirs.safetensors"
+    assert Path(kept) == folder / "theirs.safetensors"
     capsys.readouterr()
     assert cli.main(["train", "my_model.py", "--init-from", "theirs.safetensors", "--dry-run"]) == 2
     assert "There is no checkpoint to restore.\n  where: theirs.safetensors\n" in capsys.readouterr().err

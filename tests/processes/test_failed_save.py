@@ -14,7 +14,7 @@ def test_one_process_that_cannot_write_ends_all(tmp_path, process):
     """A limit on the size of its files stands for a quota, or a full disk of one node."""
     run = Command(tmp_path, "run", *TWO, steps=100_000)
     run.reaches(9)  # the save of step 8 has waited for that of step 4
-    resource.prlimit(run.workers()[process], resource.RLIMIT_FSIZE, (1000, 1000))
+    resource.prlimit(run.workers()[process], resource.RLIMIT_FSIZE, (64_000, 64_000))  # the record is smaller
     since_s = time.monotonic()
     code, _, stderr = run.ends()
     assert code == 1, stderr

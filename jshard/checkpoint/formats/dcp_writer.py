@@ -288,10 +288,13 @@ class _Persistent:
         self.key = key
 
 
-class _Writer(pickle._Pickler):  # type: ignore[name-defined]  # of Python: that of C asks for each name's object
+_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]  # of Python: that of C asks for each name's object
+
+
+class _Writer(_Pickler):
     """Writes what is above as what it stands for."""
 
-    dispatch: ClassVar = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
     def persistent_id(self, obj: Any) -> Any:
         """The key of what is beside the pickle."""
