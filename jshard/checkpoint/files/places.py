@@ -89,7 +89,7 @@ class LocalFolder:
     part_bytes = 4 << 20
     threads = 2  # a copy of memory each: more take the cores from each other
     gap_bytes = 64 << 10
-    read_bytes = 1 << 20  # it is still in the processor's cache when its sums are computed
+    read_bytes = 512 << 10  # it is still in the processor's cache when its sums are computed
 
     def __init__(self, path: Path) -> None:
         self.path = path
