@@ -22,7 +22,8 @@ from tests.scheduled_text import program
 from tests.wide import wide
 
 HOST = cluster_of("h100:1x8")
-FAST, COPIES, LATENCY = 0.82 * 450e9, 0.8 * 64e9, 15e-6  # of an H100: NVLink, PCIe 5; of a collective
+FAST, COPIES = 0.82 * 450e9, 0.8 * 64e9  # of an H100: NVLink, PCIe 5
+LATENCY, NEAR, FAR = 14e-6, 1.9e-6, 4e-6  # of a collective, and of a step to a neighbour and to another host
 TWO = {"replica": 1, "fsdp": 4, "tensor": 2}
 
 
@@ -46,7 +47,7 @@ def test_a_tensor_axis_costs_an_all_reduce_after_every_pair_of_products(scan):
     found = cost(costs_of(HOST, "batch_size=32", f"model.scan={scan}"), TWO)
     activation, numbers = 8 * 32 * 64 * 4, 8 * 32 * 4  # 8 sequences of 32 tokens, 64 wide, in float32
     sent = (4 * 2 + 2) * activation + 3 * numbers  # of two devices each sends a half, twice
-    assert found.own_s == pytest.approx(13 * LATENCY + sent / FAST)
+    assert found.own_s == pytest.approx(13 * (LATENCY + 2 * NEAR) + sent / FAST)
     assert found.left_out == ()
 
 
@@ -63,22 +64,22 @@ def test_the_computation_waits_for_what_its_products_need():
 
 def test_microbatches_wait_each_and_layers_computed_again_send_again():
     whole, parts = (cost(costs_of(HOST, "batch_size=32", f"accumulate={n}"), TWO) for n in (1, 4))
-    assert parts.own_s == pytest.approx(whole.own_s + 3 * 13 * LATENCY)
+    assert parts.own_s == pytest.approx(whole.own_s + 3 * 13 * (LATENCY + 2 * NEAR))
     again = cost(costs_of(HOST, "batch_size=32"), TWO, remat="full")
     activation = 8 * 32 * 64 * 4  # of each layer the first of the two: nothing in backward needs the second
-    assert again.own_s == pytest.approx(whole.own_s + 2 * (LATENCY + activation / FAST))
+    assert again.own_s == pytest.approx(whole.own_s + 2 * (LATENCY + 2 * NEAR + activation / FAST))
 
 
 def test_between_hosts_it_goes_over_their_adapters():
     found = cost(costs_of(cluster_of("h100:8x1"), "batch_size=32"), TWO)  # a GPU on each
     sent = 10 * 8 * 32 * 64 * 4 + 3 * 8 * 32 * 4
-    assert found.own_s == pytest.approx(13 * LATENCY + sent / (0.84 * 50e9))
+    assert found.own_s == pytest.approx(13 * (LATENCY + 2 * FAR) + sent / (0.84 * 50e9))
 
 
 def test_tokens_travel_to_experts_and_back_in_forward_and_in_backward():
     found = cost(experts(), {"replica": 1, "fsdp": 4, "expert": 2, "tensor": 1})
     tokens = 8 * 4 * 40 * 128 * 4  # 8 experts, 4 sequences, 40 places, 128 wide, in float32
-    assert found.own_s == pytest.approx(3 * 4 * (LATENCY + tokens / 2 / FAST))
+    assert found.own_s == pytest.approx(3 * 4 * (LATENCY + NEAR + tokens / 2 / FAST))
 
 
 def test_sums_of_one_array_are_reduced_together_as_the_compiler_does_it():
