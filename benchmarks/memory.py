@@ -20,7 +20,7 @@ import jshard as js
 from benchmarks.planned import MODEL, SMALL, require
 from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
-from jshard.cluster.topology import parse_topology
+from jshard.cluster.topology import parse_topology, traced_for_device
 from jshard.inspect.memory import Memory
 from jshard.recipes.building import abstract_model
 from jshard.recipes.overrides import override
@@ -183,7 +183,8 @@ def _estimate(case: Case) -> tuple[Memory, Recipe]:
     model = abstract_model(model_file, recipe, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.batch_size // recipe.accumulate, recipe.sequence_length), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
-    explained = js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch)
+    with traced_for_device(parse_topology(case.topology).device):
+        explained = js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch)
     return explained.memory, recipe
 
 

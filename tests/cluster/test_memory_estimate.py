@@ -3,6 +3,8 @@
 The configurations are some of benchmarks/memory.py. It needs the extra `plan-gpu`, and no GPU.
 """
 
+import dataclasses
+
 import pytest
 
 from benchmarks import memory
@@ -12,8 +14,12 @@ CASES = {case.name: case for case in memory.FULL}
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("name", ["0.5B, scan", "1.6B", "1.6B, remat full, hsdp"])
-def test_the_estimate_is_near_what_is_compiled(name):
-    row = memory._row(CASES[name])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("0.5B, scan", "auto"), ("1.6B", "auto"), ("1.6B, remat full, hsdp", "xla")]
+)
+def test_the_estimate_is_near_what_is_compiled(name, attention):
+    """Where layers are computed again, in plain form: by cuDNN it is up to a third too high (docs/planning.md)."""
+    case = CASES[name]
+    row = memory._row(dataclasses.replace(case, settings=(*case.settings, f"model.attention={attention}")))
     assert row["held_bytes"] == pytest.approx(row["held_compiled_bytes"], rel=0.05)
     assert row["estimate_bytes"] == pytest.approx(row["peak_bytes"], rel=0.15)
