@@ -50,6 +50,16 @@ def automatic_axes() -> dict[str, int]:
     return {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1}
 
 
+def has_devices() -> bool:
+    """Whether this process has begun to use its devices; True where the private module has changed."""
+    try:
+        from jax._src import xla_bridge
+
+        return xla_bridge.backends_are_initialized()
+    except (ImportError, AttributeError):
+        return True
+
+
 def abstract_device() -> Any:
     """Kind, platform and number of cores of the devices of the mesh in use; None where no mesh is, or it has none."""
     return jax.sharding.get_abstract_mesh().abstract_device

@@ -66,6 +66,8 @@ def place() -> TracedDevice:
         device = mesh.devices.flat[0]
     if device is None and (planned := _planned.get()) is not None:
         return planned
+    if device is None and mesh is not None and not _compat.has_devices():
+        return TracedDevice(platform="cpu", kind="a device that is not known")  # a dry run asks for none
     if device is None:
         default = getattr(jax.config, "jax_default_device", None)
         device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]

@@ -15,6 +15,7 @@ import pytest
 
 import jshard as js
 from jshard import cli
+from jshard._compat import installed
 from jshard.errors import MeshError, RunError
 from jshard.recipes.recipe import tree, versions
 
@@ -195,6 +196,7 @@ def test_versions(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
+    installed._version.cache_clear()
     assert versions()["grain"] is None
 
 
