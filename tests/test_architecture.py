@@ -25,7 +25,7 @@ ROOMS = (
     *("facts", "ground"),
 )
 CORE = ("api", "linen", "engine", "plans")
-MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 50_450, 237, 12_150, 54
+MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 50_460, 237, 12_150, 54
 MOST_NAMES, MOST_PARAMETERS = 25, 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
 
