@@ -259,7 +259,7 @@ class BucketFolder:
         What was uploaded of one that fails goes when the bucket's rule for abandoned uploads says so.
         """
         path, writer = self.path / name, None  # one that is let go of without `close` is never seen
-        for views in parts:
+        for views in (part() for part in parts):
             if writer is None:  # the first part begins the upload, which may be begun again; the driver repeats others
                 writer = path._tried(lambda views=views: self._begin(path, views))
                 continue

@@ -61,7 +61,7 @@ class _Views:
     part_bytes = 4 << 20
 
     def write(self, name: str, num_bytes: int, parts: Parts) -> None:
-        self.found = [view for views in parts for view in views]
+        self.found = [view for part in parts for view in part()]
 
 
 class _Parts:

@@ -33,8 +33,8 @@ LOCAL = {
 _MOST_BUFFERS = 1024  # in one call of the system
 
 
-Parts = Iterable[list[memoryview]]
-"""What is in a file, from its beginning to its end: buffers, one after the other."""
+Parts = Iterable[Callable[[], list[memoryview]]]
+"""What is in a file, from its beginning to its end: each is called once, by whoever writes it, and gives buffers."""
 
 
 class Sink(Protocol):
@@ -102,7 +102,7 @@ class LocalFolder:
         try:
             _allocate(number, num_bytes)
             writes = (
-                functools.partial(_write, number, place * self.part_bytes, views) for place, views in enumerate(parts)
+                functools.partial(_write, number, place * self.part_bytes, part) for place, part in enumerate(parts)
             )
             do_all(writes, threads=self.threads)
             os.fsync(number)
@@ -172,8 +172,8 @@ def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:
             raise
 
 
-def _write(number: int, offset: int, views: Sequence[memoryview]) -> None:
-    for some in _few(views):
+def _write(number: int, offset: int, part: Callable[[], list[memoryview]]) -> None:
+    for some in _few(part()):
         left = sum(view.nbytes for view in some)
         while left:
             count = os.pwritev(number, some, offset)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -57,16 +59,25 @@ def write_file(sink: Sink, name: str, layout: FileLayout, values: Values) -> int
 def _parts(layout: FileLayout, values: Values, part_bytes: int, index: bytearray) -> Parts:
     """What is in a file, in parts; the index, which is the last of it, is also put into a buffer."""
     sums = np.zeros(num_blocks(layout.index_begin), np.uint64)
-    rest: list[memoryview] = []
-    for number, views in enumerate(cut_views(_extents(layout, values), part_bytes)):
+    summed = threading.Semaphore(0)
+
+    def part(number: int, views: list[memoryview]) -> list[memoryview]:
         for block, parts in enumerate(cut_views(views, BLOCK_BYTES), number * (part_bytes // BLOCK_BYTES)):
             sums[block] = block_sum(parts)
+        summed.release()
+        return views
+
+    rest: list[memoryview] = []
+    for number, views in enumerate(cut_views(_extents(layout, values), part_bytes)):
         if (number + 1) * part_bytes <= layout.index_begin:
-            yield views
+            yield functools.partial(part, number, views)  # summed by the core that writes it next
         else:
-            rest = views
+            rest = part(number, views)
+    for _ in range(-(-layout.index_begin // part_bytes)):
+        summed.acquire()
     index += layout.index(sums.tolist())
-    yield from cut_views([*rest, memoryview(bytes(index))], part_bytes)
+    for views in cut_views([*rest, memoryview(bytes(index))], part_bytes):
+        yield lambda views=views: views
 
 
 def _extents(layout: FileLayout, values: Values) -> Iterator[memoryview]:
