@@ -173,8 +173,8 @@ def table(result: dict[str, Any]) -> list[str]:
         ),
         "",
         "No constant of `jshard plan` was fitted, so leaving a source out changes none of its errors. Each is from a"
-        " source; which one an A100 (80 %, not 85) and attention on an H100 (42 %, not 45) go by was decided after a first"
-        " look at lf, pax, mt, titan and fms. The rows of kf, il and tl were compiled after that:",
+        " source; which one an A100 (80 %, not 85) and attention on an H100 (42 %, not 45) go by was decided after a"
+        " first look at lf, pax, mt, titan and fms. The rows of kf, il and tl were compiled after that:",
         "",
         *markdown_table(["source", "rows", "median error", "largest", "stated / published, median"], by_source),
         "",
