@@ -25,7 +25,7 @@ ROOMS = (
     *("facts", "ground"),
 )
 CORE = ("api", "linen", "engine", "plans")
-MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 52_000, 245, 12_350, 55
+MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 51_220, 239, 12_330, 55
 MOST_NAMES, MOST_PARAMETERS = 25, 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
 
