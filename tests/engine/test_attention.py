@@ -59,8 +59,9 @@ def outcome(case: dict[str, Any], dtype: Any, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case, dtype="bfloat16"):
+def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case):
     """In float16 XLA:CPU has no products for JAX's plain form."""
+    dtype = "bfloat16"
     exact = outcome(CASES[case], "float32", backend="xla")
     close(outcome(CASES[case], dtype, backend="xla"), exact, TOLERANCE[dtype])
     close(outcome(CASES[case], dtype, backend="cudnn"), exact, TOLERANCE[dtype])
