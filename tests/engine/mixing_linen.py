@@ -11,12 +11,7 @@ import jax.numpy as jnp
 from tests.engine.mixing_models import (
     CODES,
     IDS,
-    LABELS,
-    LENGTHS,
     MASK,
-    OTHERS,
-    RECEIVERS,
-    SENDERS,
     SEQUENCES,
     TARGETS,
     VECTORS,
@@ -37,12 +32,6 @@ class LinenCase:
     inputs: int = 1  # how many arrays of the batch the model is given
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(WIDTH)(x)
-
-
 class Codebook(nn.Module):
     """A codebook by moving averages of counts and sums."""
 
@@ -59,18 +48,6 @@ class Codebook(nn.Module):
         return out
 
 
-class Normaliser(nn.Module):
-    """Normalises by all that it has seen, and counts it."""
-
-    @nn.compact
-    def __call__(self, x):
-        n = self.variable("moments", "n", lambda: jnp.ones((), jnp.int32))
-        total = self.variable("moments", "total", lambda: jnp.zeros(WIDTH))
-        if not self.is_initializing():
-            n.value, total.value = n.value + x.shape[0], total.value + x.sum(0)
-        return nn.Dense(WIDTH)(x - total.value / n.value)
-
-
 class Drops(nn.Module):
     """Dropout, mixup and noise from the streams of the call."""
 
@@ -80,44 +57,6 @@ class Drops(nn.Module):
         x = share * x + (1 - share) * x[jax.random.permutation(self.make_rng("mixup"), len(x))]
         h = nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
         return h + 0.1 * jax.random.normal(self.make_rng("noise"), h.shape)
-
-
-class Recurrent(nn.Module):
-    """Loops over time from zeros, there and back."""
-
-    @nn.compact
-    def __call__(self, x, lengths):
-        there, back = nn.RNN(nn.LSTMCell(WIDTH)), nn.RNN(nn.GRUCell(WIDTH))
-        return nn.Bidirectional(there, back)(x, seq_lengths=lengths)
-
-
-class Towers(nn.Module):
-    """Two encoders, all pairs, labels by place."""
-
-    @nn.compact
-    def __call__(self, x, y):
-        a, b = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in (Layer(name="left")(x), Layer(name="right")(y)))
-        logits = jnp.exp(self.param("scale", nn.initializers.ones, ())) * a @ b.T
-        return (entropy(logits, jnp.arange(len(x))) + entropy(logits.T, jnp.arange(len(x)))).mean()
-
-
-class Masked(nn.Module):
-    """A loss of the tokens that count, in the model."""
-
-    @nn.compact
-    def __call__(self, x, mask):
-        losses = (nn.Dense(WIDTH)(x) ** 2).mean(-1)
-        return (losses * mask).sum() / mask.sum()
-
-
-class Graph(nn.Module):
-    """One large graph: sums over its edges."""
-
-    @nn.compact
-    def __call__(self, nodes, senders, receivers):
-        h = nn.Dense(WIDTH)(nodes)
-        degree = 1 + jax.ops.segment_sum(jnp.ones(len(receivers)), receivers, len(nodes))
-        return (h + jax.ops.segment_sum(h[senders], receivers, len(nodes))) / degree[:, None]
 
 
 class Experts(nn.Module):
@@ -130,17 +69,6 @@ class Experts(nn.Module):
         up = self.param("up", nn.initializers.lecun_normal(), (4, WIDTH, WIDTH))
         done = jnp.einsum("ecd,edf->ecf", tokens[chosen], up) * gates[..., None]
         return jnp.zeros_like(tokens).at[chosen.reshape(-1)].add(done.reshape(-1, WIDTH)).reshape(x.shape)
-
-
-class Sows(nn.Module):
-    """Keeps a mean of the batch, and a value for each example."""
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(WIDTH)(x)
-        self.sow("intermediates", "mean", h.mean(0))
-        self.sow("intermediates", "hidden", h)
-        return h
 
 
 class Block(nn.Module):
@@ -157,7 +85,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    how: str = "unrolled"
+    scanned: bool = False
     norm: bool = True
 
     @nn.compact
@@ -166,7 +94,7 @@ class GPT(nn.Module):
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (n, t, t))
         embed = nn.Embed(VOCAB, WIDTH)
         x = embed(ids)
-        if self.how == "scanned":
+        if self.scanned:
             body = nn.scan(
                 lambda block, x, mask: (block(x, mask), None),
                 variable_axes={"params": 0, "batch_stats": 0},
@@ -175,19 +103,9 @@ class GPT(nn.Module):
                 length=2,
             )
             return embed.attend(body(Block(self.norm, name="blocks"), x, mask)[0])
-        block = {"remat": nn.remat, "jitted": nn.jit}.get(self.how, lambda kind: kind)(Block)
         for i in range(2):
-            x = block(self.norm, name=f"block_{i}")(x, mask)
+            x = Block(self.norm, name=f"block_{i}")(x, mask)
         return embed.attend(x)
-
-
-class Decodes(nn.Module):
-    """Attention that keeps keys and values of the tokens before; given token by token."""
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(WIDTH)(x)
-        return nn.MultiHeadDotProductAttention(4, decode=True)(h, h)
 
 
 class Alone(nn.Module):
@@ -222,26 +140,13 @@ OfAll = nn.vmap(
 )
 
 squared = lambda out, *batch: (out**2).mean()
-itself = lambda out, *batch: out
-next_token = lambda out, ids, targets: entropy(out, targets).mean()
 masked = lambda out, ids, targets, mask: (entropy(out, targets) * mask).sum() / mask.sum()
-weighted = lambda out, x, labels: (entropy(out, labels) / (1 + jnp.bincount(labels, length=WIDTH)[labels])).sum()
 
 LINEN = {
     "an EMA codebook": LinenCase(Codebook(), squared, (VECTORS,)),
-    "a running normaliser": LinenCase(Normaliser(), squared, (VECTORS,)),
     "dropout, noise, mixup": LinenCase(Drops(), squared, (VECTORS,)),
-    "loops over time": LinenCase(Recurrent(), squared, (SEQUENCES, LENGTHS), inputs=2),
-    "two towers": LinenCase(Towers(), itself, (VECTORS, OTHERS), units=Layer, inputs=2),
-    "a masked mean in the model": LinenCase(Masked(), itself, (SEQUENCES, MASK), inputs=2),
-    "weights by class": LinenCase(Layer(), weighted, (VECTORS, LABELS)),
-    "one large graph": LinenCase(Graph(), squared, (VECTORS, SENDERS, RECEIVERS), inputs=3),
     "experts choose": LinenCase(Experts(), squared, (SEQUENCES,)),
-    "sown values": LinenCase(Sows(), squared, (VECTORS,)),
     "norms and dropout in blocks": LinenCase(GPT(), masked, (IDS, TARGETS, MASK), units=Block),
-    "recomputed blocks": LinenCase(GPT("remat"), next_token, (IDS, TARGETS), units=Block),
-    "jitted blocks": LinenCase(GPT("jitted"), next_token, (IDS, TARGETS), units=Block),
-    "scanned blocks": LinenCase(GPT("scanned", norm=False), next_token, (IDS, TARGETS), units=Block),
+    "scanned blocks": LinenCase(GPT(scanned=True, norm=False), masked, (IDS, TARGETS, MASK), units=Block),
     "a vmapped model, normed over its rows": LinenCase(OfAll(), squared, (SEQUENCES,)),
-    "a cache of tokens before": LinenCase(Decodes(), squared, (SEQUENCES[:, :1],)),
 }

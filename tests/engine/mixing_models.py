@@ -26,7 +26,6 @@ class Case:
 rng = np.random.default_rng(0)
 VECTORS = rng.standard_normal((BATCH, WIDTH)).astype(np.float32)
 OTHERS = rng.standard_normal((BATCH, WIDTH)).astype(np.float32)
-LABELS = rng.integers(0, 8, BATCH, dtype=np.int32)
 SEQUENCES = rng.standard_normal((BATCH, TIME, WIDTH)).astype(np.float32)
 IDS = rng.integers(0, VOCAB, (BATCH, TIME), dtype=np.int32)
 TARGETS = np.roll(IDS, 1, 1)
@@ -79,12 +78,8 @@ def next_token(model, ids, targets):
 
 
 class Layer(nnx.Module):
-    """A linear layer; without a bias where its gradient would be nothing but noise."""
-
-    bias = True
-
     def __init__(self, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(WIDTH, WIDTH, use_bias=self.bias, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         return self.linear(x)
@@ -142,22 +137,6 @@ class Queue(Layer):
         return -jax.nn.log_softmax(logits)[:, 0]
 
 
-class Teacher(nnx.Module):
-    """Keeps a moving average of its own parameters, which gives the targets."""
-
-    def __init__(self, rngs):
-        self.student, self.teacher = Layer(rngs), Layer(rngs)
-        kernel, bias = self.teacher.linear.kernel[...], self.teacher.linear.bias[...]
-        self.kernel, self.bias = nnx.Variable(kernel), nnx.Variable(bias)
-        del self.teacher
-
-    def __call__(self, x):
-        target = x @ self.kernel[...] + self.bias[...]
-        self.kernel[...] = 0.9 * self.kernel[...] + 0.1 * self.student.linear.kernel[...]
-        self.bias[...] = 0.9 * self.bias[...] + 0.1 * self.student.linear.bias[...]
-        return ((self.student(x) - jax.lax.stop_gradient(target - target.mean(0))) ** 2).mean(1)
-
-
 class Normed(nnx.Module):
     """Convolution, BatchNorm and pooling; or BatchNorm of vectors of which some count."""
 
@@ -172,9 +151,6 @@ class Normed(nnx.Module):
     def masked(self, x, mask):
         return self.out(self.norm(x, mask=mask[..., None] > 0))
 
-    def judged(self, x):
-        return self.out(self.norm(x, use_running_average=True))
-
 
 class Drops(Layer):
     """Dropout, noise and mixup from the model's own streams."""
@@ -188,16 +164,6 @@ class Drops(Layer):
         share = jax.random.uniform(self.rngs.mixup(), (len(x), 1))
         h = self.drop(self.linear(share * x + (1 - share) * x[order]))
         return h + 0.1 * jax.random.normal(self.rngs.noise(), h.shape)
-
-
-class Sows(Layer):
-    """Keeps a value in a variable that is not there before the call, and one for each example."""
-
-    def __call__(self, x):
-        h = self.linear(x)
-        self.sow(nnx.Intermediate, "mean", h.mean())
-        self.sow(nnx.Intermediate, "hidden", h)
-        return h
 
 
 # ---- Losses of the whole batch ------------------------------------------------------------------
@@ -215,16 +181,6 @@ class Towers(nnx.Module):
         return (entropy(logits, labels).mean() + entropy(logits.T, labels).mean()) / 2
 
 
-class Swaps(Layer):
-    """Assigns examples to prototypes in equal shares: rows and columns are normalised in turn, as in SwAV."""
-
-    def __call__(self, x, y):
-        a, b = self.linear(x)[:, :CODES], self.linear(y)[:, :CODES]
-        q = jnp.exp(jax.lax.stop_gradient(a) / 2)
-        q = jax.lax.fori_loop(0, 3, lambda _, q: (lambda p: p / p.sum(1, keepdims=True))(q / q.sum(0) / CODES), q)
-        return -(q * jax.nn.log_softmax(b)).sum(1).mean()
-
-
 class Masked(Layer):
     """A loss of the tokens that count, in the model, with figures beside it."""
 
@@ -232,28 +188,6 @@ class Masked(Layer):
         losses = (self.linear(x) ** 2).mean(-1)
         loss = (losses * mask).sum() / mask.sum()
         return loss, {"tokens": mask.sum().astype(jnp.int32), "worst": losses.max(), "examples": x.shape[0] * loss}
-
-
-class Weighted(Layer):
-    """A weight for each example, and one for each class by how often it is in the batch."""
-
-    def __call__(self, x, labels, weights):
-        losses = entropy(self.linear(x)[:, :8], labels)
-        frequency = jnp.bincount(labels, length=8) / labels.shape[0]
-        return (losses * weights / (frequency[labels] + 0.1)).sum() / weights.sum()
-
-
-class Triplets(Layer):
-    """The hardest positive and negative of the batch for each example."""
-
-    bias = False
-
-    def __call__(self, x, labels):
-        h = self.linear(x)
-        apart = jnp.sqrt(((h[:, None] - h[None]) ** 2).sum(-1) + 1e-3)
-        same = labels[:, None] == labels[None]
-        furthest, closest = jnp.where(same, apart, 0).max(1), jnp.where(same, jnp.inf, apart).min(1)
-        return jnp.maximum(furthest - closest + 1, 0).mean()
 
 
 class Experts(nnx.Module):
@@ -284,16 +218,6 @@ class Graph(Layer):
         return (h + jax.ops.segment_sum(h[senders], receivers, len(nodes))) / degree[:, None]
 
 
-class Graphs(Layer):
-    """A batch of small graphs, packed: nodes are pooled by the graph they belong to."""
-
-    def __call__(self, nodes, senders, receivers, sizes):
-        graph = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(nodes))
-        h = jnp.tanh(self.linear(nodes))
-        h = h + jax.ops.segment_sum(h[senders], receivers, len(nodes))
-        return jax.ops.segment_sum(h, graph, len(sizes)) / sizes[:, None]
-
-
 # ---- Sequences ----------------------------------------------------------------------------------
 
 
@@ -306,17 +230,6 @@ class Recurrent(nnx.Module):
 
     def __call__(self, x, lengths):
         return self.there(x, seq_lengths=lengths) + self.back(x, seq_lengths=lengths)
-
-
-class Lengths(Layer):
-    """Pools each sequence over the tokens that it has; batches are padded."""
-
-    bias = False
-
-    def __call__(self, x, lengths):
-        mask = jnp.arange(x.shape[1])[None] < lengths[:, None]
-        pooled = jnp.where(mask[..., None], self.linear(x), 0).sum(1) / lengths[:, None]
-        return pooled - pooled.mean(0)
 
 
 class TimeFirst(Layer):
@@ -360,23 +273,11 @@ class GPT(nnx.Module):
             run = nnx.scan(lambda x, b, m, p: b(x, m, p), in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry)
             return self.embed.attend(run(x, self.blocks, mask, positions))
         for block in [self.blocks[0]] * 3 if self.how == "shared" else self.blocks:
-            x = {"remat": nnx.remat, "jitted": nnx.jit}.get(self.how, lambda f: f)(Block.__call__)(
-                block, x, mask, positions
-            )
+            call = nnx.remat(Block.__call__) if self.how == "remat" else Block.__call__
+            x = call(block, x, mask, positions)
         if self.how == "read":
             x = x + self.blocks[0].query.kernel[...].mean(0)
         return self.embed.attend(x)
-
-
-class Uneven(nnx.Module):
-    """No dim of any parameter divides by the devices."""
-
-    def __init__(self, rngs):
-        self.embed, self.norm = nnx.Embed(VOCAB + 3, 63, rngs=rngs), nnx.BatchNorm(63, rngs=rngs)
-        self.mid, self.out = nnx.Linear(63, 61, rngs=rngs), nnx.Linear(61, VOCAB + 5, rngs=rngs)
-
-    def __call__(self, ids):
-        return self.out(nnx.relu(self.mid(self.norm(self.embed(ids)))))
 
 
 def masked_tokens(model, ids, targets, mask):
@@ -398,10 +299,6 @@ def over_two_batches(model, ids, targets):
     return nnx.vmap(lambda m, *part: next_token(m, *part)[0], in_axes=(None, 0, 0))(model, *halves).mean(), None
 
 
-def called_twice(model, ids, targets):
-    return next_token(model, ids, targets)[0] + 0.1 * model(ids[::-1]).mean(), None
-
-
 def gpt(
     how: str = "unrolled", loss: Callable = next_token, units: tuple[type, ...] = (Block,), **settings: Any
 ) -> Case:
@@ -413,38 +310,23 @@ MODELS = {
     "an EMA codebook": Case(Codebook, squared, (VECTORS,)),
     "a running normaliser": Case(Normaliser, squared, (VECTORS,)),
     "a queue of negatives": Case(Queue, lambda m, *b: (m(*b).mean(), None), (VECTORS, OTHERS)),
-    "a teacher": Case(Teacher, lambda m, *b: (m(*b).mean(), None), (VECTORS,), (Layer,)),
     "batch norms": Case(Normed, squared, (IMAGES,), (nnx.Conv, nnx.BatchNorm)),
     "batch norm of what counts": Case(
         Normed, lambda m, *b: ((m.masked(*b) ** 2).mean(), None), (SEQUENCES, MASK), (nnx.Linear,)
     ),
-    "batch norm in evaluation": Case(Normed, lambda m, *b: ((m.judged(*b) ** 2).mean(), None), (VECTORS,)),
-    "sown values": Case(Sows, squared, (VECTORS,)),
     "dropout, noise, mixup": Case(Drops, squared, (VECTORS,)),
     "two towers": Case(Towers, given, (VECTORS, OTHERS), (Layer,)),
-    "equal shares": Case(Swaps, given, (VECTORS, OTHERS)),
     "a masked mean in the model": Case(Masked, lambda m, *b: m(*b), (SEQUENCES, MASK)),
-    "weights of examples": Case(Weighted, given, (VECTORS, LABELS, MASK[:, 0] + 0.5)),
-    "the hardest of the batch": Case(Triplets, given, (VECTORS, LABELS)),
     "experts with room": Case(Experts, given, (SEQUENCES,)),
     "one large graph": Case(Graph, squared, (VECTORS, SENDERS, RECEIVERS)),
-    "as many edges as nodes": Case(Graph, squared, (VECTORS, SENDERS[:BATCH], RECEIVERS[:BATCH])),
-    "a batch of graphs": Case(Graphs, squared, (VECTORS, SENDERS, RECEIVERS, np.array([5, 1, 7, 3], np.int32))),
     "loops over time": Case(Recurrent, squared, (SEQUENCES, LENGTHS), (nnx.RNN,)),
-    "padded sequences": Case(Lengths, squared, (SEQUENCES, LENGTHS)),
     "time first": Case(TimeFirst, squared, (SEQUENCES.swapaxes(0, 1),)),
-    "a masked loss outside": gpt(loss=masked_tokens),
     "recomputed blocks": gpt("remat", rate=0.3),
-    "jitted blocks": gpt("jitted"),
     "scanned blocks": gpt("scanned", rate=0.3),
-    "dropout in blocks": gpt(rate=0.3),
     "a block called three times": gpt("shared"),
     "a parameter of a block, read by the root": gpt("read"),
     "units in units": gpt(units=(Block, nnx.Linear)),
-    "no units": gpt(loss=masked_tokens, units=()),
     "a penalty on all parameters": gpt(loss=with_penalty),
     "microbatches in the loss": gpt(loss=in_microbatches),
     "vmapped over two batches": gpt(loss=over_two_batches),
-    "called twice": gpt(loss=called_twice),
-    "nothing divides": Case(Uneven, next_token, (IDS, TARGETS), (nnx.Linear,)),
 }

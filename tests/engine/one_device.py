@@ -4,18 +4,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import jshard as js
-from tests.engine.batch_bodies import BATCH, GROUPS, WIDTH
 
 TOLERANCE = 2e-6  # of the largest element of the array
 MESHES = {"fsdp=8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "tensor": {"fsdp": 4, "tensor": 2}}
-X = np.random.default_rng(1).standard_normal((BATCH, WIDTH)).astype(np.float32)
 
 
 @functools.cache
@@ -97,102 +94,6 @@ def annotate(model: nnx.Module, units: Sequence[type], mesh: Any) -> Any:
 
 def annotated(model: nnx.Module, units: Sequence[type] = (), *, on: str = "fsdp=8") -> Any:
     return annotate(model, units, mesh(on))
-
-
-# ---- The functions of batch_bodies, each behind a layer of its own ------------------------------
-
-
-class Body(nnx.Module):
-    """A layer, and what a user wrote behind it."""
-
-    def __init__(self, group: str, name: str, rngs: nnx.Rngs):
-        self.group, self.name = group, name
-        self.linear = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
-        self.weight = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (WIDTH, WIDTH)))
-
-    def __call__(self, x: jax.Array) -> Any:
-        return GROUPS[self.group][self.name](self.linear(x), self.weight[...])
-
-
-class Bodies(nnx.Module):
-    def __init__(self, group: str, names: Sequence[str], rngs: nnx.Rngs):
-        self.bodies = nnx.List([Body(group, name, rngs) for name in names])
-
-    def __call__(self, x: jax.Array) -> dict[str, Any]:
-        return {body.name: body(x) for body in self.bodies}
-
-
-class LinenBody(nn.Module):
-    group: str
-    body: str
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(WIDTH, use_bias=False, name="linear")(x)
-        weight = self.param("weight", nn.initializers.lecun_normal(), (WIDTH, WIDTH))
-        return GROUPS[self.group][self.body](h, weight)
-
-
-class LinenBodies(nn.Module):
-    group: str
-    bodies: tuple[str, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        return {body: LinenBody(self.group, body, name=f"body_{i}")(x) for i, body in enumerate(self.bodies)}
-
-
-def mixed_loss(out: Any) -> jax.Array:
-    """Every float that comes out has a say, each its own."""
-    floats = [x.astype(jnp.float32) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum((jnp.sin(3 * x).mean() if x.ndim else x for x in floats), jnp.zeros(()))
-
-
-def body_results(group: str, names: tuple[str, ...], on: str | None, linen: bool = False) -> dict[str, Any]:
-    """What each of these functions gave in one program: ((outputs,), gradients) by name."""
-    run = _linen_bodies if linen else _nnx_bodies
-    out, grads = run(group, names, on)
-    return {name: ((out[name],), grads[i]) for i, name in enumerate(names)}
-
-
-def _nnx_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
-    model = Bodies(group, names, nnx.Rngs(0))
-    if on:
-        annotated(model, (Body,), on=on)
-
-    def loss_fn(model, x):
-        out = model(x)
-        return mixed_loss(out), out
-
-    (_, out, _), grads = nnx_results(model, loss_fn, X)
-    return out, [grads["bodies"][i] for i in range(len(names))]
-
-
-def _linen_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
-    plain = LinenBodies(group, names)
-    variables = _variables_of_bodies(plain)
-    model = js.fully_shard(plain, mesh=mesh(on), units=LinenBody) if on else plain
-
-    @jax.jit
-    def run(params):
-        def loss_fn(params):
-            out = model.apply({"params": params}, X)
-            return mixed_loss(out), out
-
-        return jax.value_and_grad(loss_fn, has_aux=True)(params)
-
-    (_, out), grads = run(variables["params"])
-    return out, [grads[f"body_{i}"] for i in range(len(names))]
-
-
-@functools.cache
-def _variables_of_bodies(plain: LinenBodies) -> Any:
-    return jax.jit(plain.init)(jax.random.key(0), X)
-
-
-@functools.cache
-def of_bodies(group: str, names: tuple[str, ...], linen: bool) -> dict[str, Any]:
-    return body_results(group, names, None, linen)
 
 
 # ---- Linen --------------------------------------------------------------------------------------

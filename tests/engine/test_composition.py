@@ -14,22 +14,10 @@ from tests.parity import assert_parity, flat, worst
 
 CONFIG = Config(attends=False)
 BATCH = token_batch(CONFIG)
-# Adam divides a gradient by its own size: where the penalty is a bias's whole gradient, rounding becomes a step.
-PENALTY_TOLERANCE = 1e-5
 
 
 def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def penalty(model):
-    return 1e-3 * sum((x**2).sum() for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-def test_penalty_with_accumulation_that_syncs_last():
-    loss = lambda model, x, y: loss_fn(model, x, y) + penalty(model)
-    grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")
-    assert_parity(builder(CONFIG), annotator(js.mesh()), loss, BATCH, grad=grad, parameters=PENALTY_TOLERANCE)
 
 
 class Layer(nnx.Module):
@@ -132,18 +120,13 @@ def test_masks_and_keyword_arguments(case):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda m, x, y: cross_entropy(m.decode(m.encode(x)), y),
         lambda m, x, y: cross_entropy(m.decode(m.layers[0](m.encode(x))), y),
         lambda m, x, y: cross_entropy(m(x), y) * 2.0 + (m.many(x)["weight"] * 1e-3),
     ],
-    ids=["two calls", "an inner unit called alone", "loss and a weight"],
+    ids=["an inner unit called alone", "loss and a weight"],
 )
 def test_methods_and_several_calls(loss):
     assert_parity(awkward(), annotate_awkward(js.mesh()), loss, BATCH)
-
-
-def loss_of_call(model, x, y):
-    return cross_entropy(model(x), y)
 
 
 def test_every_kind_of_output():
@@ -157,32 +140,6 @@ def test_every_kind_of_output():
     assert found["time_major"].sharding.shard_shape(found["time_major"].shape) == (LENGTH, 2, 64)
 
 
-class Noisy(nnx.Module):
-    """Random numbers from an Rngs argument, and from a key argument."""
-
-    def __init__(self, rngs):
-        self.embed, self.drop = nnx.Embed(256, 64, rngs=rngs), nnx.Dropout(0.5)
-
-    def __call__(self, x, rngs, key):
-        return self.drop(self.embed(x), rngs=rngs) * jax.random.bernoulli(key, 0.5, (*x.shape, 64))
-
-
-def test_rngs_and_keys_among_the_arguments():
-    run = nnx.jit(lambda model, x, rngs, key: model(x, rngs, key))
-    found, wanted = [], []
-    for model, outs in ((js.fully_shard(Noisy(nnx.Rngs(0)), mesh=js.mesh()), found), (Noisy(nnx.Rngs(0)), wanted)):
-        rngs = nnx.Rngs(dropout=3)
-        outs += [run(model, BATCH[0], rngs, jax.random.key(i)) for i in range(2)]
-        assert int(rngs.dropout.count[...]) == 2
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
-
-
-def test_calls_without_a_batch():
-    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
-    assert model.num_parameters() == plain.num_parameters()
-    np.testing.assert_array_equal(model.doubled(), plain.doubled())
-
-
 def test_any_batch_runs_in_global_view_and_outside():
     model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
     run = nnx.jit(lambda model, x: model(x))
@@ -190,22 +147,6 @@ def test_any_batch_runs_in_global_view_and_outside():
         np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
     # The jitted function is traced anew outside, where each device computes all of a batch that does not divide.
     np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
-
-
-def test_recomputation_sees_the_same_mask():
-    grads = []
-    for remat in ("none", "dots", "full"):
-        build = awkward(rate=0.3)
-
-        def annotate(model, remat=remat):
-            for layer in model.layers:
-                js.fully_shard(layer, mesh=js.mesh(), remat=remat)
-            js.fully_shard(model, mesh=js.mesh())
-
-        model = placed(build, annotate)
-        grads.append(flat(nnx.jit(lambda m, x, y: nnx.grad(loss_of_call)(m, x, y))(model, *BATCH)))
-    for other in grads[1:]:
-        assert max(worst(other[k], grads[0][k]) for k in other) < 1e-6
 
 
 def test_second_derivatives_by_reverse_mode():

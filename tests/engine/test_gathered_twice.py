@@ -41,8 +41,9 @@ class Tower(nn.Module):
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-@pytest.mark.parametrize("settings", [{}, {"prefetch": 0}, {"reshard_after_forward": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("remat", "settings"), [(False, {}), (True, {"prefetch": 0}), (True, {"reshard_after_forward": 4})]
+)
 def test_each_unit_is_gathered_once_a_pass(settings, remat, scan):
     assert_gathered(2 * LAYERS, remat, scan, settings)
 

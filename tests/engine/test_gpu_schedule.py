@@ -159,8 +159,3 @@ def test_each_unit_ahead_adds_one_unit_at_most(settings, first):
     assert peaks[0] < peaks[1] < peaks[2]
     assert peaks[1] - peaks[0] < first + 0.15
     assert peaks[2] - peaks[1] < 1.05
-
-
-def test_without_prefetch_a_loop_holds_one_unit():
-    """Its trips are double-buffered, and yet there are gradients of one."""
-    assert compiled(scan=True, ahead=0).memory.peak_bytes < 0.7 * compiled(scan=True).memory.peak_bytes

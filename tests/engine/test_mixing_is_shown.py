@@ -20,7 +20,7 @@ from jshard.inspect.differences import differences
 from jshard.inspect.hlo.forms import mixing_in, unit_and_phase
 from jshard.inspect.hlo.schedule import Window
 from jshard.inspect.model_traffic import without_mixing
-from tests.helpers import Config, abstract, program
+from tests.helpers import Config, program
 
 BATCH, INPUTS, WIDTH = 1024, 16, 256  # the whole batch of features is 1 MiB
 BATCH_BYTES = BATCH * WIDTH * 4
@@ -144,14 +144,6 @@ def test_audit_tells_the_lines_apart_from_parameters():
     assert "Collectives of the model's own mixing of examples (compiled)" in str(found)
     (first, *_) = json.loads(found.to_json())["mixing"]
     assert first["total_bytes"] == found.mixing[0].total_bytes and first["lines"][0]["where"]
-
-
-def test_a_right_transformer_mixes_nothing():
-    config = Config(attends=True)
-    model = abstract(config, js.mesh())
-    made = program(config)
-    assert audit(made.compiled, plan=made.plan).mixing == ()
-    assert js.explain(model).mixing == () and not json.loads(js.explain(model).to_json())["mixing"]
 
 
 NAME = "jit(step)/(jvp(mixing[sum|square|vae.py|35|VAE.__call__|256])/psum:transpose(jvp(jshard[up]/backward))/psum)"

@@ -20,10 +20,10 @@ from tests.helpers import Config, Decoder, builder, fresh, loss_fn, placed, toke
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, flat
 
 STRATEGIES = ("replicate", "zero2", "zero3", "hsdp", "hpz")
-DEGREES = ("1", "2", "8", "2x4")
+DEGREES = ("1", "8", "2x4")
 ACCUMULATIONS = ("1", "4 each", "4 last")
-FORMS = tuple(itertools.product(("tied", "untied"), ("unrolled", "scanned")))
-STEPS = 5
+FORMS = "tied, unrolled", "untied, scanned"
+STEPS = 3
 BATCH = token_batch(Config(), batch=32, length=8)  # 4 microbatches over 8 data shards
 
 
@@ -32,17 +32,15 @@ class Case:
     strategy: str
     degree: str
     accumulate: str
-    embedding: str
-    blocks: str
+    form: str
 
     def __str__(self) -> str:
-        return "-".join(dataclasses.astuple(self)).replace(" ", "_")
+        return "-".join(dataclasses.astuple(self)).replace(", ", "_").replace(" ", "_")
 
     @property
     def config(self) -> Config:
-        """In a loop, attention is compiled once: blocks that are unrolled do without."""
-        scanned = self.blocks == "scanned"
-        return Config(tied=self.embedding == "tied", scanned=scanned, attends=scanned)
+        scanned = self.form == "untied, scanned"
+        return Config(tied=not scanned, scanned=scanned, attends=False)
 
     @property
     def senseless(self) -> str:
@@ -58,8 +56,7 @@ class Case:
 
 def every_case() -> list[Case]:
     product = itertools.product(STRATEGIES, DEGREES, ACCUMULATIONS, FORMS)
-    cases = [Case(strategy, degree, accumulate, *form) for strategy, degree, accumulate, form in product]
-    return [case for case in cases if not case.senseless]
+    return [case for case in itertools.starmap(Case, product) if not case.senseless]
 
 
 def pairs(case: Case) -> set[tuple]:
@@ -157,14 +154,14 @@ def test_equal_to_one_device_whole_grid(case: Case):
 def test_the_cases_cover_every_pair():
     cases = covering_cases()
     assert set().union(*map(pairs, cases)) == set().union(*map(pairs, every_case()))
-    assert len(cases) < len(every_case()) / 4
+    assert len(cases) < len(every_case()) / 3
     for settings in itertools.product(STRATEGIES, DEGREES):  # what is left out has its reason
-        case = Case(*settings, "1", "tied", "unrolled")
+        case = Case(*settings, "1", FORMS[0])
         assert (case in every_case()) != bool(case.senseless)
 
 
 def test_the_comparison_can_fail():
-    wanted = one_device(Config(attends=False))
+    wanted = one_device(every_case()[0].config)
     worse = {k: x * (1 + 4e-6) for k, x in wanted.gradients.items()}
     moved = {k: x + np.float32(1e-3) * np.abs(x).max() for k, x in wanted.parameters.items()}
     apart = compare(dataclasses.replace(wanted, gradients=worse, parameters=moved), wanted)

@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from flax import linen as nn
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.sharding import NamedSharding
@@ -14,11 +12,10 @@ from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, check_on, mesh_of, on_sha
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 16)).astype("f")
-MESHES = [mesh_of(*ONE_BY_8), mesh_of(*TWO_BY_4)]
-each_mesh = pytest.mark.parametrize("mesh", MESHES, ids=["1x8", "2x4"])
+ONE, TWO = mesh_of(*ONE_BY_8), mesh_of(*TWO_BY_4)
 
 
-def calls_of(mesh, fn, *args, gradients=False):
+def calls_of(fn, *args, gradients=False):
     """What a function that gets a callback reported; of one run on the shards."""
     seen = []
 
@@ -27,13 +24,12 @@ def calls_of(mesh, fn, *args, gradients=False):
         return np.float32(len(seen))
 
     run = lambda *args: fn(report, *args)
-    jax.block_until_ready(on_shards(run, args, mesh, gradients=gradients).outs)
+    jax.block_until_ready(on_shards(run, args, TWO, gradients=gradients).outs)
     jax.effects_barrier()
     return seen
 
 
-@each_mesh
-def test_callbacks_run_once_with_whole_values(mesh):
+def test_callbacks_run_once_with_whole_values():
     """Seen to fail without the condition on the first shard (8 calls), and with a shard's values."""
     for fn in (
         lambda report, x: (jax.debug.callback(report, x), x * 2)[1],
@@ -43,52 +39,48 @@ def test_callbacks_run_once_with_whole_values(mesh):
         lambda report, x: lax.cond(x[0, 0] < 9, lambda x: jax.debug.callback(report, x), lambda x: None, x) or x,
         lambda report, x: jax.checkpoint(lambda x: (jax.debug.callback(report, x), x)[1])(x),
     ):
-        seen = calls_of(mesh, fn, X)
+        seen = calls_of(fn, X)
         assert len(seen) == 1
         np.testing.assert_array_equal(seen[0][0], X)
 
 
-@each_mesh
-def test_callbacks_in_loops_and_for_rows(mesh):
+def test_callbacks_in_loops_and_for_rows():
     one = jax.ShapeDtypeStruct((), jnp.float32)
 
     def loop(report, x):
         return lax.scan(lambda c, i: (c, io_callback(report, one, i, c.sum(), ordered=True)), x, jnp.arange(3))[0]
 
-    seen = calls_of(mesh, loop, X)
+    seen = calls_of(loop, X)
     assert [int(i) for i, _ in seen] == [0, 1, 2]
     np.testing.assert_allclose([s for _, s in seen], X.sum(), rtol=1e-5)
-    rows = calls_of(mesh, lambda report, x: jax.vmap(lambda r: (jax.debug.callback(report, r[0]), r)[1])(x), X)
+    rows = calls_of(lambda report, x: jax.vmap(lambda r: (jax.debug.callback(report, r[0]), r)[1])(x), X)
     assert sorted(float(r) for (r,) in rows) == sorted(X[:, 0].tolist())
     row = jax.ShapeDtypeStruct((16,), jnp.float32)
     sort = lambda x: jax.vmap(lambda r: jax.pure_callback(np.sort, row, r, vmap_method="broadcast_all"))(x)
-    check_on(mesh, sort, X, gradients=False)
-    check_on(mesh, lambda x: jax.pure_callback(lambda a: np.sort(a, 0), x, x), X, gradients=False)
+    check_on(TWO, sort, X, gradients=False)
+    check_on(TWO, lambda x: jax.pure_callback(lambda a: np.sort(a, 0), x, x), X, gradients=False)
     test = lambda report, c: (jax.debug.callback(report, c.sum()), c.sum() > 1)[1]
     twice = lambda report, x: lax.while_loop(
         lambda c: test(report, c), lambda c: c * 0.5, jnp.abs(x) / jnp.abs(x).sum() * 3
     )
-    assert len(calls_of(mesh, twice, X)) == 3
+    assert len(calls_of(twice, X)) == 3
     branch = lambda report, x: lax.cond(x[0, 0] > 9, lambda x: jax.debug.callback(report, x), lambda x: None, x) or x
-    assert calls_of(mesh, branch, X) == []
+    assert calls_of(branch, X) == []
 
 
-@each_mesh
-def test_prints_are_printed_once(mesh, capfd):
-    calls_of(mesh, lambda report, x: (jax.debug.print("rows {} sum {:.3f}", x.shape[0], x.sum()), x)[1], X)
+def test_prints_are_printed_once(capfd):
+    calls_of(lambda report, x: (jax.debug.print("rows {} sum {:.3f}", x.shape[0], x.sum()), x)[1], X)
     assert capfd.readouterr().out.splitlines() == [f"rows 32 sum {X.sum():.3f}"]
 
 
-@each_mesh
-def test_callbacks_in_backward(mesh):
+def test_callbacks_in_backward():
     watched = jax.custom_vjp(lambda report, x: x, nondiff_argnums=(0,))
     watched.defvjp(lambda report, x: (x, None), lambda report, _, g: (jax.debug.callback(report, g), (g,))[1])
-    seen = calls_of(mesh, lambda report, x: watched(report, jnp.sin(x)), X, gradients=True)
+    seen = calls_of(lambda report, x: watched(report, jnp.sin(x)), X, gradients=True)
     assert len(seen) == 1 and seen[0][0].shape == (32, 16)
 
 
-@each_mesh
-def test_checkify(mesh):
+def test_checkify():
     def guarded(x):
         checkify.check(jnp.all(x < 1e9), "rows of {n}", n=x.sum())
         checkify.check(x.sum() > 1e9, "a sum of {n}", n=x.sum())
@@ -102,7 +94,7 @@ def test_checkify(mesh):
         tree[:] = [structure]
         return found
 
-    found = on_shards(flat, (np.abs(X) + 1,), mesh, gradients=False)
+    found = on_shards(flat, (np.abs(X) + 1,), TWO, gradients=False)
     error, _ = jax.tree.unflatten(tree[0], found.outs)
     assert "a sum of" in error.get()
 
@@ -132,26 +124,15 @@ def test_constraints_keep_the_compilers_axes():
         put = lambda x, spec=spec: jax.device_put(jnp.sin(x), NamedSharding(mesh, spec)) * 2
         if P.UNCONSTRAINED not in spec:
             check_on(mesh, put, X)
-    for plain in MESHES:
+    for plain in (ONE, TWO):
         fn = lambda x, plain=plain: lax.with_sharding_constraint(x, NamedSharding(plain, P(None, "fsdp"))) * 2
         found = check_on(plain, fn, X)
         assert not found.moved and "sharding_constraint" not in found.text
 
 
-def test_logical_axes():
-    mesh = mesh_of(2, 2, 2)
-    rules = (("batch", ("replica", "fsdp")), ("embed", "tensor"))
-
-    def fn(x):
-        with nn.logical_axis_rules(rules):
-            return nn.with_logical_constraint(jnp.sin(x), ("batch", "embed"), mesh=mesh) * 2
-
-    assert len(constraints_of_the_user(check_on(mesh, fn, X))) == 2
-
-
 def test_memories_are_kept():
     """Seen to fail with `device_put` as a rule that does nothing."""
-    mesh = MESHES[0]
+    mesh = ONE
     host = lambda x: jax.device_put(jax.device_put(jnp.sin(x), jax.memory.Space.Host), jax.memory.Space.Device) * 2
     found = on_shards(host, (X,), mesh, gradients=False, run=False)
     assert "Host" in found.text or "host" in found.text
@@ -162,4 +143,4 @@ def test_memories_are_kept():
 
 
 def test_an_equation_without_results_takes_a_sum_over_the_shards():
-    check_on(MESHES[0], lambda x: (lax.dce_sink(x.sum(0)), x * 2)[1], X)
+    check_on(ONE, lambda x: (lax.dce_sink(x.sum(0)), x * 2)[1], X)

@@ -11,15 +11,12 @@ import re
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
 from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
-from tests.parity import GRADIENT_TOLERANCE, flat, worst
-from tests.wide import wide
 
 LAYERS = 6
 CONFIG = Config(layers=LAYERS, attends=False)
@@ -118,7 +115,7 @@ def traced(**settings: Any) -> tuple[Region, Region]:
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("ahead", [0, wide(1), 2])
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_a_unit_is_gathered_so_far_ahead_and_no_farther(ahead, remat):
     forward, backward = traced(prefetch=ahead, remat=remat)
     for i in range(LAYERS):
@@ -180,7 +177,7 @@ def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[
     return most
 
 
-@pytest.mark.parametrize("units", [0, 1, 2, 3])
+@pytest.mark.parametrize("units", [0, 2])
 def test_a_budget_in_bytes_is_kept(units):
     mesh = js.mesh(fsdp=-1)
     model = js.abstract_init(lambda: Decoder(CONFIG, nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Block, mesh=mesh))
@@ -322,62 +319,3 @@ def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
         if late.intersection(node.inputs):
             late.update(node.outputs)
     assert late.issuperset(region.results)
-
-
-class Mixed(nnx.Module):
-    """Units of several sizes, two branches, one unit twice, units in units."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.small = nnx.Linear(32, 32, rngs=rngs)
-        self.wide = nnx.Linear(32, 512, rngs=rngs)
-        self.narrow = nnx.Linear(512, 32, rngs=rngs)
-        self.branch = nnx.Linear(32, 32, rngs=rngs)
-        self.nested = Nested(rngs)
-        self.last = nnx.Linear(32, 32, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.small(x)
-        x = self.narrow(jax.nn.relu(self.wide(x))) + self.branch(x)
-        x = jax.lax.scan(lambda x, _: (jax.numpy.tanh(self.small(x)), None), x, length=2)[0]
-        return self.last(self.nested(x))
-
-
-class Nested(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.scale = nnx.Param(jax.numpy.ones((32, 64)))
-        self.inner = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.inner:
-            x = jax.checkpoint(lambda x, layer=layer: jax.numpy.tanh(layer(x)))(x)
-        return (x @ self.scale[...]) @ self.scale[...].T
-
-
-def mixed_loss(model: Mixed, x: jax.Array) -> jax.Array:
-    return (model(x) ** 2).mean()
-
-
-@functools.cache
-def mixed_gradients() -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A batch, and the gradients on one device."""
-    x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
-    return x, flat(nnx.jit(nnx.grad(mixed_loss))(Mixed(nnx.Rngs(0)), x))
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "remat"),
-    [wide(0, "none"), wide(0, "full"), wide(1, "none"), (1, "full"), wide(3, "none"), ("5KB", "full"), (None, "none")],
-)
-def test_gradients_of_units_of_all_kinds(prefetch, remat):
-    x, expected = mixed_gradients()
-    model, mesh = Mixed(nnx.Rngs(0)), js.mesh(replica=2, fsdp=4)
-    js.fully_shard(
-        model,
-        units=[nnx.Linear, Nested],
-        mesh=mesh,
-        prefetch=prefetch,
-        remat=remat,
-        placement=js.ShardPlacement(min_size=1),
-    )
-    found = flat(nnx.jit(nnx.grad(mixed_loss))(model, x))
-    assert max(worst(found[k], expected[k]) for k in expected) <= GRADIENT_TOLERANCE

@@ -104,15 +104,6 @@ def test_of_two_sets_of_examples_the_one_that_is_whole_is_said(texts):
     assert do.endswith("a number of them that all arguments have, a multiple of 8.")
 
 
-def test_where_examples_are_another_dim_that_is_said_to_be_moved():
-    class Stacked(Towers):
-        def __call__(self, x, caches):
-            return self.texts(x) + self.images(caches[0]).sum(1) if caches.ndim == 4 else x
-
-    (text,) = called(model("Stacked", Stacked), (16, WIDTH), (3, 16, 512, WIDTH))
-    assert "x = jnp.moveaxis(x, 1, 0)" in text
-
-
 def test_layers_in_a_loop_count_with_their_trips():
     """1 GFLOP in 16 trips of 67 MFLOP; seen to fail with the trips left out."""
 

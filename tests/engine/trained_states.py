@@ -21,7 +21,7 @@ from tests.engine.mixing_models import MODELS, VECTORS, WIDTH
 from tests.engine.one_device import annotate, streams
 
 STEPS = 3
-NNX = ("an EMA codebook", "a running normaliser", "batch norms", "dropout, noise, mixup", "scanned blocks")
+NNX = ("an EMA codebook", "batch norms", "dropout, noise, mixup", "scanned blocks")
 LINEN = ("an EMA codebook", "norms and dropout in blocks")
 NAMES = tuple(f"nnx: {name}" for name in NNX) + tuple(f"Linen: {name}" for name in LINEN) + ("masks",)
 

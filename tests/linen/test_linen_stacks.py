@@ -68,7 +68,6 @@ def all_are_large(monkeypatch):
 
 
 NOT_AHEAD = {
-    "no units": (None, "(root)", "each layer when it is due"),
     "a unit beside": ("head", "(root)", "each layer when it is due"),
     "a unit around": (Tower, "tower", "all layers at once"),
 }
@@ -88,7 +87,6 @@ def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
 
 
 NONE = {
-    "a unit inside": (Tower(), Block),
     "the layer": (Tower(), Layer),
     "as the warning says": (Tower(), ["head", "tower/layers"]),
     "the same parameters in all": (Tower({"variable_broadcast": "params", "split_rngs": {"params": False}}), None),
@@ -108,9 +106,7 @@ def test_a_small_stack_is_told_by_the_plan_alone():
         assert js.plan(annotated()).unscheduled_stacks
 
 
-@pytest.mark.parametrize(
-    ("units", "loop", "whole"), [("head", 2, False), (["head", "tower/layers"], 2, False), (Tower, 0, True)], ids=str
-)
+@pytest.mark.parametrize(("units", "loop", "whole"), [("head", 2, False), (Tower, 0, True)], ids=str)
 def test_the_program_does_as_told(units, loop, whole):
     """A layer's kernel at a time, forward and backward; or those of all layers before the first."""
     model = annotated(units=units)

@@ -12,7 +12,6 @@ import pytest
 import jshard as js
 from tests.helpers import equations_run, with_placement
 from tests.linen_models import WIDTH, Block, assert_same, creator
-from tests.wide import wide
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
 NEVER = {"placement": js.ShardPlacement(gathered=False, shard_dim=0)}
@@ -62,7 +61,6 @@ class Lookup(nn.Module):
 
 
 IDS = np.random.default_rng(0).integers(0, ROWS, BATCH, dtype=np.int32)
-MESHES = pytest.mark.parametrize("degrees", [wide({}), {"replica": 2}], ids=["zero3", "hsdp"])
 
 
 def made(plain: nn.Module, mesh: Any, **settings: Any) -> tuple[nn.Module, Any]:
@@ -83,20 +81,17 @@ def results(model: nn.Module, variables: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"], state)
 
 
-@MESHES
-@pytest.mark.parametrize("plain", [wide(Clicks()), Nested()], ids=["setup", "compact"])
-def test_gradients_equal_those_of_one_device(plain, degrees):
-    units = UNITS if isinstance(plain, Clicks) else {"lookup/table": NEVER, Block: {}}
-    model = js.fully_shard(plain, mesh=js.mesh(**degrees), units=units)
+def test_gradients_equal_those_of_one_device():
+    plain = Nested()
+    model = js.fully_shard(plain, mesh=js.mesh(replica=2), units={"lookup/table": NEVER, Block: {}})
     js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     found = results(model, variables)
     assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))), 5e-6)
 
 
-@MESHES
-def test_a_train_state_lies_and_trains_as_of_any_unit(degrees):
-    mesh = js.mesh(**degrees)
+def test_a_train_state_lies_and_trains_as_of_any_unit():
+    mesh = js.mesh(replica=2)
     model, _ = made(Clicks(), mesh)
     tx = optax.sgd(0.1, momentum=0.9)
     state = js.shard_init(creator(model, js.shard_optimizer(model, tx), IDS), model)
@@ -123,21 +118,6 @@ def test_each_call_beside_it_is_a_region_that_gathers_once_a_pass():
     gathers = [eqn.outvars[0].aval.shape for eqn in program if eqn.primitive.name == "all_gather"]
     # Three blocks, before and again after; the head of the tower is the root's, and kept.
     assert sorted(shape for shape in gathers if len(shape) == 2) == [(32, 32)] + [(32, 128)] * 6 + [(128, 32)] * 6
-
-
-@pytest.mark.wide
-def test_microbatches_reduced_at_the_end_are_those_of_one_device():
-    """The others' copies are gathered once; the table has none."""
-    model, _ = made(Clicks(), js.mesh(replica=2))
-    params = js.shard_init(lambda: model.init(jax.random.key(0), IDS)["params"], model)
-    loss = lambda model, params, ids: (model.apply({"params": params}, ids) ** 2).mean()
-    of_model = functools.partial(loss, model)
-    run = js.value_and_grad(of_model, model=model, accumulate=2, sync="last")
-    program = equations_run(jax.make_jaxpr(run)(params, IDS).jaxpr)
-    gathers = [eqn for eqn in program if eqn.primitive.name == "all_gather"]
-    assert len(gathers) == sum(p.placement.dim is not None and p.placement.gathered for p in js.plan(model).leaves)
-    wanted = jax.jit(jax.value_and_grad(functools.partial(loss, Clicks())))(nn.unbox(jax.device_get(params)), IDS)
-    assert_same(nn.unbox(jax.jit(run)(params, IDS)), wanted)
 
 
 def test_regions_that_flax_transforms_gather_for_themselves_and_are_told():
