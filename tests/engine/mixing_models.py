@@ -32,7 +32,6 @@ TARGETS = np.roll(IDS, 1, 1)
 MASK = (rng.random((BATCH, TIME)) < 0.6).astype(np.float32)
 LENGTHS = rng.integers(1, TIME + 1, BATCH, dtype=np.int32)
 IMAGES = rng.standard_normal((BATCH, 4, 4, 3)).astype(np.float32)
-SENDERS, RECEIVERS = rng.integers(0, BATCH, (2, 48), dtype=np.int32)
 
 squared = lambda model, *batch: ((model(*batch) ** 2).mean(), None)
 given = lambda model, *batch: (model(*batch), None)
@@ -52,22 +51,6 @@ class Decodes(nnx.Module):
 
     def __call__(self, token):
         return self.embed.attend(self.attention(self.embed(token)))
-
-
-class OwnCache(nnx.Module):
-    """A cache of plain variables, of which each example has its own end."""
-
-    def __init__(self, rngs):
-        self.embed, self.mix = nnx.Embed(64, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.kept = nnx.Variable(jnp.zeros((len(IDS), 8, WIDTH)))
-        self.end = nnx.Variable(jnp.arange(len(IDS), dtype=np.int32) % 3)
-
-    def __call__(self, token):
-        h, rows = self.mix(self.embed(token[:, 0])), jnp.arange(len(token))
-        self.kept[...] = self.kept[...].at[rows, self.end[...]].set(h)
-        self.end[...] += 1
-        seen = jnp.arange(8)[None] < self.end[...][:, None]
-        return self.embed.attend(jnp.where(seen[..., None], self.kept[...], 0).sum(1))
 
 
 def next_token(model, ids, targets):
@@ -209,15 +192,6 @@ class Experts(nnx.Module):
         return (out**2).mean() + 0.1 * 4 * (hot.mean(0) * gates.mean(0)).sum()
 
 
-class Graph(Layer):
-    """One large graph: sums over its edges, divided by how many each node has."""
-
-    def __call__(self, nodes, senders, receivers):
-        h = self.linear(nodes)
-        degree = 1 + jax.ops.segment_sum(jnp.ones(len(receivers)), receivers, len(nodes))
-        return (h + jax.ops.segment_sum(h[senders], receivers, len(nodes))) / degree[:, None]
-
-
 # ---- Sequences ----------------------------------------------------------------------------------
 
 
@@ -230,13 +204,6 @@ class Recurrent(nnx.Module):
 
     def __call__(self, x, lengths):
         return self.there(x, seq_lengths=lengths) + self.back(x, seq_lengths=lengths)
-
-
-class TimeFirst(Layer):
-    """The batch is the second dim of what comes in."""
-
-    def __call__(self, x):
-        return jnp.tanh(self.linear(x)).mean(0) - x[-1].mean(0)
 
 
 class Block(nnx.Module):
@@ -280,10 +247,6 @@ class GPT(nnx.Module):
         return self.embed.attend(x)
 
 
-def masked_tokens(model, ids, targets, mask):
-    return (entropy(model(ids), targets) * mask).sum() / mask.sum(), None
-
-
 def with_penalty(model, ids, targets):
     penalty = sum((p**2).sum() for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return next_token(model, ids, targets)[0] + 1e-3 * penalty, None
@@ -302,8 +265,7 @@ def over_two_batches(model, ids, targets):
 def gpt(
     how: str = "unrolled", loss: Callable = next_token, units: tuple[type, ...] = (Block,), **settings: Any
 ) -> Case:
-    extra = (MASK,) if loss is masked_tokens else ()
-    return Case(lambda rngs: GPT(rngs, how, **settings), loss, (IDS, TARGETS, *extra), units)
+    return Case(lambda rngs: GPT(rngs, how, **settings), loss, (IDS, TARGETS), units)
 
 
 MODELS = {
@@ -318,9 +280,7 @@ MODELS = {
     "two towers": Case(Towers, given, (VECTORS, OTHERS), (Layer,)),
     "a masked mean in the model": Case(Masked, lambda m, *b: m(*b), (SEQUENCES, MASK)),
     "experts with room": Case(Experts, given, (SEQUENCES,)),
-    "one large graph": Case(Graph, squared, (VECTORS, SENDERS, RECEIVERS)),
     "loops over time": Case(Recurrent, squared, (SEQUENCES, LENGTHS), (nnx.RNN,)),
-    "time first": Case(TimeFirst, squared, (SEQUENCES.swapaxes(0, 1),)),
     "recomputed blocks": gpt("remat", rate=0.3),
     "scanned blocks": gpt("scanned", rate=0.3),
     "a block called three times": gpt("shared"),

@@ -12,11 +12,7 @@ from flax import nnx
 import jshard as js
 from jshard.kernels import KernelError
 from jshard.kernels.backend import TracedDevice
-from jshard.recipes.building import batch_of
-from jshard.train import load_model_file
 from tests.fake_cudnn import H100, fake_cudnn, trace_for
-from tests.micro_gpt import MODELS
-from tests.wide import wide
 
 B, T, H, G, K = 4, 16, 4, 2, 8
 RNG = np.random.default_rng(0)
@@ -68,48 +64,6 @@ def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case):
 def test_some_queries_at_a_time_are_all_of_them(dtype):
     exact = outcome({"is_causal": True}, "float32")
     close(outcome({"is_causal": True}, dtype, queries_at_once=5), exact, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(
-    ("name", "remat"),
-    [("llama", "full"), *(wide(*each) for each in (("t5", "none"), ("gpt", "dots"), ("vdit", "full")))],
-)
-def test_models_train_alike_with_both(cudnn, monkeypatch, name, remat):
-    """On eight data shards by cuDNN, and on one device in plain form: the same loss and gradients."""
-    model_file = load_model_file(MODELS / f"{name}.py")
-    recipe = model_file.recipe("tiny")[1]
-    small = {"n_layer": 2, "compute_dtype": "bfloat16", "remat": remat, "scan": True}
-    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, **small), sequence_length=32)
-    batch, calls = made_up(batch_of(model_file, recipe, 8)), []
-    attend = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *xs, **how: calls.append(how) or attend(*xs, **how))
-
-    def run(config, mesh):
-        model = js.shard_init(
-            lambda: model_file.build(config, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
-        )
-        return nnx.jit(js.value_and_grad(model_file.loss_fn))(model, js.shard_batch(batch, mesh))
-
-    loss, grads = run(recipe.model, js.mesh())
-    assert calls and all(how.get("implementation") == "cudnn" for how in calls)
-    plain = dataclasses.replace(recipe.model, attention="xla", remat="none")
-    wanted, exact = run(plain, js.mesh(devices=jax.devices()[:1]))
-    assert float(loss) == pytest.approx(float(wanted), rel=2e-3)
-    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        # In bfloat16 both; and of a bias cuDNN gives the gradient in 16 bits.
-        assert np.linalg.norm(x - y) <= 0.08 * np.linalg.norm(y) + 1e-6
-
-
-def made_up(like: Any) -> Any:
-    """A batch of numbers that differ in every example, none of them a padding."""
-
-    def of(x):
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return RNG.integers(1, 9, x.shape).astype(x.dtype)
-        return RNG.normal(size=x.shape).astype(x.dtype)
-
-    return jax.tree.map(of, like)
 
 
 def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn):

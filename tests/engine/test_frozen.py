@@ -10,13 +10,11 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.engine.test_token_chain import Region, regions
 from tests.helpers import (
     Config,
     Decoder,
     abstract,
     annotator,
-    compile_to_read,
     equations_and_trips,
     loss_fn,
     placed,
@@ -49,12 +47,6 @@ def tops(path, variable):
 
 def grad_of(wrt, loss=loss_fn):
     return lambda model, *batch: nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model, *batch)
-
-
-def stopped(model, *batch):
-    """The same by `stop_gradient` on all but the trained, as one does without a filter."""
-    graphdef, trained, rest = nnx.split(model, ups, ...)
-    return loss_fn(nnx.merge(graphdef, trained, jax.lax.stop_gradient(rest)), *batch)
 
 
 def accumulated(wrt, sync):
@@ -106,11 +98,6 @@ def test_what_is_frozen_is_not_reduced(case):
     assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it goes on
 
 
-def test_stop_gradient_freezes_too():
-    model = abstract(CONFIG, js.mesh())
-    assert sent(lambda m, *b: nnx.value_and_grad(stopped)(m, *b), model) == sent(grad_of(ups), model)
-
-
 def test_what_backward_does_not_need_is_gathered_once():
     """Below the lowest trained parameter there is no backward: nothing is gathered again."""
     found = sent(grad_of(tops), abstract(CONFIG, js.mesh()))
@@ -152,25 +139,6 @@ def test_a_tower_that_nothing_trained_goes_through_has_no_backward(filtered):
     found = sent(run, js.abstract_init(build, annotate), (np.ones((16, 64), np.float32),))
     assert found["all_gather"] == (3 + 1) * 64 * 64 // 8  # of the trained tower there is no gradient of its input
     assert found["reduce_scatter"] == 2 * 64 * 64
-
-
-@pytest.mark.parametrize("still", [0, 1])
-def test_the_order_of_units_holds_where_all_of_one_is_frozen(still):
-    """The chain of barriers runs through a frozen unit's backward: below it only the embedding is left."""
-    others = lambda path, v: isinstance(v, nnx.Param) and path[:2] != ("blocks", still)
-    graphdef, trained, rest = nnx.split(abstract(CONFIG, js.mesh()), others, ...)
-    loss = lambda trained: loss_fn(nnx.merge(graphdef, trained, rest, copy=True), *map(jnp.asarray, BATCH))
-    backward = Region(regions(jax.make_jaxpr(jax.grad(loss))(trained).jaxpr)[1])
-    products = lambda i: backward.find("dot_general", f"blocks/{i}", backward=True)
-    assert len(products(still)) < len(products(2))  # those of its weights' gradients are not there
-    gathers = backward.find("all_gather", "blocks/0", backward=True)
-    assert gathers
-    for gather in gathers:
-        assert backward.waits_for(gather, products(2))
-        assert not backward.waits_for(gather, products(1))  # it comes while that one computes
-    last = backward.find("reduce_scatter", "blocks/2", backward=True)
-    for reduce in backward.find("reduce_scatter", f"blocks/{1 - still}", backward=True):
-        assert backward.waits_for(reduce, last)
 
 
 # What comes out.
@@ -221,14 +189,6 @@ def test_the_plan_knows_what_is_frozen():
     held = lambda plan: js.explain(plan, optimizer=optax.adamw(1e-3)).memory
     assert held(some).gradients_bytes == 4 * CONFIG.layers * (KERNEL // 8 + CONFIG.hidden)
     assert held(some).optimizer_bytes - 8 <= 2 * held(some).gradients_bytes < held(every).optimizer_bytes
-
-
-def test_the_audit_does_not_miss_the_reductions_of_what_is_frozen():
-    model = abstract(CONFIG, js.mesh())
-    lowered = nnx.jit(grad_of(ups)).lower(model, *BATCH).lowered
-    compiled = compile_to_read(lowered)
-    missed = lambda plan: [d for d in js.audit(compiled, plan=plan).differences if d.planned == "reduce-scatter"]
-    assert missed(js.plan(model)) and not missed(js.plan(model, wrt=ups))
 
 
 # Parameters that are none of jshard's.

@@ -150,12 +150,3 @@ def test_unrolled_the_chain_overlaps_and_bounds_memory():
     scatters = [w for w in chain.schedule.windows if w.kind == "reduce-scatter" and w.full_bytes > LARGE_BYTES]
     assert len(scatters) >= LARGE.layers  # one for each unit, and not one for all at the end
     assert chain.memory.peak_bytes < free.memory.peak_bytes - UNIT_BYTES  # without a schedule several are there at once
-
-
-@pytest.mark.parametrize(("settings", "first"), [({"scan": True}, 3), ({}, 1)], ids=["scan", "chain"])
-def test_each_unit_ahead_adds_one_unit_at_most(settings, first):
-    """The first one adds gradients in a loop, of a unit, in float32: without it they are reduced in their own trip."""
-    peaks = [compiled(ahead=n, profile=None, **settings).memory.peak_bytes / UNIT_BYTES for n in (0, 1, 2)]
-    assert peaks[0] < peaks[1] < peaks[2]
-    assert peaks[1] - peaks[0] < first + 0.15
-    assert peaks[2] - peaks[1] < 1.05

@@ -114,27 +114,7 @@ def test_a_split_sequence_is_gathered_before_each_pair_of_products_and_scattered
     assert {key[0] for key in found} == {"all-gather", "all-reduce"}
 
 
-def test_a_split_sequence_takes_less_memory():
-    config = dataclasses.replace(MICRO, scan=True)
-    whole = compiled(config).memory.temporaries_bytes
-    split = compiled(dataclasses.replace(config, split_sequence=True)).memory.temporaries_bytes
-    assert whole - split > 1.5 * MICRO.n_layer * ACTIVATION  # a half of what is kept before and after each norm
-
-
 # ---- No data axis above 1 ------------------------------------------------------------------------
-
-
-class Normed(nnx.Module):
-    """Two products split over the axis, statistics of the batch between them, and a scalar."""
-
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 64, use_bias=False, rngs=rngs)
-        self.norm = nnx.BatchNorm(64, rngs=rngs)
-        self.down = nnx.Linear(64, 8, rngs=rngs)
-        self.scale = nnx.Param(jnp.ones(()))
-
-    def __call__(self, x):
-        return self.down(jax.nn.gelu(self.norm(self.up(x)))) * self.scale
 
 
 class Tied(nnx.Module):
@@ -148,7 +128,6 @@ class Tied(nnx.Module):
         return self.table.attend(jax.nn.gelu(self.layer(self.table(ids_BT))))
 
 
-NORMED = {"up/kernel": (None, "tensor"), "down/kernel": ("tensor", None)}
 TIED = {"table/embedding": ("tensor", None)}
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 TOKENS = BATCH["inputs"] % 64, BATCH["targets"] % 64
@@ -175,10 +154,6 @@ def cross_entropy(model, inputs, targets):
 def test_on_a_tensor_axis_alone_a_tied_table_trains_in_microbatches_as_on_one_device():
     grad = lambda loss: js.value_and_grad(loss, accumulate=2, sync="last")
     assert_parity(lambda: Tied(nnx.Rngs(0)), annotate_split(TIED), cross_entropy, TOKENS, grad=grad, steps=3)
-
-
-def test_on_a_tensor_axis_alone_batch_norm_and_remat_train_as_on_one_device():
-    assert_parity(lambda: Normed(nnx.Rngs(0)), annotate_split(NORMED, remat="full"), squared, (X,), steps=3)
 
 
 # ---- The gradient of a table ----------------------------------------------------------------------

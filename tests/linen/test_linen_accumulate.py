@@ -1,7 +1,6 @@
 """Microbatches of a Linen model: the gradients of the whole batch, with one gather and one reduction at the end."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -9,14 +8,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jshard as js
-from jshard.recipes.building import new_model
-from jshard.train import load_model_file
-from tests.helpers import compile_to_read, equations_run
+from tests.helpers import compile_to_read
 from tests.linen.test_linen import Layer, Scanned
-from tests.linen_models import VOCAB, Block, Decoder, X, Y, assert_same, cross_entropy, tokens
+from tests.linen_models import VOCAB, Block, Decoder, X, Y, assert_same, cross_entropy
 
 STEPS = 2
 
@@ -90,38 +86,3 @@ def test_every_microbatch_draws_its_own_dropout_mask():
     (_, found), _ = jax.jit(run)(params, X, Y, key)
     for i, its in enumerate(jax.random.split(key, STEPS)):
         np.testing.assert_allclose(found[i], jax.jit(loss_fn)(params, X[half[i]], Y[half[i]], its)[1], atol=1e-5)
-
-
-def test_means_of_what_microbatches_changed_are_the_statistics_of_the_batch():
-    plain = Decoder(depth=1, norm=True)
-    model = js.fully_shard(plain, mesh=js.mesh(replica=2), units=Block)
-    variables = model.init(jax.random.key(0), X)
-    params, stats = variables["params"], variables["batch_stats"]
-
-    def loss_fn(model, params, ids, labels):
-        logits, changed = model.apply({"params": params, "batch_stats": stats}, ids, mutable=["batch_stats"])
-        return cross_entropy(logits, labels), changed["batch_stats"]
-
-    of_model = functools.partial(loss_fn, model)
-    run = js.value_and_grad(of_model, model=model, accumulate=STEPS, sync="last", has_aux=True)
-    (_, rows), _ = jax.jit(run)(params, X, Y)
-    mean = rows["block_0"]["BatchNorm_0"]["mean"].mean(0)
-    wanted = jax.jit(functools.partial(loss_fn, plain))(params, X, Y)[1]["block_0"]["BatchNorm_0"]["mean"]
-    np.testing.assert_allclose(mean, wanted, rtol=1e-4, atol=1e-7)
-
-
-def test_the_linen_model_of_a_run_is_gathered_once_too():
-    file = load_model_file(Path(__file__).parents[1] / "micro_linen.py")
-    recipe = file.recipe()[1]
-    model = new_model(file, recipe, js.mesh())
-    ids, labels = tokens(length=recipe.sequence_length)
-    batch = {"inputs": ids, "targets": labels}
-    counts = {}
-    for sync in ("each", "last"):
-        grad = js.value_and_grad(file.loss_fn, accumulate=STEPS, sync=sync)
-        graphdef, state = nnx.split(model)
-        run = lambda state, grad=grad, graphdef=graphdef: grad(nnx.merge(graphdef, state, copy=True), batch)
-        program = equations_run(jax.make_jaxpr(run)(state).jaxpr)
-        counts[sync] = sum(eqn.primitive.name == "all_gather" for eqn in program)
-    sharded = sum(leaf.placement.dim is not None for leaf in js.plan(model).leaves)
-    assert counts == {"each": 2 * sharded - 1, "last": sharded}  # the root's table is gathered once and kept

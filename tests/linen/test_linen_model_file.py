@@ -1,10 +1,7 @@
 """A model file of a Linen model: planned, trained, evaluated and resumed as one of nnx is."""
 
 import dataclasses
-import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import flax.linen as nn
@@ -18,7 +15,6 @@ from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jshard as js
-from jshard import cli
 from jshard.checkpoint import Checkpointer, CheckpointWarning
 from jshard.cluster.compile_process import lowered_step
 from jshard.data import load_text
@@ -30,7 +26,6 @@ from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.state import create, restore
 from jshard.recipes.step import inference_view
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
-from jshard.train.jsonl import read_metrics
 from tests.helpers import with_placement
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences
 from tests.micro_linen import Config
@@ -86,13 +81,6 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(x))), None
-
-
-def test_the_command_plans_a_linen_model(capsys):
-    assert cli.main(["plan", str(PATH), "--mesh", "fsdp=64", "--set", "batch_size=64", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [unit["name"] for unit in found["plan"]["units"]] == ["(root)", "block_0", "block_1"]
-    assert found["memory_per_device"]["activations_bytes"] > 0
 
 
 def test_other_settings_of_the_units_are_planned():
@@ -238,85 +226,18 @@ class Averaging(nn.Module):
         return nn.Dense(VOCAB, name="head")(x + nn.MultiHeadDotProductAttention(2, name="attention")(x))
 
 
-Jitted = nn.jit(Inner)  # once, so that its traces are kept
-
-
-class Traced(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        return Jitted(0.5, True, name="inner")(nn.Embed(VOCAB, 32)(ids)) @ jnp.ones((32, VOCAB))
-
-
-def test_evaluation_takes_no_trace_of_training():
-    model = new_model(file_of(Traced(), None), RECIPE, js.mesh())
-    batch, view = js.shard_batch(batches(1)[0], js.mesh()), inference_view(model)
-    run = nnx.jit(lambda model, batch: model(batch["inputs"]).std())
-    assert float(run(model, batch)) != float(run(model, batch))
-    found, variables = float(run(view, batch)), jax.tree.map(np.asarray, model.variables["params"])
-    x = variables["Embed_0"]["embedding"][batches(1)[0]["inputs"]]
-    x = x @ variables["inner"]["Dense_0"]["kernel"] + variables["inner"]["Dense_0"]["bias"]
-    np.testing.assert_allclose(found, x.sum(-1).std(), rtol=1e-5)
-
-
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 NOISY = {"depth": 1, "rate": 0.1, "norm": True}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "fox.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
-    """A run that nothing happened to."""
-    return run_in(tmp_path_factory.mktemp("whole") / "run", text)
-
-
-def run_in(out, text, *, data=None, resume=False):
-    data = data or load_text([text], sequence_length=RECIPE.sequence_length)
-    how = {"mesh": js.mesh(replica=2), "out": out, "sample_tokens": 0, "say": lambda line: None, "resume": resume}
-    return run_recipe(FILE, recipe(**NOISY), data=data, **how)
-
-
-def record(out):
-    kept = ("step", "loss", "grad_norm", "val_loss")
-    return [[line.get(key) for key in kept] for line in read_metrics(out / "metrics.jsonl")]
-
-
-class Stopping:
-    """A source that asks the run to stop while a sample is read."""
-
-    def __init__(self, source, at):
-        self._source, self._left = source, at
-
-    def __len__(self):
-        return len(self._source)
-
-    def __getitem__(self, index):
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return self._source[index]
-
-
-@pytest.mark.wide
-def test_a_stopped_run_goes_on_bit_for_bit(whole, text, tmp_path):
-    """With dropout, whose masks have to be those of the run that was not stopped."""
-    data = load_text([text], sequence_length=RECIPE.sequence_length)
-    stopping = dataclasses.replace(data, train=Stopping(data.train, 4 * RECIPE.batch_size))
-    stopped = run_in(tmp_path / "run", text, data=stopping)
-    assert stopped.stopped_by == signal.SIGTERM and 0 < stopped.step < RECIPE.num_steps
-    resumed = run_in(tmp_path / "run", text, resume=True)
-    assert resumed.step == whole.step == RECIPE.num_steps
-    assert record(resumed.out) == record(whole.out)
-
-
-def test_a_checkpoint_of_a_run_is_read_by_a_loop_of_ones_own(whole):
+def test_a_checkpoint_of_a_run_is_read_by_a_loop_of_ones_own(tmp_path):
     """Each variable lies under its Linen name."""
+    text = tmp_path / "fox.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    data = load_text([text], sequence_length=RECIPE.sequence_length)
+    how = {"mesh": js.mesh(replica=2), "out": tmp_path / "run", "sample_tokens": 0, "say": lambda line: None}
+    whole = run_recipe(FILE, recipe(**NOISY), data=data, **how)
     model = js.fully_shard(Decoder(**NOISY), mesh=js.mesh(), units=Block)
     create = lambda: model.init(jax.random.key(1), batches(1)[0]["inputs"])["params"]
     like = {"model": js.abstract_init(create, model)}

@@ -1,23 +1,15 @@
 """State and parameters of a Linen model in host memory: the same numbers, and each array where it was said to be."""
 
 import functools
-import re
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-import pytest
 from flax.training.train_state import TrainState
 
 import jshard as js
-from jshard import _compat
-from jshard.cluster.topology import parse_topology, topology_devices
-from jshard.errors import AnnotationError
-from jshard.inspect.audit import CompiledMemory
-from jshard.plans.mesh import batch_sharding
 from tests.engine.test_offload import MOVES, on_host_in
-from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import with_placement
 from tests.linen.test_linen_frozen import Layer, Scanned
 from tests.linen_models import Block, Decoder, X, creator, cross_entropy, tokens
@@ -123,14 +115,6 @@ def test_an_update_that_was_changed_or_is_for_others_is_added_anew():
     assert {kind for kind, _ in kinds(halved(state)[1]).values()} == {"device", "pinned_host"}
 
 
-def test_a_call_in_global_view_fetches_parameters():
-    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block, placement=js.ShardPlacement(offload="params"))
-    variables = js.shard_init(lambda: model.init(jax.random.key(0), X), model)
-    js.check(model, variables, X)
-    with js.global_view():  # a sum of both memories would raise
-        jax.eval_shape(model.apply, variables, X[:1])
-
-
 def uneven(offload: str | None) -> TrainState:
     """After a step on three devices."""
     model = js.fully_shard(
@@ -147,55 +131,6 @@ def test_state_that_is_padded_lives_there_too():
     mu = found.opt_state[1][0].mu["table"]["embedding"]
     assert (mu.shape, mu.value.shape, mu.sharding.memory_kind) == ((128, 32), (129, 32), "pinned_host")
     assert jax.tree.structure(found.opt_state) == jax.tree.structure(wanted.opt_state)
-
-
-def test_units_may_differ_in_what_is_offloaded():
-    model = annotated(
-        units={
-            "block_0": {"placement": js.ShardPlacement(offload="optimizer")},
-            Block: {"placement": js.ShardPlacement(offload="params")},
-        }
-    )
-    state = js.abstract_init(creator(model, js.shard_optimizer(model, TX)), model)
-    hosted = [path for path, (kind, _) in kinds(state).items() if kind == "pinned_host"]
-    of_state = [path for path in hosted if "opt_state" in path]
-    assert len(of_state) == 2 * 2 * 2 and not any("table" in path for path in hosted)
-    assert len(hosted) == len(of_state) + 2 and sum("params['block_1']" in path for path in hosted) == 2
-    with pytest.raises(AnnotationError, match="offload='cpu'"):
-        annotated(units={Block: {"placement": js.ShardPlacement(offload="cpu")}})
-
-
-@needs_gpu_compiler
-@pytest.mark.usefixtures("no_stored_programs")
-@pytest.mark.parametrize(("offload", "arrays"), [("optimizer", 2), ("params", 3)])
-def test_on_gpus_it_leaves_the_device(offload: str, arrays: int):
-    """Compiled, not run: these of three arrays are arguments in host memory, and no copy is waited for at once."""
-    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h200:1x8")))
-    model = annotated(mesh=mesh, offload=offload, min_size=1)
-    state = js.abstract_init(creator(model, js.shard_optimizer(model, TX)), model)
-    batch = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)) for x in tokens()]
-    shardings = jax.tree.map(lambda x: _compat.asked_of_results(x.sharding), state)
-    lowered = jax.jit(step, donate_argnums=0, out_shardings=shardings).lower(state, *batch)
-    compiled = lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu"))
-    memory, text = CompiledMemory.of(compiled), compiled.as_text() or ""
-    assert memory is not None
-    assert memory.host_arguments_bytes == memory.host_results_bytes
-    assert memory.host_arguments_bytes == pytest.approx(arrays * js.plan(model).bytes_per_device, rel=0.01)
-    assert not [line for line in text.splitlines() if re.search(r" copy\(", line) and "S(5)" in line]
-
-
-def test_an_average_of_the_parameters_stays_on_the_device():
-    class Averaged(TrainState):
-        ema: Any
-
-    model = annotated(offload="params")
-
-    def create() -> Averaged:
-        params = model.init(jax.random.key(0), X)["params"]
-        return Averaged.create(apply_fn=model.apply, params=params, tx=js.shard_optimizer(model, TX), ema=params)
-
-    state = js.abstract_init(create, model)
-    assert {kind for kind, _ in kinds(state.ema).values()} == {"device"}
 
 
 def test_state_that_is_made_later_lies_there_too():

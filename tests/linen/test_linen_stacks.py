@@ -2,7 +2,6 @@
 
 import collections
 import re
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -98,12 +97,6 @@ NONE = {
 def test_of_others_nothing_is_told(all_are_large, tower, units):
     model = annotated(tower, units=units)
     assert not js.plan(model).unscheduled_stacks and "Stacked" not in str(js.explain(model))
-
-
-def test_a_small_stack_is_told_by_the_plan_alone():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert js.plan(annotated()).unscheduled_stacks
 
 
 @pytest.mark.parametrize(("units", "loop", "whole"), [("head", 2, False), (Tower, 0, True)], ids=str)

@@ -111,16 +111,6 @@ def test_three_steps_of_adamw_are_those_of_one_device():
     assert moved.max(1).min() > 0  # every row was updated, those of the last device too
 
 
-def test_the_step_keeps_its_form_and_the_padding_its_zeros():
-    state = sharded()[1]
-    after, _, grads = step(state, IDS[0])
-    assert jax.tree.structure(after) == jax.tree.structure(state) and kinds(after) == kinds(state)
-    boxes = [x for x in jax.tree.leaves((after, grads), is_leaf=is_padded) if is_padded(x)]
-    assert len(boxes) == 4 * 3  # table, a kernel and a bias; in params, mu, nu, gradients
-    for box in boxes:
-        assert not np.asarray(box.value)[box.shape[0] :].any() and np.asarray(box.value).any()
-
-
 def test_born_padded_with_the_values_of_the_plain_model_as_planned():
     model, state = sharded()
     wanted = flat(creator(Decoder(), ADAMW, FIRST)().params)
@@ -179,24 +169,6 @@ def test_a_box_survives_copies_and_flaxs_serialization():
     back = serialization.from_state_dict(state, serialization.msgpack_restore(serialization.to_bytes(state)))
     np.testing.assert_array_equal(back.params["table"]["embedding"], plain)
     assert back.params["table"]["embedding"].value.shape == (504, WIDTH)
-
-
-def test_an_average_of_the_parameters_is_right():
-    class Averaged(TrainState):
-        ema: Any
-
-    model = annotated()
-
-    def create() -> Averaged:
-        params = model.init(jax.random.key(0), IDS[0, :, :-1])["params"]
-        tx = js.shard_optimizer(model, ADAMW)
-        return Averaged.create(apply_fn=model.apply, params=params, tx=tx, ema=jax.tree.map(jnp.zeros_like, params))
-
-    state = js.shard_init(create, model)
-    ema = optax.incremental_update(state.params, state.ema, 0.5)
-    np.testing.assert_allclose(ema["table"]["embedding"], box()[1] / 2, rtol=1e-6)
-    squares = sum(float((x**2).sum()) for x in flat(state.params).values())
-    np.testing.assert_allclose(optax.tree.norm(state.params), squares**0.5, rtol=1e-5)
 
 
 # Optimizers see logical arrays.
@@ -267,15 +239,6 @@ def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_
     assert refused.value.do == "tx = js.shard_optimizer(model, tx)  # around the whole chain"
     js.shard_optimizer(model, ADAMW)
     by_hand(state, x)
-
-
-def test_state_that_is_made_of_boxes_is_boxed():
-    model, x = table()
-    state = born(model, ADAMW, x)
-    for init in (state.tx.init, jax.jit(state.tx.init)):
-        again = init(state.params)
-        assert jax.tree.structure(again) == jax.tree.structure(state.opt_state)
-        assert kinds(again) == kinds(state.opt_state)
 
 
 def test_state_that_was_not_born_sharded_trains_too():
