@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,6 @@ SEQUENCES = rng.standard_normal((BATCH, TIME, WIDTH)).astype(np.float32)
 IDS = rng.integers(0, VOCAB, (BATCH, TIME), dtype=np.int32)
 TARGETS = np.roll(IDS, 1, 1)
 MASK = (rng.random((BATCH, TIME)) < 0.6).astype(np.float32)
-LENGTHS = rng.integers(1, TIME + 1, BATCH, dtype=np.int32)
 IMAGES = rng.standard_normal((BATCH, 4, 4, 3)).astype(np.float32)
 
 squared = lambda model, *batch: ((model(*batch) ** 2).mean(), None)
@@ -87,39 +87,6 @@ class Codebook(Layer):
         return h + jax.lax.stop_gradient(codes[nearest] - h) + 0.25 * (h - codes[nearest])
 
 
-class Normaliser(Layer):
-    """Normalises by the sums and the count of all that it has seen, this batch with it."""
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.n, self.seen = nnx.BatchStat(jnp.ones(())), nnx.Variable(jnp.zeros((), jnp.int32))
-        self.total, self.squares = nnx.BatchStat(jnp.zeros(WIDTH)), nnx.BatchStat(jnp.ones(WIDTH))
-
-    def __call__(self, x):
-        self.n[...] += x.shape[0]
-        self.seen[...] += len(x)
-        self.total[...] += x.sum(0)
-        self.squares[...] += (x**2).sum(0)
-        mean = self.total[...] / self.n[...]
-        return self.linear((x - mean) / jnp.sqrt(self.squares[...] / self.n[...] - mean**2 + 1e-3))
-
-
-class Queue(Layer):
-    """Negatives from the batches before, kept in a ring, as in MoCo."""
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.ring = nnx.Variable(jax.random.normal(rngs.params(), (2 * BATCH, WIDTH)))
-        self.at = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x, other):
-        query, key = self.linear(x), jax.lax.stop_gradient(self.linear(other))
-        logits = jnp.concatenate([(query * key).sum(1, keepdims=True), query @ self.ring[...].T], 1) / WIDTH
-        self.ring[...] = jax.lax.dynamic_update_slice(self.ring[...], key, (self.at[...], 0))
-        self.at[...] = (self.at[...] + len(x)) % len(self.ring[...])
-        return -jax.nn.log_softmax(logits)[:, 0]
-
-
 class Normed(nnx.Module):
     """Convolution, BatchNorm and pooling; or BatchNorm of vectors of which some count."""
 
@@ -130,9 +97,6 @@ class Normed(nnx.Module):
     def __call__(self, x):
         h = nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
         return self.out(h.mean((1, 2)))
-
-    def masked(self, x, mask):
-        return self.out(self.norm(x, mask=mask[..., None] > 0))
 
 
 class Drops(Layer):
@@ -195,17 +159,6 @@ class Experts(nnx.Module):
 # ---- Sequences ----------------------------------------------------------------------------------
 
 
-class Recurrent(nnx.Module):
-    """Loops over time from zeros, there and back."""
-
-    def __init__(self, rngs):
-        self.there = nnx.RNN(nnx.LSTMCell(WIDTH, WIDTH, rngs=rngs))
-        self.back = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), reverse=True, keep_order=True)
-
-    def __call__(self, x, lengths):
-        return self.there(x, seq_lengths=lengths) + self.back(x, seq_lengths=lengths)
-
-
 class Block(nnx.Module):
     def __init__(self, rngs, rate=0.0):
         self.norm, self.up = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
@@ -247,19 +200,9 @@ class GPT(nnx.Module):
         return self.embed.attend(x)
 
 
-def with_penalty(model, ids, targets):
-    penalty = sum((p**2).sum() for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    return next_token(model, ids, targets)[0] + 1e-3 * penalty, None
-
-
 def in_microbatches(model, ids, targets):
     halves = [x.reshape(2, BATCH // 2, TIME) for x in (ids, targets)]
     return jax.lax.scan(lambda c, part: (c + next_token(model, *part)[0] / 2, None), 0.0, halves)[0], None
-
-
-def over_two_batches(model, ids, targets):
-    halves = [x.reshape(2, BATCH // 2, TIME) for x in (ids, targets)]
-    return nnx.vmap(lambda m, *part: next_token(m, *part)[0], in_axes=(None, 0, 0))(model, *halves).mean(), None
 
 
 def gpt(
@@ -268,25 +211,146 @@ def gpt(
     return Case(lambda rngs: GPT(rngs, how, **settings), loss, (IDS, TARGETS), units)
 
 
+def over_two_batches(model, ids, targets):
+    halves = [x.reshape(2, BATCH // 2, TIME) for x in (ids, targets)]
+    return nnx.vmap(lambda m, *part: next_token(m, *part)[0], in_axes=(None, 0, 0))(model, *halves).mean(), None
+
+
 MODELS = {
     "an EMA codebook": Case(Codebook, squared, (VECTORS,)),
-    "a running normaliser": Case(Normaliser, squared, (VECTORS,)),
-    "a queue of negatives": Case(Queue, lambda m, *b: (m(*b).mean(), None), (VECTORS, OTHERS)),
     "batch norms": Case(Normed, squared, (IMAGES,), (nnx.Conv, nnx.BatchNorm)),
-    "batch norm of what counts": Case(
-        Normed, lambda m, *b: ((m.masked(*b) ** 2).mean(), None), (SEQUENCES, MASK), (nnx.Linear,)
-    ),
     "dropout, noise, mixup": Case(Drops, squared, (VECTORS,)),
     "two towers": Case(Towers, given, (VECTORS, OTHERS), (Layer,)),
     "a masked mean in the model": Case(Masked, lambda m, *b: m(*b), (SEQUENCES, MASK)),
     "experts with room": Case(Experts, given, (SEQUENCES,)),
-    "loops over time": Case(Recurrent, squared, (SEQUENCES, LENGTHS), (nnx.RNN,)),
     "recomputed blocks": gpt("remat", rate=0.3),
     "scanned blocks": gpt("scanned", rate=0.3),
     "a block called three times": gpt("shared"),
     "a parameter of a block, read by the root": gpt("read"),
     "units in units": gpt(units=(Block, nnx.Linear)),
-    "a penalty on all parameters": gpt(loss=with_penalty),
     "microbatches in the loss": gpt(loss=in_microbatches),
     "vmapped over two batches": gpt(loss=over_two_batches),
+}
+
+
+# ---- Linen ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinenCase:
+    """A model, its loss of what the call gives and of the whole batch, and how it is called."""
+
+    model: nn.Module
+    loss: Callable[..., jax.Array]
+    batch: tuple[Any, ...]
+    units: Any = None
+    inputs: int = 1  # how many arrays of the batch the model is given
+
+
+class LinenCodebook(nn.Module):
+    """A codebook by moving averages of counts and sums."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(WIDTH, name="linear")(x)
+        codes = self.variable("batch_stats", "codes", lambda: jax.random.normal(jax.random.key(7), (CODES, WIDTH)))
+        count = self.variable("batch_stats", "count", lambda: jnp.ones(CODES))
+        nearest = jnp.argmin(((h[:, None] - codes.value[None]) ** 2).sum(-1), axis=1)
+        out, hot = h + jax.lax.stop_gradient(codes.value[nearest] - h), jax.nn.one_hot(nearest, CODES)
+        if not self.is_initializing():
+            count.value = 0.9 * count.value + 0.1 * hot.sum(0)
+            codes.value = 0.9 * codes.value + 0.1 * jax.lax.stop_gradient(hot.T @ h) / count.value[:, None]
+        return out
+
+
+class LinenDrops(nn.Module):
+    """Dropout, mixup and noise from the streams of the call."""
+
+    @nn.compact
+    def __call__(self, x):
+        share = jax.random.beta(self.make_rng("mixup"), 0.5, 0.5, (len(x), 1))
+        x = share * x + (1 - share) * x[jax.random.permutation(self.make_rng("mixup"), len(x))]
+        h = nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
+        return h + 0.1 * jax.random.normal(self.make_rng("noise"), h.shape)
+
+
+class LinenBlock(nn.Module):
+    """A norm of the batch, dropout, and a mask that the root has made."""
+
+    norm: bool = True
+
+    @nn.compact
+    def __call__(self, x, mask):
+        h = nn.BatchNorm(use_running_average=False)(x) if self.norm else nn.LayerNorm()(x)
+        scores = jnp.einsum("btd,bsd->bts", nn.Dense(WIDTH, use_bias=False)(h), h) / 6 + jnp.where(mask, 0.0, -1e9)
+        h = nn.Dense(4 * WIDTH)(jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), h))
+        return x + nn.Dense(WIDTH)(nn.Dropout(0.3, deterministic=False)(nn.gelu(h)))
+
+
+class LinenGPT(nn.Module):
+    scanned: bool = False
+    norm: bool = True
+
+    @nn.compact
+    def __call__(self, ids):
+        n, t = ids.shape
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (n, t, t))
+        embed = nn.Embed(VOCAB, WIDTH)
+        x = embed(ids)
+        if self.scanned:
+            body = nn.scan(
+                lambda block, x, mask: (block(x, mask), None),
+                variable_axes={"params": 0, "batch_stats": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
+                length=2,
+            )
+            return embed.attend(body(LinenBlock(self.norm, name="blocks"), x, mask)[0])
+        for i in range(2):
+            x = LinenBlock(self.norm, name=f"block_{i}")(x, mask)
+        return embed.attend(x)
+
+
+class Alone(nn.Module):
+    """A block for one example, normed over all of them by the name of the vmap around."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(WIDTH, use_bias=False)(x)
+        h = nn.BatchNorm(use_running_average=False, axis_name="rows")(h)
+        h = x + nn.Dropout(0.3, deterministic=False)(h)
+        return h - 0.1 * jax.lax.pmax(jax.lax.stop_gradient(h), "rows")
+
+
+class OfOne(nn.Module):
+    """A model for one example, with a parameter and blocks of its own making."""
+
+    def setup(self):
+        self.blocks = [Alone() for _ in range(2)]
+        self.scale = self.param("scale", nn.initializers.ones, (WIDTH,))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nn.gelu(block(x))
+        return (x * self.scale).mean(0)
+
+
+OfAll = nn.vmap(
+    OfOne,
+    variable_axes={"params": None, "batch_stats": None},
+    split_rngs={"params": False, "dropout": True},
+    axis_name="rows",
+)
+
+squares = lambda out, *batch: (out**2).mean()
+masked_loss = lambda out, ids, targets, mask: (entropy(out, targets) * mask).sum() / mask.sum()
+
+LINEN = {
+    "an EMA codebook": LinenCase(LinenCodebook(), squares, (VECTORS,)),
+    "dropout, noise, mixup": LinenCase(LinenDrops(), squares, (VECTORS,)),
+    "norms and dropout in blocks": LinenCase(LinenGPT(), masked_loss, (IDS, TARGETS, MASK), units=LinenBlock),
+    "scanned blocks": LinenCase(
+        LinenGPT(scanned=True, norm=False), masked_loss, (IDS, TARGETS, MASK), units=LinenBlock
+    ),
+    "a vmapped model, normed over its rows": LinenCase(OfAll(), squares, (SEQUENCES,)),
 }

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -62,46 +60,6 @@ def test_a_loop_is_as_long_for_any_number_of_trips() -> None:
         model = placed(builder(config), annotator(js.mesh()))
         counts.append(equations(nnx.grad(loss_fn), model, *token_batch(config)))
     assert counts[0] == counts[1]
-
-
-class DroppedLayer(nn.Module):
-    scale: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        h = nn.relu(nn.Dense(16)(nn.LayerNorm()(x)))
-        return x + self.scale * nn.Dropout(0.5, deterministic=False)(h)
-
-
-class Dropped(nn.Module):
-    scales: tuple[float, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for scale in self.scales:
-            x = DroppedLayer(scale)(x)
-        return x
-
-
-def of_dropped(scales: tuple[float, ...]) -> tuple[int, int]:
-    """Equations of the gradients: each with its program once, sharded and plain; they are equal."""
-    x, key = np.random.default_rng(0).standard_normal((16, 4, 16), np.float32), jax.random.key(1)
-    plain = Dropped(scales)
-    variables = jax.jit(plain.init)({"params": key, "dropout": key}, x)
-    model = js.fully_shard(Dropped(scales), mesh=js.mesh(), units=DroppedLayer)
-    stored = js.shard_init(lambda: model.init({"params": key, "dropout": key}, x), model)
-    of = lambda model: lambda p: (model.apply({"params": p}, x, rngs={"dropout": key}) ** 2).mean()
-    wanted, found = jax.jit(jax.grad(of(plain)))(variables["params"]), jax.jit(jax.grad(of(model)))(stored["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, found)
-    return equations(jax.grad(of(model)), stored["params"])[1], equations(jax.grad(of(plain)), variables["params"])[1]
-
-
-def test_equal_layers_with_keys_of_their_own_are_one_program() -> None:
-    """Linen folds a layer's path into its keys, so that each layer's Python runs; what follows is done once."""
-    four, _ = of_dropped((1.0,) * 4)
-    ten, plain = of_dropped((1.0,) * 10)
-    assert ten - four <= 6 * 12  # gathered, called, reduced
-    assert ten <= 0.75 * plain
 
 
 DIFFER = {

@@ -43,15 +43,6 @@ def test_training_is_that_of_one_device():
     assert_parity(build, annotator(mesh), moe.loss_fn, (BATCH,), steps=3)
 
 
-@pytest.mark.wide
-def test_accumulation_that_syncs_last_keeps_experts_apart():
-    """The balance is a product of means over a batch, and so another for each microbatch: it is left out."""
-    config = dataclasses.replace(MICRO, balance=0.0)
-    grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")
-    mesh = js.mesh(fsdp=4, expert=2)
-    assert_parity(lambda: build(config), annotator(mesh), moe.loss_fn, (BATCH,), grad=grad, steps=2)
-
-
 @pytest.fixture(scope="module")
 def compiled():
     """A step on replica x fsdp x expert: its collectives and its plan."""

@@ -1,5 +1,6 @@
 """A frozen parameter is gathered, and nothing more: no product, no reduction, no optimizer state; and it stays."""
 
+import re
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from tests.helpers import (
     loss_fn,
     placed,
     token_batch,
+    with_placement,
 )
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, flat, worst
 
@@ -106,41 +108,6 @@ def test_what_backward_does_not_need_is_gathered_once():
     assert found["psum"] <= CONFIG.width + 8
 
 
-class TwoTowers(nnx.Module):
-    """A trained tower, then one whose results are held still, then a head: what a frozen encoder looks like."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.trained = nnx.Linear(64, 64, rngs=rngs)
-        self.still = nnx.Linear(64, 64, rngs=rngs)
-        self.head = nnx.Linear(64, 64, rngs=rngs)
-        self.filtered = True
-
-    def __call__(self, x):
-        y = self.trained(x)
-        z = self.still(x)
-        return self.head(y * (z if self.filtered else jax.lax.stop_gradient(z)))
-
-
-@pytest.mark.parametrize("filtered", [True, False], ids=["filter", "stop_gradient in the model"])
-def test_a_tower_that_nothing_trained_goes_through_has_no_backward(filtered):
-    """The order of the units ties it to trained ones; it is neither gathered nor computed for that again."""
-    mesh = js.mesh()
-
-    def build():
-        model = TwoTowers(nnx.Rngs(0))
-        model.filtered = filtered
-        return model
-
-    def annotate(model):
-        js.fully_shard(model, units=nnx.Linear, mesh=mesh)
-
-    wrt = (lambda path, v: isinstance(v, nnx.Param) and path[0] != "still") if filtered else nnx.Param
-    run = grad_of(wrt, lambda model, x: (model(x) ** 2).mean())
-    found = sent(run, js.abstract_init(build, annotate), (np.ones((16, 64), np.float32),))
-    assert found["all_gather"] == (3 + 1) * 64 * 64 // 8  # of the trained tower there is no gradient of its input
-    assert found["reduce_scatter"] == 2 * 64 * 64
-
-
 # What comes out.
 
 
@@ -217,3 +184,105 @@ def test_gradients_of_what_is_no_parameter():
         found = flat(nnx.jit(grad)(model, x)[1])
         assert found.keys() == wanted.keys() == {"scale"}
         assert worst(found["scale"], wanted["scale"]) <= GRADIENT_TOLERANCE
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+
+WIDTH, HIDDEN, RANK = 64, 128, 8
+ROWS = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+class LoraBlock(nnx.Module):
+    """One layer that is a LoRA itself, one that LoRA is put around; without adapters for a plain base."""
+
+    def __init__(self, rngs: nnx.Rngs, *, rank: int = RANK):
+        if rank:
+            self.up = nnx.LoRALinear(WIDTH, HIDDEN, lora_rank=rank, rngs=rngs)
+            self.up.lora.lora_b[...] = jax.random.normal(rngs.params(), (rank, HIDDEN)) / 8
+        else:
+            self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class Lora(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, *, rank: int = RANK, scanned: bool = False):
+        self.blocks = nnx.List([LoraBlock(rngs, rank=rank) for _ in range(2)])
+        head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.head = nnx.LoRA(WIDTH, rank, WIDTH, base_module=head, rngs=rngs) if rank else head
+        self.scanned = scanned
+
+    def __call__(self, x):
+        if self.scanned:
+            return self.head(js.scan_layers(self.blocks, x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def lora_loss(model, x):
+    return (model(x).astype(jnp.float32) ** 2).mean()
+
+
+def lora_annotator(**settings):
+    def annotate(model):
+        for block in model.blocks:
+            js.fully_shard(block, mesh=js.mesh(), **with_placement(**settings))
+        js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
+
+    return annotate
+
+
+def build(**settings):
+    return lambda: Lora(nnx.Rngs(0), **settings)
+
+
+@nnx.jit
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lora_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def is_adapter(path: str) -> bool:
+    return "lora_" in path
+
+
+def test_only_adapters_are_reduced():
+    """Large ones by a reduce-scatter; small ones, as most are, lie whole on every device."""
+    grad = lambda m, x: nnx.value_and_grad(lora_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, x)
+    adapters = 2 * (WIDTH * RANK + RANK * HIDDEN) + 2 * WIDTH * RANK
+    found = sent(grad, js.abstract_init(build(), lora_annotator(min_size=256)), (ROWS,))
+    assert found["reduce_scatter"] == adapters and found["psum"] <= 8
+    small = sent(grad, js.abstract_init(build(), lora_annotator(min_size=2048)), (ROWS,))
+    assert small["reduce_scatter"] == 0 and adapters <= small["psum"] <= adapters + 8
+
+
+def test_a_base_is_read_into_a_model_with_adapters_and_the_adapters_by_themselves(tmp_path):
+    base = placed(build(rank=0), lora_annotator())
+    js.checkpoint.save(tmp_path / "base", {"model": base})
+    model = placed(build(), lora_annotator())
+    start = flat(nnx.state(model, nnx.LoRAParam))
+    head = {"model/head/base_module/kernel": "model/head/kernel", "model/head/base_module/bias": "model/head/bias"}
+    settings = {"only": "params", "missing": "init", "rename": head}
+    with pytest.warns(js.checkpoint.CheckpointWarning, match="6 leaves stay"):
+        model = js.checkpoint.restore(tmp_path / "base", like={"model": model}, **settings)["model"]
+    found = flat(nnx.state(model, nnx.Param))
+    of_base = flat(nnx.state(base, nnx.Param))
+    for path, x in found.items():
+        np.testing.assert_array_equal(x, start[path] if is_adapter(path) else of_base[path.replace("base_module/", "")])
+
+    optimizer = js.shard_optimizer(model, optax.adamw(1e-2), wrt=nnx.LoRAParam)
+    step(model, optimizer, ROWS)
+    js.checkpoint.save(tmp_path / "adapters", {"adapters": nnx.state(model, nnx.LoRAParam)})
+    assert sum(f.stat().st_size for f in (tmp_path / "adapters").rglob("*") if f.is_file()) < 120_000
+    again = placed(build(), lora_annotator())
+    like = {"adapters": nnx.state(again, nnx.LoRAParam)}
+    nnx.update(again, js.checkpoint.restore(tmp_path / "adapters", like=like)["adapters"])
+    trained = flat(nnx.state(model, nnx.LoRAParam))
+    for path, x in flat(nnx.state(again, nnx.LoRAParam)).items():
+        np.testing.assert_array_equal(x, trained[path])
+        assert not re.search("lora_b", path) or (x != start[path]).any()

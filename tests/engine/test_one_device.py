@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.engine.mixing_linen import LINEN
-from tests.engine.mixing_models import IDS, MODELS, VECTORS, Decodes
+from tests.engine.mixing_models import IDS, LINEN, MODELS, VECTORS, Decodes
 from tests.engine.one_device import (
+    NAMES,
     TOLERANCE,
     annotated,
     apart,
@@ -24,8 +24,8 @@ from tests.engine.one_device import (
     linen_results,
     nnx_results,
     on_host,
+    trained,
 )
-from tests.engine.trained_states import NAMES, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of what the mixing costs
@@ -57,7 +57,6 @@ def results(call: str, on: str | None = None) -> Any:
 # Each call once: on eight devices, or where there is more to find.
 ELSEWHERE = {
     "nnx: two towers": "2x4",
-    "nnx: a running normaliser": "tensor",
     "nnx: recomputed blocks": "tensor",
     "Linen: scanned blocks": "tensor",
 }

@@ -1,14 +1,18 @@
 """What a program does besides computing happens once, with whole values; where arrays lie is as the user said."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import checkify, io_callback
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, check_on, mesh_of, on_shards
+from jshard.engine.values import PARTIAL
+from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, check_on, mesh_of, on_shards, run_alone
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 16)).astype("f")
@@ -80,25 +84,6 @@ def test_callbacks_in_backward():
     assert len(seen) == 1 and seen[0][0].shape == (32, 16)
 
 
-def test_checkify():
-    def guarded(x):
-        checkify.check(jnp.all(x < 1e9), "rows of {n}", n=x.sum())
-        checkify.check(x.sum() > 1e9, "a sum of {n}", n=x.sum())
-        return jnp.log(x)
-
-    run = checkify.checkify(guarded, errors=checkify.user_checks | checkify.nan_checks)
-    error, tree = [], []
-
-    def flat(x):
-        found, structure = jax.tree.flatten(run(x))
-        tree[:] = [structure]
-        return found
-
-    found = on_shards(flat, (np.abs(X) + 1,), TWO, gradients=False)
-    error, _ = jax.tree.unflatten(tree[0], found.outs)
-    assert "a sum of" in error.get()
-
-
 # ---- where arrays lie
 
 
@@ -144,3 +129,114 @@ def test_memories_are_kept():
 
 def test_an_equation_without_results_takes_a_sum_over_the_shards():
     check_on(ONE, lambda x: (lax.dce_sink(x.sum(0)), x * 2)[1], X)
+
+
+# ---- What stays split, and what partial ----------------------------------------------------------
+
+
+BATCH = 32
+Array = jax.Array
+
+
+class Run:
+    """A function on 8 shards: of arguments those are split whose first dim is the batch.
+
+    Args:
+        function: of arrays.
+        args: whole ones.
+        gradients: which of its results are gradients.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, gradients: Any = ()) -> None:
+        found = run_alone(function, args, mesh_of(*ONE_BY_8), batch=BATCH, gradients=gradients)
+        self.kinds, self.states, self.lowered = [moved.kind for moved in found.moved], found.states, found.lowered
+        for got, want in zip(found.outs, jax.tree.leaves(jax.jit(function)(*args)), strict=True):
+            np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=1e-5, atol=1e-5)
+
+
+def normal(*shape: int) -> Array:
+    return jax.random.normal(jax.random.key(len(shape)), shape)
+
+
+NORMAL, W = normal(BATCH, 16), normal(16, 8)
+LABELS = jnp.arange(BATCH) * 7 % 16
+
+
+def test_indices_that_count_the_batch_gather_nothing() -> None:
+    picks: list[Callable[..., Array]] = [
+        lambda x, labels: x[jnp.arange(BATCH), labels],
+        lambda x, labels: x[jnp.arange(x.shape[0])[:, None], labels[:, None] + jnp.arange(2)[None]],
+        lambda x, labels: jnp.take_along_axis(x, labels[:, None], 1),
+        lambda x, labels: x.at[jnp.arange(BATCH), labels].set(0.0),
+        lambda x, labels: jax.vmap(lambda row, label: row[label])(x, labels),
+    ]
+    both = lambda pick, x, labels: (pick(x, labels), jax.grad(lambda x: (pick(x, labels) ** 2).sum())(x))
+    run = Run(lambda x, labels: [both(pick, x, labels) for pick in picks], NORMAL, LABELS % 15)
+    assert run.kinds == [] and set(run.states) == {0}
+
+
+def test_indices_that_only_look_as_if_they_counted_are_gathered_for() -> None:
+    for rows in (jnp.arange(BATCH)[::-1], (jnp.arange(BATCH) + 1) % BATCH, jnp.arange(BATCH) // 2):
+        assert "whole" in Run(lambda x, labels, rows=rows: x[rows * 1, labels], NORMAL, LABELS).kinds
+    assert "whole" in Run(lambda x, i: x[jnp.arange(16), i], NORMAL, jnp.arange(16)).kinds
+
+
+def test_operations_along_the_batch_move_shards_and_gather_nothing() -> None:
+    functions: list[Callable[..., Array]] = [
+        lambda x: jnp.sort(x, 0),
+        lambda x: jnp.flip(x, 0),
+        lambda x: jnp.roll(x, 3, 0),
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: x[:16] * x[16:],
+        lambda x: x[1:] - x[:-1],
+        lambda x: jnp.concatenate([x, x], 0),
+        lambda x: jnp.pad(x, ((8, 0), (0, 0))),
+        lambda x: x.reshape(4, 8, 16).std(0),
+        lambda x: jnp.swapaxes(x.reshape(BATCH, 8, 2), 0, 1).reshape(-1, 2),
+    ]
+    run = Run(lambda x: [function(x) for function in functions], NORMAL)
+    assert set(run.kinds) == {"move"} and all(isinstance(state, int) for state in run.states)
+
+
+def test_one_row_of_the_batch_is_a_sum() -> None:
+    run = Run(lambda x: (x[3], x[(x[:, 0].argmax() + 2) % BATCH]), NORMAL)
+    assert run.states == [PARTIAL, PARTIAL]
+
+
+def experts(x: Array, w: Array) -> Array:
+    """Each expert's rows of w are sliced, as of a stack of experts."""
+    return sum(jnp.tanh(x @ w[2 * i : 2 * i + 2].T).sum() for i in range(8))  # type: ignore[return-value]
+
+
+def test_gradients_of_experts_are_summed_once() -> None:
+    grad = lambda x, w: jax.grad(experts, 1)(x, w)
+    w = normal(16, 16)
+    assert "sum" in Run(grad, NORMAL, w).kinds
+    run = Run(grad, NORMAL, w, gradients=[0])
+    assert run.kinds == [] and run.states == [PARTIAL]
+    inside = Run(jax.jit(grad), NORMAL, w, gradients=[0])
+    assert inside.kinds == [] and inside.states == [PARTIAL]
+
+
+def test_what_does_not_flow_to_a_gradient_alone_is_summed_before_it_grows() -> None:
+    both = lambda x, w: (jax.grad(experts, 1)(x, w), (jnp.pad(x.sum(0), (0, 16)) ** 2).sum())
+    run = Run(both, NORMAL, normal(16, 16), gradients=[0])
+    assert run.kinds == ["sum"]
+
+
+def test_empty_arrays_and_dims_of_numpy() -> None:
+    functions: list[Callable[..., Any]] = [
+        lambda x: jnp.concatenate([x[:, :0], x], 1),
+        lambda x: (x[:, :0] * 2, x[:0].sum(0)),
+        lambda x: x[:0].reshape(0, 4, 4).sum((1, 2)),
+        lambda x: jnp.zeros((0, BATCH)) @ x,
+        lambda x: x.reshape(np.int64(4), np.int64(8), np.int32(16)).transpose(np.array([1, 0, 2])),
+        lambda x: jnp.squeeze(x[:, None], np.int64(1)),
+        lambda x: jax.vjp(lambda x, i: x * i.astype(x.dtype), x, jnp.arange(BATCH)[:, None])[1](x)[0],
+    ]
+    Run(lambda x: [function(x) for function in functions], NORMAL)
+
+
+def test_bits_of_an_old_stream_are_those_of_one_device() -> None:
+    with jax.threefry_partitionable(False):
+        Run(lambda x: x * jax.random.bernoulli(jax.random.key(3), 0.5, x.shape), NORMAL)

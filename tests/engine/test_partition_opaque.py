@@ -104,11 +104,6 @@ def test_gradients_of_what_all_examples_share_are_summed():
     assert not whole(found)
 
 
-def test_second_derivatives():
-    loss = lambda x, w: (js.per_example(lambda x, w: jnp.tanh(x @ w), in_axes=(0, None))(x, w) ** 2).sum()
-    check(lambda x, w: jax.grad(lambda w: (jax.grad(loss)(x, w) ** 2).sum())(w), X, W, gradients=False, tolerance=1e-5)
-
-
 def test_a_policy_knows_what_a_declared_function_names():
     """As kernels name what they keep. Seen to fail where names stayed inside: forward ran twice under both policies."""
 
@@ -258,24 +253,3 @@ def test_over_other_axes_the_data_axes_are_untouched():
     number = lambda x: x * (1 + lax.axis_index("tensor")) + jnp.arange(x.shape[0])[:, None]
     rows = over(number, in_specs=P("tensor"), out_specs=P("tensor"))
     check_on(mesh, lambda x: rows(jnp.sin(x)), X)
-
-
-def test_over_data_and_other_axes():
-    mesh, data = WITH_TENSOR, ("replica", "fsdp")
-
-    def body(x, w, over):
-        h = jnp.tanh(x @ w)
-        y = lax.psum(h @ w.T, "tensor")
-        return y, lax.psum(h.sum(0), over), lax.psum(y.sum(), over)
-
-    for rows in (P("fsdp"), P((*data,), None)):
-        fn = jax.shard_map(
-            functools.partial(body, over=rows[0]),
-            mesh=mesh,
-            in_specs=(rows, P(None, "tensor")),
-            out_specs=(rows, P("tensor"), P()),
-            check_vma=False,
-        )
-        check_on(mesh, lambda x, w, fn=fn: fn(jnp.sin(x), w), X, W)
-    both = jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P((*data, "tensor")), out_specs=P((*data, "tensor")))
-    check_on(mesh, lambda x: both(jnp.sin(x)), X)

@@ -5,13 +5,14 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import jshard as js
 from jshard.engine import trace
-from jshard.inspect.memory import activations
+from jshard.inspect.memory import activations, saved_arrays
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS, micro
 from tests.wide import wide
@@ -80,3 +81,48 @@ def test_equal_layers_are_differentiated_once(monkeypatch):
     activations(model, GPT_FILE.loss_fn, {"inputs": ids, "targets": ids})
     blocks = [wrt for program, wrt in made if program.remat == "dots"]
     assert len(blocks) == 1
+
+
+# ---- What is kept --------------------------------------------------------------------------------
+
+
+SEQUENCES = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
+
+
+class Attention(nnx.Module):
+    """Autodiff keeps its masked scores for their maximum, which has no gradient."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.project = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        q = self.project(x)
+        return jax.nn.dot_product_attention(*3 * (q[:, :, None],), is_causal=True)[:, :, 0]
+
+
+class Scores(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = Attention(rngs)
+        self.head = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.attention(x))
+
+
+def squared(model, x):
+    return (model(x) ** 2).mean()
+
+
+def test_scores_are_not_kept():
+    """Seen to fail where all that autodiff keeps was: the scores before their maximum is subtracted, too."""
+    model = js.fully_shard(Scores(nnx.Rngs(0)), mesh=js.mesh(), units=Attention)
+    saved = saved_arrays(model, squared, jnp.asarray(SEQUENCES))
+    scores = {kind: n for (kind, _, _), n in saved.items() if kind.startswith("float32") and kind.endswith("6, 6)")}
+    assert sum(scores.values()) == 2  # the exponentials, and the weights
+    plain = Scores(nnx.Rngs(0))
+    (loss, grads), (wanted, wanted_grads) = (
+        nnx.jit(nnx.value_and_grad(squared))(m, jnp.asarray(SEQUENCES)) for m in (model, plain)
+    )
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)

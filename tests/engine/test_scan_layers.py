@@ -156,15 +156,3 @@ def test_dropout_statistics_caches_and_auxiliary_losses():
     for key in loop_state:
         np.testing.assert_allclose(scan_state[key], loop_state[key], rtol=1e-5, atol=1e-6, err_msg=key)
     assert scan_state[f"layers/{NOISY - 1}/calls"] == 2
-
-
-@pytest.mark.parametrize("settings", [{"prefetch": 2}, {"delay_reduce": False}], ids=str)
-def test_settings_that_have_no_effect_any_more_are_named(settings):
-    layers = [linear(), linear(seed=1)]
-    with pytest.warns(DeprecationWarning, match="has no effect any more: .* do: js"):
-        found = js.scan_layers(layers, jnp.ones((16, 32)), **settings)
-    np.testing.assert_array_equal(found, layers[1](layers[0](jnp.ones((16, 32)))))
-
-
-def linear(size: int = 32, seed: int = 0) -> nnx.Linear:
-    return nnx.Linear(32, size, rngs=nnx.Rngs(seed))

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.errors import AnnotationError
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read, with_placement
 from tests.micro_gpt import MODELS, micro
@@ -188,12 +189,43 @@ def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_oth
     assert not found[1][24:].any()
 
 
-def test_a_table_speaks_of_the_last_dims_and_of_axes_that_are_there():
-    model = js.abstract_init(
-        lambda: GPT_FILE.build(dataclasses.replace(MICRO, scan=True), nnx.Rngs(0)), annotator(js.mesh())
-    )
-    given = lambda path: {"/".join(map(str, p)): v for p, v in nnx.iter_graph(model)}[path].get_metadata("out_sharding")
-    assert given("blocks/mlp/down/kernel") == (None, "tensor", None)
-    assert given("blocks/mlp/up/bias") == (None, "tensor")
-    # The axis has degree 1 here: its dim is free for fsdp.
-    assert js.plan(model).leaf("blocks/mlp/up/kernel").placement.spec == (None, None, "fsdp")
+# ---- Axes that a model names ---------------------------------------------------------------------
+
+
+ROWS = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+NAMES = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}
+
+
+class Named(nnx.Module):
+    """Names that public models have: `fsdp`, and a tensor axis of their own."""
+
+    def __init__(self, names, rngs):
+        self.up, self.down = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))
+        self.up.kernel.set_metadata(out_sharding=names["up"], eager_sharding=False)
+        self.down.kernel.set_metadata(out_sharding=names["down"], eager_sharding=False)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def specs(model) -> dict:
+    return {leaf.path: leaf.placement.spec for leaf in js.plan(model).leaves if leaf.path.endswith("kernel")}
+
+
+def test_axes_that_split_nothing_are_dropped():
+    model = js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh())
+    assert specs(model) == {"up/kernel": ("fsdp", None), "down/kernel": ("fsdp", None)}
+    grad = nnx.jit(nnx.grad(lambda model: (model(ROWS) ** 2).mean()))
+    found, wanted = grad(model), grad(Named(NAMES, nnx.Rngs(0)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+
+
+def test_fsdp_moves_beside_a_tensor_axis_that_is_kept():
+    names = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")}
+    model = js.fully_shard(Named(names, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
+    assert specs(model) == {"up/kernel": ("fsdp", "tensor"), "down/kernel": ("tensor", "fsdp")}
+
+
+def test_an_unknown_axis_is_an_error_where_it_could_be_the_tensor_axis():
+    with pytest.raises(AnnotationError, match="'tp': the mesh has"):
+        js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))

@@ -10,13 +10,17 @@ import functools
 import re
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
-from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
+from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
+from tests.linen_models import WIDTH
+from tests.linen_models import Block as LinenBlock
 
 LAYERS = 6
 CONFIG = Config(layers=LAYERS, attends=False)
@@ -193,56 +197,6 @@ def test_a_budget_in_bytes_is_kept(units):
         assert max(most.values(), default=0) == unit * units
 
 
-class Outer(nnx.Module):
-    """A unit with a product of its own, and units inside."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (32, 32)))
-        self.inner = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = jax.numpy.tanh(x @ self.kernel[...])
-        for layer in self.inner:
-            x = jax.numpy.tanh(layer(x))
-        return x
-
-
-class Outers(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.outers = nnx.List([Outer(rngs) for _ in range(3)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for outer in self.outers:
-            x = outer(x)
-        return x
-
-
-def test_units_inside_of_units_are_gathered_in_the_order_of_calls():
-    mesh = js.mesh(replica=2, fsdp=4)
-
-    def annotate(model: Outers) -> None:
-        js.fully_shard(model, units=[nnx.Linear, Outer], mesh=mesh, placement=js.ShardPlacement(min_size=1))
-
-    model = js.abstract_init(lambda: Outers(nnx.Rngs(0)), annotate)
-    graphdef, params = nnx.split(model)
-    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
-    x = jax.ShapeDtypeStruct((16, 32), "float32")
-    forward, backward = map(Region, regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr))
-    calls = [f"outers/{i}{name}" for i in range(3) for name in ("", "/inner/0", "/inner/1")]
-    for n, unit in enumerate(calls):
-        for gather in forward.find("all_gather", unit):
-            for k in range(n):
-                assert forward.waits_for(gather, forward.find("dot_general", calls[k])) == (k < n - 1), (unit, k)
-    calls = [f"outers/{i}{name}" for i in reversed(range(3)) for name in ("", "/inner/1", "/inner/0")]
-    for n, unit in enumerate(calls[:-3]):  # of the first unit of all, no kernel is needed
-        gathers = backward.find("all_gather", unit, backward=True)
-        assert gathers
-        for gather in gathers:
-            for k in filter(lambda k: k % 3, range(n)):  # a unit around others has its own products after theirs
-                waits = backward.waits_for(gather, backward.find("dot_general", calls[k], backward=True))
-                assert waits == (k < n - 1), (unit, k)
-
-
 class Looped(nnx.Module):
     """A loop between two units."""
 
@@ -319,3 +273,55 @@ def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
         if late.intersection(node.inputs):
             late.update(node.outputs)
     assert late.issuperset(region.results)
+
+
+# ---- A unit is gathered once a pass --------------------------------------------------------------
+
+
+NUM_LAYERS = 4
+ROWS = jnp.zeros((16, WIDTH))
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return LinenBlock()(x), None
+
+
+class Tower(nn.Module):
+    remat: bool
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(LinenLayer) if self.remat else LinenLayer
+        if self.scan:
+            stacked: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(layer, length=NUM_LAYERS, **stacked)(name="layers")(x, None)[0]
+        for _ in range(NUM_LAYERS):
+            x, _ = layer()(x, None)
+        return x
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize(
+    ("remat", "settings"), [(False, {}), (True, {"prefetch": 0}), (True, {"reshard_after_forward": 4})]
+)
+def test_each_unit_is_gathered_once_a_pass(settings, remat, scan):
+    assert_gathered(2 * NUM_LAYERS, remat, scan, settings)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_what_is_kept_is_gathered_once(scan):
+    assert_gathered(NUM_LAYERS, False, scan, {"reshard_after_forward": False})
+
+
+def assert_gathered(times: int, remat: bool, scan: bool, settings: dict[str, Any]) -> None:
+    model = js.fully_shard(Tower(remat, scan), mesh=js.mesh(), units=LinenLayer, **settings)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), ROWS)["params"], model)
+    grad = jax.grad(lambda params: (model.apply({"params": params}, ROWS) ** 2).mean())
+    found = collections.Counter()
+    for eqn, trips in equations_and_trips(jax.make_jaxpr(grad)(params).jaxpr):
+        if eqn.primitive.name == "all_gather":
+            found[eqn.outvars[0].aval.shape] += trips
+    assert found == {(WIDTH, 4 * WIDTH): times, (4 * WIDTH, WIDTH): times}

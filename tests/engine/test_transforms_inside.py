@@ -3,7 +3,10 @@
 import collections
 import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from flax import nnx
 from jax.experimental import checkify
 
 import jshard as js
+from tests.helpers import placed
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
@@ -100,33 +104,6 @@ def test_nothing_more_is_sent(form):
     assert collectives(*FORMS[form]) == collectives(Block, run)
 
 
-def intercepted(model):
-    """What qwix does: operations are others while the root's call is traced, and modules keep notes of them."""
-    kind, gelu = type(model), nnx.gelu
-
-    def call(self, x):
-        nnx.gelu = nnx.relu
-        try:
-            for block in self.blocks:
-                block.note = "".join(["x,y", "->z"])
-            return kind.__call__(self, x)
-        finally:
-            nnx.gelu = gelu
-
-    for block in model.blocks:
-        block.note = "x,y->z"
-    object.__setattr__(model, "__class__", type(kind.__name__, (kind,), {"_unquantized_type": kind, "__call__": call}))
-    return model
-
-
-def test_operations_that_are_replaced_while_the_call_runs_are_replaced_in_units():
-    build = lambda: intercepted(model_of(Block, run))
-    model = js.fully_shard(build(), units=Block, mesh=js.mesh())
-    found, replaced = step()(model, X), step()(build(), X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, replaced)
-    assert abs(wanted()[0] - replaced[0]) > 1e-3 * replaced[0]
-
-
 @pytest.mark.parametrize("degree", [1, 8])
 def test_checkify_looks_into_units(degree):
     """On one device a unit is a call like any other. Seen to fail there while it was an equation."""
@@ -147,3 +124,134 @@ def test_checkify_looks_into_units(degree):
         assert ("large: " in (error.get() or "")) == is_large
         for a, b in zip(jax.tree.leaves(grads), of_plain, strict=True) if not is_large else ():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ---- How often a model's Python runs -------------------------------------------------------------
+
+
+WIDTH, LAYERS = 32, 2
+ROWS = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
+RUNS: collections.Counter[str] = collections.Counter()
+
+
+def runs(call: Callable[[], Any]) -> dict[str, int]:
+    """How often the Python of the model, and of its blocks, runs in a call."""
+    RUNS.clear()
+    call()
+    return dict(RUNS)
+
+
+class CountingLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        RUNS["block"] += 1
+        return x + self.norm(self.linear(x))
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, how: str = ""):
+        self.how = how
+        self.blocks = (
+            nnx.split_rngs(splits=LAYERS)(nnx.vmap(CountingLayer))(rngs)
+            if how == "scan"
+            else nnx.List([CountingLayer(rngs) for _ in range(LAYERS)])
+        )
+
+    def __call__(self, x):
+        RUNS["model"] += 1
+        if self.how == "scan":
+            return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x) if self.how == "remat" else block(x)
+        return x
+
+
+def counting(how: str = "") -> Any:
+    def annotate(model: Any) -> None:
+        for block in [model.blocks] if how == "scan" else model.blocks:
+            js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(stacked=int(how == "scan")))
+        js.fully_shard(model, mesh=mesh)
+
+    mesh = js.mesh()
+    return placed(lambda: Counting(nnx.Rngs(0), how), annotate)
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+STEPS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "eager": lambda: lambda model, x: model(x),
+    "jit": lambda: nnx.jit(lambda model, x: model(x)),
+    "eager gradients": lambda: nnx.value_and_grad(loss),
+    "jitted gradients": lambda: nnx.jit(lambda model, x: nnx.value_and_grad(loss)(model, x)),
+    "accumulated": lambda: nnx.jit(lambda model, x: js.value_and_grad(loss, accumulate=2)(model, x)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "") for name in STEPS]
+    + [(name, how) for name in ("jitted gradients", "eager") for how in ("remat", "scan")],
+)
+def test_a_models_python_runs_once(name: str, how: str):
+    counted, plain, model = STEPS[name](), Counting(nnx.Rngs(0), how), counting(how)
+    wanted = runs(lambda: STEPS["jitted gradients" if name == "accumulated" else name]()(plain, ROWS))
+    found = runs(lambda: counted(model, ROWS))
+    assert found["model"] == wanted["model"] == 1
+    assert 1 <= found["block"] <= wanted["block"]
+
+
+def test_a_compiled_step_runs_no_python():
+    counted, model = STEPS["jitted gradients"](), counting()
+    assert runs(lambda: counted(model, ROWS)) in ({"model": 1, "block": LAYERS}, {"model": 1, "block": 1})
+    assert runs(lambda: [counted(model, ROWS) for _ in range(3)]) == {}
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        RUNS["block"] += 1
+        return x + nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
+
+
+class LinenModel(nn.Module):
+    how: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        RUNS["model"] += 1
+        if self.how == "scan":
+            axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+            body = nn.scan(lambda block, x, _: (block(x), None), length=LAYERS, **axes)
+            return body(LinenLayer(), x, None)[0]
+        layer = nn.remat(LinenLayer) if self.how == "remat" else LinenLayer
+        for i in range(LAYERS):
+            x = layer(name=f"block_{i}")(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("gradients", "jitted", "how"),
+    [(True, True, ""), (True, True, "remat"), (True, False, ""), (False, True, "scan")],
+)
+def test_a_linen_models_python_runs_once(gradients: bool, jitted: bool, how: str):
+    plain = LinenModel(how)
+    variables = jax.jit(plain.init)(jax.random.key(0), ROWS)
+    state = {"batch_stats": variables["batch_stats"]}
+
+    def counted(model: nn.Module) -> Callable[..., Any]:
+        def run(params, x):
+            out, changed = model.apply({"params": params, **state}, x, mutable=["batch_stats"])
+            return (out**2).mean(), changed
+
+        run = jax.value_and_grad(run, has_aux=True) if gradients else run
+        return jax.jit(run) if jitted else run
+
+    model = js.fully_shard(plain, mesh=js.mesh(), units=LinenLayer)
+    jax.eval_shape(model.init, jax.random.key(0), ROWS)  # the plan is made from it
+    wanted = runs(lambda: counted(plain)(variables["params"], ROWS))
+    found = runs(lambda: counted(model)(variables["params"], ROWS))
+    assert 1 <= found["model"] <= wanted["model"] and 1 <= found["block"] <= wanted["block"]

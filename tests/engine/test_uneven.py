@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import safetensors.numpy
 from flax import nnx
 
 import jshard as js
-from jshard import checkpoint
 from jshard.errors import AnnotationError
 from jshard.inspect.memory import memory_of
 from jshard.plans.padding import padding_of
@@ -20,7 +18,6 @@ from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, train, worst
 
 UNEVEN = 251, 47, 151  # vocabulary, width, hidden: nothing divides them
-GPT2_VOCABULARY = 50257
 ADAMW = optax.adamw(1e-2, eps=1e-3)  # gradients that are zero but for rounding stay small
 
 
@@ -98,36 +95,6 @@ def test_accumulated():
 
 def test_in_a_stack_of_layers():
     assert_like_one_device(config(scanned=True, layers=3), js.mesh(replica=2))
-
-
-class Tower(nnx.Module):
-    """Layers in a loop, and parameters that are read outside their units."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(47, 47, rngs=rngs) for _ in range(3)])
-        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, 47))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        penalty = (self.layers[0].kernel[...] ** 2).mean() + self.layers[1].bias[...].mean()
-        x = js.scan_layers(self.layers, x * self.scale[None])
-        return x + penalty * self.scale[-1]
-
-
-def tower() -> Tower:
-    return Tower(nnx.Rngs(0))
-
-
-def shard_tower(model: Tower) -> None:
-    js.fully_shard(model, mesh=js.mesh(replica=2), units=nnx.Linear, placement=js.ShardPlacement(shard_dim=0))
-
-
-def test_a_loop_over_layers_and_reads_outside_their_units():
-    rows = np.random.default_rng(0).standard_normal((16, 47)).astype(np.float32)
-    loss = lambda model, x: (model(x) ** 2).mean()
-    found = train(placed(tower, shard_tower), loss, (rows,), steps=2, tx=ADAMW)
-    apart = compare(found, train(tower(), loss, (rows,), steps=2, tx=ADAMW))
-    assert max(apart.gradient, apart.parameters) <= GRADIENT_TOLERANCE, apart
-    js.check(placed(tower, shard_tower), rows)
 
 
 # What the user sees: logical shapes and values.
@@ -341,34 +308,6 @@ def test_an_optimizer_counts_for_its_model_only_and_for_copies_of_it():
 # Where padding is chosen, and what the plan says of it.
 
 
-def plan_of(vocab: int, width: int, mesh, **settings) -> js.ShardPlan:
-    made = Config(layers=1, width=width, hidden=4 * width, vocab=vocab, heads=1, attends=False)
-    settings = {"allow_replicated": ["*/bias"]} | settings
-    return js.plan(
-        js.abstract_init(builder(made), lambda model: js.fully_shard(model, mesh=mesh, **with_placement(**settings)))
-    )
-
-
-def test_a_dim_that_divides_comes_first_and_the_least_padding_next():
-    place = lambda *sizes: plan_of(*sizes, js.mesh(), allow_replicated=["blocks/*"]).leaf("embed/embedding").placement
-    assert (place(2001, 48).dim, place(2001, 48).padding) == (1, 0)
-    assert (place(2001, 47).dim, place(2001, 47).padding) == (0, 7)
-    assert (place(601, 601).dim, place(47, 599).dim) == (0, 1)
-    placement = plan_of(GPT2_VOCABULARY, 768, js.mesh(devices=512)).leaf("embed/embedding").placement  # 768 does not
-    assert (placement.shape, placement.stored_shape) == ((GPT2_VOCABULARY, 768), (99 * 512, 768))
-    assert placement.bytes_per_device == 99 * 768 * 4
-
-
-def test_small_parameters_and_those_that_are_named_stay_replicated():
-    placement = lambda **settings: js.plan(js.abstract_init(table, lambda m: shard(m, **settings))).leaf("kernel")
-    shard = lambda model, **settings: js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
-    assert placement().placement.padding == 3
-    assert placement(allow_replicated=["kernel"]).placement.because == "no dim divides by 8 (shape (501, 47))"
-    assert placement(min_size=10**6).placement.because.startswith("smaller than min_size")
-    assert placement(ignored="kernel").placement.dim is None
-    assert plan_of(47, 47, js.mesh(), allow_replicated=["*"]).leaf("embed/embedding").placement.dim is None
-
-
 def test_the_root_may_name_what_a_unit_would_pad():
     """The unit is annotated first, and has padded it by then."""
     model = nnx.List([table()])
@@ -398,18 +337,3 @@ def test_the_compiled_program_sends_what_the_plan_says():
 
 
 # Checkpoints hold logical arrays: padding is a matter of the mesh.
-
-
-def test_a_state_within_a_pytree_and_what_others_wrote(tmp_path):
-    model = placed(table, shard_table)
-    checkpoint.save(tmp_path / "run", {"averages": {"slow": nnx.state(model)}})
-    (leaf,) = checkpoint.manifest.read(tmp_path / "run").leaves.values()
-    assert leaf.shape == (501, 47)
-    like = {"averages": {"slow": nnx.state(js.abstract_init(table, shard_table))}}
-    restored = checkpoint.restore(tmp_path / "run", like=like)["averages"]["slow"]["kernel"]
-    np.testing.assert_array_equal(restored[...], plain_values())
-
-    safetensors.numpy.save_file({"kernel": 2 * plain_values()}, tmp_path / "model.safetensors")
-    foreign = checkpoint.restore(tmp_path / "model.safetensors", like=js.abstract_init(table, shard_table))
-    np.testing.assert_array_equal(foreign.kernel[...], 2 * plain_values())
-    assert not np.asarray(foreign.kernel.get_raw_value())[501:].any()

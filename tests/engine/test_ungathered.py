@@ -13,12 +13,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.api.fully_shard import repeated_layers, revise
 from jshard.errors import CallError
 from jshard.inspect.communication import traffic_of
-from jshard.inspect.hlo.schedule import Window
 from jshard.inspect.memory import memory_of
-from jshard.inspect.model_traffic import gathered_anyway, split_by_plan
 from tests.helpers import compile_to_read, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, assert_parity, compare, train
 
@@ -187,30 +184,7 @@ def test_the_audit_tells_if_the_compiler_gathers_it_after_all():
     assert all(kind in ("all-gather", "all-reduce") for kind, _ in reported)
 
 
-def test_an_array_that_travels_with_its_rows_is_told_apart():
-    """A compiler joins collectives; of the units' own what has the shape of a parameter counts, transposed or not."""
-    plan = js.plan(abstract(js.mesh()))
-    arrays = ("f32", (WIDTH, WIDTH)), ("s32", (BATCH, 3)), ("f32", (WIDTH, ROWS))
-    sizes = ("f32", 4 * WIDTH * (WIDTH + ROWS)), ("s32", 4 * BATCH * 3)
-    joined = Window("c", "all-gather", sizes, tuple(range(8)), ("fsdp",), ("(root)", "table"), arrays=arrays)
-    (ours,), (apart,) = split_by_plan([joined], plan)
-    assert (ours.arrays, ours.sizes) == (arrays[:1], (("f32", WIDTH * WIDTH * 4),))
-    assert apart.arrays == arrays[1:]
-    assert gathered_anyway([apart], plan) == [(apart, [arrays[2]])]
-
-
 # ---- What changes the others leaves it as it is ------------------------------------------------
-
-
-def test_settings_for_all_units_pass_it_by():
-    model = abstract(js.mesh())
-    before = js.plan(model)
-    revise(model, {"prefetch": 2, "remat": "full", "reshard_after_forward": False})
-    after = js.plan(model)
-    named = lambda plan: {unit.name: unit for unit in plan.units}
-    assert named(after)["table"] == named(before)["table"]
-    assert named(after)["blocks/0"].remat == "full"
-    assert model.table not in repeated_layers(model)
 
 
 def test_a_call_in_global_view_and_one_of_the_model_check_out():

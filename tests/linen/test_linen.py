@@ -38,14 +38,6 @@ def test_gradients_equal_those_of_one_device(settings):
     assert_equal(Decoder(depth=3), units=Block, **settings)
 
 
-class Slim(Block):
-    """As little as a layer can do."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(self.width)(x)
-
-
 def test_gradients_in_setup_style():
     assert_equal(SetupDecoder(depth=2), units="blocks_*")
 
@@ -132,17 +124,6 @@ def test_a_plan_needs_no_devices():
     assert "block_0..3  x4" in str(js.explain(model))
     shapes = js.abstract_init(lambda: model.init(jax.random.key(0), X), model)
     assert shapes["params"]["table"]["embedding"].sharding.shard_shape((VOCAB, WIDTH)) == (VOCAB // 16, WIDTH)
-
-
-def test_a_plan_from_a_call_is_that_of_init():
-    plain = Decoder(depth=11, block=Slim)
-    variables = jax.eval_shape(plain.init, jax.random.key(0), X)
-    model = js.fully_shard(plain, mesh=js.mesh(), units=Slim)
-    jax.eval_shape(lambda v: model.apply(v, X), variables)
-    plan = js.plan(model)
-    jax.eval_shape(model.init, jax.random.key(0), X)
-    assert js.plan(model) == plan
-    assert [unit.name for unit in plan.units][-2:] == ["block_9", "block_10"]
 
 
 def test_annotations_of_one_jitted_class_do_not_share_traces():

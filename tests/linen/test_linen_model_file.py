@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jshard as js
@@ -252,46 +251,6 @@ def test_a_checkpoint_of_a_run_is_read_by_a_loop_of_ones_own(tmp_path):
 # ---- what the model file may hold ----------------------------------------------------------------------------------
 
 
-class Two(nn.Module):
-    """Setup style; parameters boxed for a tensor axis, two methods, a field that a loss reads, and a sown value."""
-
-    smoothing: float = 0.1
-
-    def setup(self):
-        boxed = nn.with_partitioning(nn.initializers.normal(1.0), (None, "tensor"))
-        self.table = nn.Embed(VOCAB, 32)
-        self.head = nn.Dense(VOCAB, kernel_init=boxed)
-
-    def encode(self, ids):
-        x = self.table(ids)
-        self.sow("seen", "mean", x.mean())
-        return x
-
-    def __call__(self, ids):
-        return self.head(self.encode(ids))
-
-
-def smoothed(model, batch):
-    labels = optax.smooth_labels(jax.nn.one_hot(batch["targets"], VOCAB), model.smoothing)
-    penalty = (model.encode(batch["inputs"]) ** 2).mean()
-    return optax.softmax_cross_entropy(model(batch["inputs"]), labels).mean() + penalty
-
-
-def test_a_loss_of_ones_own_uses_methods_and_fields():
-    file = dataclasses.replace(file_of(Two(), nn.Dense), loss_fn=smoothed)
-    mesh = js.mesh(fsdp=4, tensor=2)
-    model = new_model(file, RECIPE, mesh)
-    assert model.variables.keys() == {"params"}
-    assert model.variables["params"]["head"]["kernel"].names == (None, "tensor")
-    assert model.head.kernel.get_raw_value().sharding.shard_shape((32, VOCAB)) == (8, VOCAB // 2)
-    batch = js.shard_batch(batches(1)[0], mesh)
-    found, grads = nnx.jit(nnx.value_and_grad(smoothed))(model, batch)
-    plain = nn.unbox(jax.tree.map(np.asarray, model.variables))
-    wanted, wanted_grads = jax.value_and_grad(lambda v: smoothed(Two().bind(v), batches(1)[0]))(plain)
-    np.testing.assert_allclose(float(found), float(wanted), rtol=2e-6)
-    assert max(differences(nnx.to_pure_dict(grads), wanted_grads["params"]).values()) < 1e-5
-
-
 class Balanced(nn.Module):
     """Sows a penalty for tokens that choose alike, one by layer and one summed."""
 
@@ -354,12 +313,6 @@ class Taken(nn.Module):
         return nn.Dense(VOCAB)(nn.Embed(VOCAB, 32, name="rngs")(ids))
 
 
-class Quantised(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        return nn.Dense(VOCAB, dot_general_cls=Fp8DirectDotGeneralOp)(nn.Embed(VOCAB, 32)(ids))
-
-
 class Late(nn.Module):
     @nn.compact
     def __call__(self, ids):
@@ -371,8 +324,8 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize(
     ("module", "message"),
-    [(Taken(), "Taken: rngs"), (Late(), "Late: batch_stats/late"), (Quantised(), "scales of fp8 products")],
-    ids=["name", "variable", "fp8"],
+    [(Taken(), "Taken: rngs"), (Late(), "Late: batch_stats/late")],
+    ids=["name", "variable"],
 )
 def test_what_a_run_cannot_hold_is_told(module, message):
     mesh = js.mesh()

@@ -36,15 +36,6 @@ class Tower(nn.Module):
         return nn.scan(Layer, length=LAYERS, **lifted)(name="layers")(x, None)[0]
 
 
-class Heads(nn.Module):
-    """Layers side by side: all of them run at once."""
-
-    @nn.compact
-    def __call__(self, x):
-        heads = nn.vmap(Block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=LAYERS)
-        return heads(name="heads")(x).mean(0)
-
-
 class Model(nn.Module):
     tower: Any
 
@@ -83,20 +74,6 @@ def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
     assert js.ShardPlan.from_json(plan.to_json()) == plan
     words = f"Stacked layers: tower/layers, 128.00 KiB, gathered by {unit}, {how}: no unit is inside their loop"
     assert words in " ".join(str(js.explain(model)).split())
-
-
-NONE = {
-    "the layer": (Tower(), Layer),
-    "as the warning says": (Tower(), ["head", "tower/layers"]),
-    "the same parameters in all": (Tower({"variable_broadcast": "params", "split_rngs": {"params": False}}), None),
-    "side by side": (Heads(), None),
-}
-
-
-@pytest.mark.parametrize(("tower", "units"), NONE.values(), ids=NONE)
-def test_of_others_nothing_is_told(all_are_large, tower, units):
-    model = annotated(tower, units=units)
-    assert not js.plan(model).unscheduled_stacks and "Stacked" not in str(js.explain(model))
 
 
 @pytest.mark.parametrize(("units", "loop", "whole"), [("head", 2, False), (Tower, 0, True)], ids=str)

@@ -241,14 +241,6 @@ def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_
     by_hand(state, x)
 
 
-def test_state_that_was_not_born_sharded_trains_too():
-    model, x = table()
-    found, wanted = creator(model, js.shard_optimizer(model, ADAMW), x)(), creator(Table(), ADAMW, x)()
-    found, wanted = table_step(found, x), table_step(wanted, x)
-    assert isinstance(found.params["kernel"], jax.Array)
-    assert worst(np.asarray(found.params["kernel"]), np.asarray(wanted.params["kernel"])) <= 1e-5
-
-
 # Ways into the model.
 
 

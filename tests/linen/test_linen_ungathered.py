@@ -11,7 +11,7 @@ import pytest
 
 import jshard as js
 from tests.helpers import equations_run, with_placement
-from tests.linen_models import WIDTH, Block, assert_same, creator
+from tests.linen_models import WIDTH, Block, assert_same
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
 NEVER = {"placement": js.ShardPlacement(gathered=False, shard_dim=0)}
@@ -88,26 +88,6 @@ def test_gradients_equal_those_of_one_device():
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     found = results(model, variables)
     assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))), 5e-6)
-
-
-def test_a_train_state_lies_and_trains_as_of_any_unit():
-    mesh = js.mesh(replica=2)
-    model, _ = made(Clicks(), mesh)
-    tx = optax.sgd(0.1, momentum=0.9)
-    state = js.shard_init(creator(model, js.shard_optimizer(model, tx), IDS), model)
-    wanted = creator(Clicks(), tx, IDS)()
-
-    @jax.jit
-    def step(state):
-        loss = lambda params: (state.apply_fn({"params": params}, IDS) ** 2).mean()
-        return state.apply_gradients(grads=jax.grad(loss)(state.params))
-
-    for _ in range(2):
-        state, wanted = step(state), step(wanted)
-    for tree in (state.params, state.opt_state[0].trace):
-        stored = tree["table"]["embedding"].value
-        assert stored.sharding.spec[0] == "fsdp" and stored.shape[0] % mesh.shape["fsdp"] == 0
-    assert_same(nn.unbox(state.params), wanted.params, 5e-6)
 
 
 def test_each_call_beside_it_is_a_region_that_gathers_once_a_pass():

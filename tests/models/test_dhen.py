@@ -131,22 +131,3 @@ def test_who_knows_the_law_has_the_loss_of_the_floor():
     # What they know is worth something, and so is what they do not know.
     assert 0.4 < floor < 0.9 * base
     assert 0.2 < p.mean() < 0.5
-
-
-def test_a_sample_is_a_function_of_its_number():
-    source = clicks()
-    batch, _ = source.draw(np.array([7, 19_999]))
-    for name, values in source[19_999].items():
-        np.testing.assert_array_equal(values, batch[name][1])
-        assert values.dtype == (np.int32 if name == "ids" else np.float32)
-    assert any((source[7][name] != clicks(part=0)[7][name]).any() for name in ("ids", "numbers"))
-
-
-def test_ids_follow_the_law_of_zipf():
-    ids = clicks(exponent=1.2).draw(np.arange(20_000))[0]["ids"][:, 0]
-    assert ids.min() == 0 and ids.max() <= 1023
-    k = np.arange(1, 1025)
-    frequency = np.diff(np.append(k, 1025.0) ** -0.2) / (1025.0**-0.2 - 1)  # of its continuous form, in steps
-    counts = np.bincount(ids, minlength=1024)
-    for first in (0, 1, 10, 100):
-        np.testing.assert_allclose(counts[first:].sum() / 20_000, frequency[first:].sum(), atol=0.015)

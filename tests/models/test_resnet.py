@@ -62,19 +62,3 @@ def test_held_out_digits_are_never_trained_on():
     ]
     assert (len(digits.train), len(digits.held_out)) == (1477, 320)
     assert not images[0] & images[1]
-
-
-def test_a_moved_digit_is_a_function_of_its_number_and_stays_whole():
-    train = data_of("resnet", MICRO).train
-    plain = dataclasses.replace(train, shift=0)
-    for i in (0, 1477, 5000):
-        np.testing.assert_array_equal(train[i]["image"], train[i]["image"])
-        assert train[i]["label"] == plain[i]["label"] == plain[i % 1477]["label"]
-    empty = plain[0]["image"].min()
-    for i in range(40):
-        moved, still = train[i]["image"][..., 0], plain[i]["image"][..., 0]
-        shifts = [(down, right) for down in (-1, 0, 1) for right in (-1, 0, 1)]
-        padded = np.pad(still, 1, constant_values=empty)
-        assert any((moved == padded[1 - d : 9 - d, 1 - r : 9 - r]).all() for d, r in shifts)
-    assert any((train[i]["image"] != plain[i]["image"]).any() for i in range(40))
-    assert any((train[i]["image"] != train[i + 1477]["image"]).any() for i in range(40))

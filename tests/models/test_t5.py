@@ -161,23 +161,6 @@ def test_distances_fall_into_the_buckets_of_t5():
         np.testing.assert_array_equal(t5.buckets(jnp.array(distance), MICRO, both_ways=both_ways), wanted)
 
 
-def test_scores_have_a_bias_and_no_scale():
-    attention = t5.Attention(MICRO, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-    x, y, bias = (rng.normal(size=s).astype(np.float32) for s in ((1, 5, 64), (1, 7, 64), (1, 2, 5, 7)))
-    found = attention(jnp.asarray(x), jnp.asarray(y), bias_1HTS=jnp.asarray(bias))
-    q, k, v = (
-        a[0] @ np.asarray(layer.kernel[...]) for a, layer in ((x, attention.q), (y, attention.k), (y, attention.v))
-    )
-    heads = []
-    for h in range(2):
-        part = slice(16 * h, 16 * h + 16)
-        scores = np.exp(q[:, part] @ k[:, part].T + bias[0, h])
-        heads.append(scores / scores.sum(-1, keepdims=True) @ v[:, part])
-    wanted = np.concatenate(heads, axis=-1) @ np.asarray(attention.out.kernel[...])
-    np.testing.assert_allclose(found[0], wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_flops_are_those_of_the_traced_loss():
     recipe = smaller(RECIPE, sequence_length=512, d_model=128, d_kv=64, d_ff=256)
     names = ("inputs", "targets")

@@ -66,13 +66,6 @@ def test_patches_put_together_are_the_video():
     np.testing.assert_array_equal(patches[:, 1], video[:, :frames, :side, side : 2 * side].reshape(8, -1))
 
 
-def test_each_patch_has_a_position_of_its_own():
-    table = np.asarray(vdit.positions(VIDEO))
-    assert len(np.unique(table.round(4), axis=0)) == np.prod(VIDEO.grid)
-    frames = table.reshape(VIDEO.grid + (-1,))
-    np.testing.assert_allclose(np.ptp(frames[1] - frames[0], axis=(0, 1)), 0, atol=1e-5)  # the frame adds the same
-
-
 def test_fresh_model_predicts_zero_and_its_blocks_do_nothing():
     model = vdit.build(VIDEO, nnx.Rngs(0))
     assert not call(model, *inputs(VIDEO)).any()
@@ -122,23 +115,6 @@ def test_sample_follows_the_velocity_to_the_video():
     np.testing.assert_allclose(found, video, atol=1e-5)
 
 
-class Constant(nnx.Module):
-    """With class 3, without it 1."""
-
-    def __init__(self, config):
-        self.config = config
-
-    def __call__(self, x, t, labels):
-        return jnp.where(labels == self.config.num_classes, 1.0, 3.0)[:, None, None, None, None] + 0 * x
-
-
-def test_guidance_goes_on_from_the_velocity_without_class():
-    key, guidance = jax.random.key(0), 2.5
-    found = vdit.sample(Constant(IMAGE), jnp.arange(4), key=key, num_steps=4, guidance=guidance)
-    way = found - jax.random.normal(key, found.shape)
-    np.testing.assert_allclose(way, 1 + 2 * guidance, rtol=1e-5)
-
-
 def test_zero3_trains_as_one_device():
     assert_parity_of("vdit", MICRO)
 
@@ -158,15 +134,6 @@ def test_products_are_in_the_dtype_of_computation_and_times_are_not():
     assert len(products) >= 8 and set(products) == {("bf16", "bf16")}
     assert re.search(r"cosine .*tensor<1x128xf32>", text)
     assert not re.search(r"tensor<1xbf16>", text)
-
-
-def test_clips_are_a_function_of_their_number():
-    clips, held_out = digits.Clips("train", VIDEO.shape, copies=3), digits.Clips("held_out", VIDEO.shape)
-    assert (len(clips), len(held_out)) == (3 * 1477, 320)
-    clip, again, other = clips[7], clips[7], clips[7 + 1477]
-    assert all(np.array_equal(clip[key], again[key]) for key in clip)
-    assert other["label"] == clip["label"]
-    assert len({int(of["seed"]) for of in (clip, other, clips[8], held_out[7])}) == 4
 
 
 def test_digits_bounce_off_the_edges_and_stay_whole():
