@@ -137,25 +137,6 @@ class Masked(Layer):
         return loss, {"tokens": mask.sum().astype(jnp.int32), "worst": losses.max(), "examples": x.shape[0] * loss}
 
 
-class Experts(nnx.Module):
-    """Each token goes to its best expert while that has room; the loss of balance looks at the whole batch."""
-
-    def __init__(self, rngs):
-        self.gate = nnx.Linear(WIDTH, 4, rngs=rngs)
-        self.up = nnx.Param(jax.random.normal(rngs.params(), (4, WIDTH, WIDTH)) / 6)
-
-    def __call__(self, x):
-        tokens = x.reshape(-1, x.shape[-1])
-        gates = jax.nn.softmax(self.gate(tokens))
-        hot = jax.nn.one_hot(jnp.argmax(gates, 1), 4)
-        place = (jnp.cumsum(hot, 0) * hot).sum(1) - 1
-        room = len(tokens) // 4
-        slots = hot[..., None] * jax.nn.one_hot(place.astype(int), room)[:, None] * (place < room)[:, None, None]
-        done = jnp.einsum("ecd,edf->ecf", jnp.einsum("tec,td->ecd", slots, tokens), self.up[...])
-        out = jnp.einsum("tec,ecf->tf", slots * gates[..., None], jnp.tanh(done))
-        return (out**2).mean() + 0.1 * 4 * (hot.mean(0) * gates.mean(0)).sum()
-
-
 # ---- Sequences ----------------------------------------------------------------------------------
 
 
@@ -222,7 +203,6 @@ MODELS = {
     "dropout, noise, mixup": Case(Drops, squared, (VECTORS,)),
     "two towers": Case(Towers, given, (VECTORS, OTHERS), (Layer,)),
     "a masked mean in the model": Case(Masked, lambda m, *b: m(*b), (SEQUENCES, MASK)),
-    "experts with room": Case(Experts, given, (SEQUENCES,)),
     "recomputed blocks": gpt("remat", rate=0.3),
     "scanned blocks": gpt("scanned", rate=0.3),
     "a block called three times": gpt("shared"),
@@ -245,22 +225,6 @@ class LinenCase:
     batch: tuple[Any, ...]
     units: Any = None
     inputs: int = 1  # how many arrays of the batch the model is given
-
-
-class LinenCodebook(nn.Module):
-    """A codebook by moving averages of counts and sums."""
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(WIDTH, name="linear")(x)
-        codes = self.variable("batch_stats", "codes", lambda: jax.random.normal(jax.random.key(7), (CODES, WIDTH)))
-        count = self.variable("batch_stats", "count", lambda: jnp.ones(CODES))
-        nearest = jnp.argmin(((h[:, None] - codes.value[None]) ** 2).sum(-1), axis=1)
-        out, hot = h + jax.lax.stop_gradient(codes.value[nearest] - h), jax.nn.one_hot(nearest, CODES)
-        if not self.is_initializing():
-            count.value = 0.9 * count.value + 0.1 * hot.sum(0)
-            codes.value = 0.9 * codes.value + 0.1 * jax.lax.stop_gradient(hot.T @ h) / count.value[:, None]
-        return out
 
 
 class LinenDrops(nn.Module):
@@ -346,7 +310,6 @@ squares = lambda out, *batch: (out**2).mean()
 masked_loss = lambda out, ids, targets, mask: (entropy(out, targets) * mask).sum() / mask.sum()
 
 LINEN = {
-    "an EMA codebook": LinenCase(LinenCodebook(), squares, (VECTORS,)),
     "dropout, noise, mixup": LinenCase(LinenDrops(), squares, (VECTORS,)),
     "norms and dropout in blocks": LinenCase(LinenGPT(), masked_loss, (IDS, TARGETS, MASK), units=LinenBlock),
     "scanned blocks": LinenCase(

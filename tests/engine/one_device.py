@@ -137,7 +137,7 @@ def linen_results(case: Any, on: str | None = None) -> Any:
 
 STEPS = 3
 NNX = ("an EMA codebook", "batch norms", "dropout, noise, mixup", "scanned blocks")
-LINEN = ("an EMA codebook", "norms and dropout in blocks")
+LINEN = ("norms and dropout in blocks",)
 NAMES = tuple(f"nnx: {name}" for name in NNX) + tuple(f"Linen: {name}" for name in LINEN) + ("masks",)
 
 

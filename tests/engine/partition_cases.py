@@ -31,6 +31,7 @@ class Case:
         sharded: whether some split of an argument gathers nothing.
         tolerance: relative to the largest number of a result.
         long: it compiles long, and is tried in few states but for `-m wide`.
+        rare: another primitive has the same entry in the table; it is tried with `-m wide` alone.
     """
 
     function: Callable[..., Any]
@@ -38,6 +39,7 @@ class Case:
     sharded: bool = True
     tolerance: float = 2e-5
     long: bool = False
+    rare: bool = False
 
 
 _random = np.random.default_rng(0)
@@ -349,10 +351,10 @@ def _linalg(square: np.ndarray) -> dict[str, list[Case]]:
     symmetric = square + np.swapaxes(square, -1, -2)
     vectors = lambda a: linalg.tridiagonal(a + jnp.swapaxes(a, -1, -2))
     householder = lambda a: linalg.householder_product(*linalg.geqrf(a))
-    case = lambda function, *args: [Case(function, args, tolerance=2e-4)]
+    case = lambda function, *args, rare=True: [Case(function, args, tolerance=2e-4, rare=rare)]
     rank_one = lambda r, w: jnp.stack([bind("cholesky_update")(r[i, 0], w[i, 0]) for i in range(1)])
     found = {
-        "cholesky": case(lambda a: linalg.cholesky(a + jnp.swapaxes(a, -1, -2)), square),
+        "cholesky": case(lambda a: linalg.cholesky(a + jnp.swapaxes(a, -1, -2)), square, rare=False),
         "eigh": case(lambda a: linalg.eigh(a + jnp.swapaxes(a, -1, -2))[1], square),
         "eig": case(lambda a: linalg.eig(a)[0], square),
         "qr": case(lambda a: linalg.qr(a, full_matrices=False), square),
@@ -360,16 +362,21 @@ def _linalg(square: np.ndarray) -> dict[str, list[Case]]:
         "svd": case(lambda a: linalg.svd(a, compute_uv=False), square),
         "lu": case(linalg.lu, square),
         "triangular_solve": case(lambda a, b: linalg.triangular_solve(a, b, left_side=True), square, square),
-        "householder_product": case(householder, square),
+        "householder_product": case(householder, square, rare=False),
         "tridiagonal_solve": case(
-            lambda d, b: linalg.tridiagonal_solve(d * 0.1, d + 3, d * 0.1, b), floats(8, 5), floats(8, 5, 16)
+            lambda d, b: linalg.tridiagonal_solve(d * 0.1, d + 3, d * 0.1, b),
+            floats(8, 5),
+            floats(8, 5, 16),
+            rare=False,
         ),
         "tridiagonal": case(vectors, square),
         "schur": case(lambda a: linalg.schur(a + jnp.swapaxes(a, -1, -2))[0], square),
         "hessenberg": case(linalg.hessenberg, square),
         "symmetric_product": case(lambda a, c: linalg.symmetric_product(a, c), floats(8, 5, 16), symmetric[:, 0]),
         "lu_pivots_to_permutation": case(
-            lambda a: linalg.lu_pivots_to_permutation(a, 6), np.tile(np.asarray([1, 3, 2, 5], np.int32), (8, 1))
+            lambda a: linalg.lu_pivots_to_permutation(a, 6),
+            np.tile(np.asarray([1, 3, 2, 5], np.int32), (8, 1)),
+            rare=False,
         ),
         "cholesky_update": [Case(rank_one, (square, square[..., 0]), sharded=False, long=True)],
     }

@@ -22,7 +22,7 @@ from tests.helpers import (
     token_batch,
     with_placement,
 )
-from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, flat, worst
+from tests.parity import PARAMETER_TOLERANCE, flat
 
 CONFIG = Config(layers=3, attends=False)
 BATCH = token_batch(CONFIG)
@@ -159,31 +159,6 @@ def test_the_plan_knows_what_is_frozen():
 
 
 # Parameters that are none of jshard's.
-
-
-class Table(nnx.Variable):
-    """A variable that is no parameter."""
-
-
-def test_gradients_of_what_is_no_parameter():
-    class Scaled(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(64, 64, rngs=rngs)
-            self.scale = Table(jnp.linspace(0.5, 1.5, 64))
-
-        def __call__(self, x):
-            return self.linear(x) * self.scale[...][None]
-
-    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
-    loss = lambda model, x: (model(x) ** 2).mean()
-    build = lambda: Scaled(nnx.Rngs(0))
-    model = placed(build, lambda model: js.fully_shard(model, mesh=js.mesh()))
-    wanted = flat(nnx.jit(grad_of(Table, loss))(build(), x)[1])
-    each = js.value_and_grad(loss, accumulate=2, wrt=Table)
-    for grad in (grad_of(Table, loss), lambda m, x: each(m, x)):
-        found = flat(nnx.jit(grad)(model, x)[1])
-        assert found.keys() == wanted.keys() == {"scale"}
-        assert worst(found["scale"], wanted["scale"]) <= GRADIENT_TOLERANCE
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.extend import core as jex
 
 import jshard as js
+from tests.engine.test_token_chain import Region
 from tests.helpers import compile_to_read, equations_and_trips, equations_run, fresh, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 
@@ -188,18 +188,10 @@ def traced(name: str, **settings: Any) -> Any:
     return jax.jit(lambda state, x: nnx.grad(loss)(nnx.merge(graphdef, state), x)).trace(state, X), model
 
 
-def subprograms(eqn: Any) -> Iterator[Any]:
-    return iter(jex.jaxprs_in_params(eqn.params))
-
-
-def uses(name: str, eqn: Any) -> bool:
-    return eqn.primitive.name == name or any(uses(name, e) for inner in subprograms(eqn) for e in equations_run(inner))
-
-
 def loops_with(name: str, jaxpr: Any) -> list[Any]:
     """Bodies of the innermost loops in which a primitive is found."""
     loops = [e.params["jaxpr"].jaxpr for e in equations_run(jaxpr) if e.primitive.name == "scan"]
-    has = lambda name, body: any(uses(name, e) for e in body.eqns)
+    has = lambda name, body: any(e.primitive.name == name for e in equations_run(body))
     return [body for body in loops if has(name, body) and not has("scan", body)]
 
 
@@ -209,14 +201,14 @@ reducing_loops = functools.partial(loops_with, "reduce_scatter")
 
 def waits_for_a_gather(body: Any) -> bool:
     """Whether the first product of a trip needs what the same trip gathers."""
-    late: set[Any] = set()
-    for eqn in body.eqns:
-        needs = any(isinstance(a, jex.Var) and a in late for a in eqn.invars)
-        if uses("dot_general", eqn):
-            return needs or uses("all_gather", eqn)
-        if needs or uses("all_gather", eqn):
-            late.update(eqn.outvars)
-    raise AssertionError("a trip without a product")
+    region = Region(body)
+    return region.waits_for(region.of_kind("dot_general")[0], region.of_kind("all_gather"))
+
+
+def reduces_its_own(body: Any) -> bool:
+    """Whether a trip reduces gradients that it computes itself."""
+    region = Region(body)
+    return any(region.waits_for(one, region.of_kind("dot_general")) for one in region.of_kind("reduce_scatter"))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -227,18 +219,6 @@ def test_a_trip_computes_with_what_the_trip_before_gathered(name):
     late = gathering_loops(traced(name, prefetch=0)[0].jaxpr.jaxpr)
     assert len(late) == 2
     assert all(map(waits_for_a_gather, late))
-
-
-def reduces_its_own(body: Any) -> bool:
-    """Whether a trip reduces gradients that it computes itself."""
-    computed: set[Any] = set()
-    for eqn in body.eqns:
-        needs = any(isinstance(a, jex.Var) and a in computed for a in eqn.invars)
-        if needs and uses("reduce_scatter", eqn):
-            return True
-        if needs or uses("dot_general", eqn):
-            computed.update(eqn.outvars)
-    return False
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefetch": 2}, {"reshard_after_forward": False}], ids=str)

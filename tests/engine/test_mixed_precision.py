@@ -1,17 +1,21 @@
 """bfloat16 gathering and computing with float32 masters and reductions: dtypes as asked, and as near to the truth."""
 
 import re
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
+from flax.training.train_state import TrainState
 
 import jshard as js
-from tests.helpers import Config, Decoder, abstract, annotator, builder, loss_fn, placed, token_batch
-from tests.parity import Trained, flat
+from tests.helpers import Block, Config, Decoder, abstract, annotator, builder, loss_fn, placed, token_batch
+from tests.parity import Trained, flat, worst
 
 CONFIG = Config(attends=False)
 SMALL = Config(layers=1, attends=False)
@@ -204,3 +208,70 @@ def test_buffers_keep_their_dtype():
         assert (found.astype(jnp.bfloat16) != found).any()
     apart = model.norm.mean[...] - plain.norm.mean[...]
     assert np.abs(apart).max() <= 1e-2 * np.abs(plain.norm.mean[...]).max()
+
+
+# ---- fp8 -----------------------------------------------------------------------------------------
+
+
+# The largest value lies on another shard for each layer and linen_step, far above what the others see.
+ROWS = (
+    np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    * np.linspace(1, 40, 16, dtype=np.float32)[:, None]
+)
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.Dense(64, dot_general_cls=lambda: Fp8DirectDotGeneralOp(amax_history_length=4))(jax.nn.relu(x))
+        return x
+
+
+def creator_of(model: nn.Module) -> Any:
+    def state():
+        params = model.init(jax.random.key(0), ROWS)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+    return state
+
+
+@jax.jit
+def linen_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+    loss, grads = jax.value_and_grad(lambda params: (state.apply_fn(params, x) ** 2).mean())(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def sharded_mlp(**settings: Any) -> TrainState:
+    model = js.fully_shard(Mlp(), mesh=js.mesh(replica=2, fsdp=4), **settings)
+    return js.shard_init(creator_of(model), model)
+
+
+def test_trains_as_on_one_device():
+    """The history of a scale is what the largest over the whole batch was, as if there were no shards."""
+    wanted, found = creator_of(Mlp())(), sharded_mlp(units=nn.Dense)
+    for i in range(4):
+        x = np.roll(ROWS, 3 * i, axis=0)
+        (wanted, loss), (found, ours) = linen_step(wanted, x), linen_step(found, x)
+        np.testing.assert_allclose(ours, loss, rtol=1e-6)
+    metas = [state.params[OVERWRITE_WITH_GRADIENT] for state in (found, wanted)]
+    assert len({float(x[0]) for x in jax.tree.leaves(metas[1])}) > 8
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *metas)
+    of = lambda state: jax.tree.leaves(state.params["params"])
+    assert max(worst(np.asarray(a), np.asarray(b)) for a, b in zip(of(found), of(wanted), strict=True)) < 1e-5
+
+
+def quantised(module: Any) -> Any:
+    """What qwix does to a module's class."""
+    kind = type(module)
+    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), {"_unquantized_type": kind}))
+    return module
+
+
+def test_what_qwix_changed_is_annotated_with_units_and_without():
+    model = builder(Config(attends=False))()
+    model.blocks = nnx.List([quantised(block) for block in model.blocks])
+    assert len(js.plan(js.fully_shard(model, units=Block, mesh=js.mesh())).units) == 3
+    for units in (None, Block):
+        assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh(), units=units)
+    assert js.fully_shard(quantised(Mlp()), mesh=js.mesh(), units=nn.Dense)

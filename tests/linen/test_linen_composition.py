@@ -111,29 +111,6 @@ def test_state_and_what_is_sown_are_those_of_plain_flax(settings):
     assert equal(found, wanted)
 
 
-class Decodes(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=4, decode=True, name="attention")(x)
-        return nn.Dense(VOCAB, name="head")(x)
-
-
-def test_a_decoding_cache_stays_split_along_the_batch():
-    plain = Decodes()
-    variables = jax.jit(plain.init)(jax.random.key(0), X)
-    caches = {}
-    for model in (plain, js.fully_shard(plain, mesh=js.mesh(), units="attention")):
-        step = jax.jit(lambda v, ids, model=model: model.apply(v, ids, mutable=["cache"]))
-        made, outs = dict(variables), []
-        for i in range(2):
-            out, changed = step(made, X[:, i : i + 1])
-            made, outs = made | changed, [*outs, out]
-        caches[model is plain] = outs, made["cache"]
-    assert equal(*caches.values())
-    assert caches[False][1]["attention"]["cached_key"].sharding.spec == jax.P("fsdp")
-
-
 def test_a_table_read_by_hand():
     by_hand = lambda model, variables, mutable: model.apply(variables, X, method="tied", mutable=mutable)
     assert_equal(SetupDecoder(depth=1), by_hand, units=[SetupBlock, "table"])
@@ -240,34 +217,6 @@ class Mixture(nn.Module):
 
 def test_fields_and_constants_that_are_arrays_loops_over_time_and_branches():
     assert_equal(Mixture(), units=[Crosses, nn.RNN, Block, Masked])
-
-
-class ScansScans(nn.Module):
-    """A scan in a scan, one under remat, and a loop over time that starts from zeros."""
-
-    @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
-        stacked: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        x, _ = nn.scan(ScansLayers, **stacked, length=2)(name="outer")(x, None)
-        x = nn.remat_scan(Block, lengths=(2, 2))(name="saved")(x)
-        return nn.Dense(VOCAB, name="head")(nn.RNN(nn.LSTMCell(WIDTH), name="rnn")(x))
-
-
-class ScansLayers(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return nn.scan(Plain, {"params": 0}, split_rngs={"params": True}, length=3)(name="inner")(x, None)
-
-
-class Plain(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return Block()(x), None
-
-
-def test_units_inside_any_transformation():
-    assert_equal(ScansScans(), units=[Block, nn.RNN, nn.Dense])
 
 
 class Twice(nn.Module):

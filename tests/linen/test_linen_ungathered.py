@@ -1,6 +1,8 @@
 """A unit of a Linen model that is never gathered: it and what is around it run as written, the rest in regions."""
 
+import collections
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +12,9 @@ import optax
 import pytest
 
 import jshard as js
-from tests.helpers import equations_run, with_placement
+from jshard.inspect.memory import memory_of
+from jshard.linen import route
+from tests.helpers import compile_to_read, equations_run, with_placement
 from tests.linen_models import WIDTH, Block, assert_same
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
@@ -121,3 +125,87 @@ def test_a_whole_model_may_be_one():
     found = jax.jit(jax.grad(functools.partial(loss, model)))(variables)
     assert found["params"]["embedding"].value.sharding.spec[0] == "fsdp"
     assert_same(nn.unbox(found), jax.grad(functools.partial(loss, plain))(nn.unbox(jax.device_get(variables))))
+
+
+# ---- Layers that nn.scan stacks and no unit names ------------------------------------------------
+
+
+LAYERS = 4
+SHAPE = jax.ShapeDtypeStruct((16, WIDTH), "float32")
+KERNEL = 4 * WIDTH * WIDTH
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Block()(x), None
+
+
+class Stack(nn.Module):
+    """Layers in a loop, each with parameters of its own or all with the same."""
+
+    lifted: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        lifted = self.lifted or {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(Layer, length=LAYERS, **lifted)(name="layers")(x, None)[0]
+
+
+class Model(nn.Module):
+    tower: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH, name="head")(self.tower(x))
+
+
+def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
+    model = js.fully_shard(Model(tower or Stack()), mesh=js.mesh(), **settings)
+    jax.eval_shape(model.init, jax.random.key(0), SHAPE)
+    return model
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    """Whatever is stacked is worth a warning, reported anew."""
+    monkeypatch.setattr(route, "_LARGE_BYTES", 1)
+    route.warn_of_stacks.cache_clear()
+
+
+NOT_AHEAD = {
+    "a unit beside": ("head", "(root)", "each layer when it is due"),
+    "a unit around": (Stack, "tower", "all layers at once"),
+}
+
+
+@pytest.mark.parametrize(("units", "unit", "how"), NOT_AHEAD.values(), ids=NOT_AHEAD)
+def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
+    size = 4 * LAYERS * 2 * KERNEL
+    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}, {how}")) as reported:
+        model = annotated(units=units)
+    assert len(reported) == 1
+    plan = js.plan(model)
+    assert plan.unscheduled_stacks == {("tower/layers", unit): size}
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+    words = f"Stacked layers: tower/layers, 128.00 KiB, gathered by {unit}, {how}: no unit is inside their loop"
+    assert words in " ".join(str(js.explain(model)).split())
+
+
+@pytest.mark.parametrize(("units", "loop", "whole"), [("head", 2, False), (Stack, 0, True)], ids=str)
+def test_the_program_does_as_told(units, loop, whole):
+    """A layer's kernel at a time, forward and backward; or those of all layers before the first."""
+    model = annotated(units=units)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), SHAPE)["params"], model)
+    grad = jax.jit(jax.grad(lambda params, x: (model.apply({"params": params}, x) ** 2).mean()))
+    found = js.audit(compile_to_read(grad.lower(params, SHAPE)), model=model)
+    gathered = collections.Counter()
+    for window in found.schedule.windows:
+        for _, shape in window.arrays if window.kind == "all-gather" else ():
+            gathered[shape] += window.executions
+    assert gathered[WIDTH, 4 * WIDTH] == loop * LAYERS
+    assert gathered[LAYERS, WIDTH, 4 * WIDTH] in ((1, 2) if whole else (0,))  # XLA:CPU may join those of both passes
+    assert found.ok, found.differences
+    memory = memory_of(js.plan(model))  # two kernels of four bytes an element; the head may be the root's, and kept
+    assert memory.largest_unit_bytes == 2 * KERNEL * 4 * (LAYERS if whole else 1)
+    assert memory.kept_bytes == (4 * WIDTH * WIDTH if whole else 0)
