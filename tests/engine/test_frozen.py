@@ -14,6 +14,7 @@ import jshard as js
 from tests.helpers import (
     Config,
     Decoder,
+    Scanning,
     abstract,
     annotator,
     equations_and_trips,
@@ -28,13 +29,6 @@ CONFIG = Config(layers=3, attends=False)
 BATCH = token_batch(CONFIG)
 KERNEL = CONFIG.width * CONFIG.hidden  # elements of a block's up, as of its down
 TABLE = CONFIG.vocab * CONFIG.width
-
-
-class Scanned(Decoder):
-    """The decoder with its blocks as one scan of jshard's."""
-
-    def __call__(self, ids):
-        return self.embed.attend(self.norm(js.scan_layers(self.blocks, self.embed(ids))))
 
 
 def ups(path, variable):
@@ -56,7 +50,7 @@ def accumulated(wrt, sync):
 
 
 def scanned_model(**settings: Any) -> Decoder:
-    return js.abstract_init(lambda: Scanned(CONFIG, nnx.Rngs(0)), annotator(js.mesh(), **settings))
+    return js.abstract_init(lambda: Scanning(CONFIG, nnx.Rngs(0)), annotator(js.mesh(), **settings))
 
 
 # What is sent, counted in the program as it is written; loops opened.
@@ -113,7 +107,7 @@ def test_what_backward_does_not_need_is_gathered_once():
 
 @pytest.mark.parametrize("case", ["scan", "last"])
 def test_trains_as_on_one_device_and_leaves_the_frozen_alone(case):
-    kind = Scanned if case == "scan" else Decoder
+    kind = Scanning if case == "scan" else Decoder
     build = lambda: kind(CONFIG, nnx.Rngs(0))
     grad = accumulated(ups, case) if case == "last" else grad_of(ups)
     wanted, _, _ = trained(build(), nnx.Optimizer, grad_of(ups))

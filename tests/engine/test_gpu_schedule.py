@@ -24,18 +24,10 @@ from jshard.inspect.hlo.walk import read_schedule
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.helpers import Config, Decoder
+from tests.helpers import Config, Decoder, Scanning
 from tests.micro_gpt import MODELS
 
 pytestmark = [needs_gpu_compiler, pytest.mark.usefixtures("no_stored_programs")]
-
-
-class Scanning(Decoder):
-    """The decoder, with `scan_layers` in the place of its loop."""
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x = js.scan_layers(self.blocks, self.embed(ids))
-        return self.head(self.norm(x))
 
 
 LARGE = Config(layers=6, width=2048, hidden=8192, heads=16, vocab=512, tied=False)

@@ -23,19 +23,11 @@ from jshard.plans.mesh import batch_sharding
 from jshard.recipes.loss_scale import LossScale, scaled_value_and_grad
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.helpers import Config, Decoder, loss_fn, placed, token_batch, with_placement
+from tests.helpers import Config, Decoder, Scanning, loss_fn, placed, token_batch, with_placement
 from tests.parity import PARAMETER_TOLERANCE, flat
 
 CONFIG = Config(attends=False)
 STACKED = dataclasses.replace(CONFIG, scanned=True)
-
-
-class Scanning(Decoder):
-    """The decoder of stacked blocks, by `scan_layers`."""
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x = self.norm(js.scan_layers(self.blocks, self.embed(ids)))
-        return self.embed.attend(x) if self.config.tied else self.head(x)
 
 
 @functools.cache

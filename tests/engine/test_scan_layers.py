@@ -11,42 +11,11 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.helpers import Config, Decoder, loss_fn, placed, token_batch, with_placement
+from tests.helpers import Config, Decoder, Scanning, annotator, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 
 DEEP = Config(layers=4, attends=False)  # some rounds of the loop, beside the layers before and after it
 BATCH = token_batch(DEEP, batch=16, length=8)
-
-
-class Scanning(Decoder):
-    """The decoder, with `scan_layers` in the place of its loop."""
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x = js.scan_layers(self.blocks, self.embed(ids))
-        return self.embed.attend(self.norm(x))
-
-
-def build(config: Config = DEEP) -> Scanning:
-    return Scanning(config, nnx.Rngs(0))
-
-
-@functools.cache
-def builder(config: Config) -> Any:
-    return lambda: build(config)
-
-
-def annotate(model: Scanning, mesh: Any, **settings: Any) -> None:
-    if model.config.scanned:
-        js.fully_shard(model.blocks, mesh=mesh, **with_placement(stacked=1, **settings))
-    else:
-        for block in model.blocks:
-            js.fully_shard(block, mesh=mesh, **with_placement(**settings))
-    js.fully_shard(model, mesh=mesh)
-
-
-def annotated(mesh: Any, config: Config = DEEP, **settings: Any) -> Scanning:
-    """Made whole and then placed: a program that makes its layers is dearer than all else here."""
-    return placed(builder(config), lambda model: annotate(model, mesh, **settings))
 
 
 @functools.cache
@@ -78,14 +47,15 @@ LIST, STACKED = False, True
     ids=str,
 )
 def test_gradients_are_those_of_the_loop_on_one_device(scanned, settings, axes):
-    mesh = js.mesh(**({"fsdp": -1} | axes))
-    model = annotated(mesh, dataclasses.replace(DEEP, scanned=scanned), **settings)
+    config, mesh = dataclasses.replace(DEEP, scanned=scanned), js.mesh(**axes)
+    model = placed(lambda: Scanning(config, nnx.Rngs(0)), annotator(mesh, **settings))
     assert_equal(gradients(model), wanted(scanned))
 
 
 def test_plain_and_in_global_view_it_is_the_loop():
+    build = lambda: Scanning(DEEP, nnx.Rngs(0))
     assert_equal(gradients(build()), wanted(False))
-    model = annotated(js.mesh(fsdp=-1))
+    model = placed(build, annotator(js.mesh()))
     with js.global_view():
         assert_equal(gradients(model), wanted(False))
 

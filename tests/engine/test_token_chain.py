@@ -20,7 +20,7 @@ from jax.extend import core as jex
 import jshard as js
 from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
 from tests.linen_models import WIDTH
-from tests.linen_models import Block as LinenBlock
+from tests.linen_models import Layer as LinenLayer
 
 LAYERS = 6
 CONFIG = Config(layers=LAYERS, attends=False)
@@ -280,12 +280,6 @@ def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
 
 NUM_LAYERS = 4
 ROWS = jnp.zeros((16, WIDTH))
-
-
-class LinenLayer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return LinenBlock()(x), None
 
 
 class Tower(nn.Module):

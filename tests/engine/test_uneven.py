@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +18,12 @@ from jshard.plans.padding import padding_of
 from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, train, worst
 
-UNEVEN = 251, 47, 151  # vocabulary, width, hidden: nothing divides them
 ADAMW = optax.adamw(1e-2, eps=1e-3)  # gradients that are zero but for rounding stay small
 
 
-def config(sizes=UNEVEN, *, tied: bool = True, scanned: bool = False, layers: int = 1) -> Config:
-    vocab, width, hidden = sizes
-    return Config(
-        layers=layers, width=width, hidden=hidden, vocab=vocab, tied=tied, scanned=scanned, heads=1, attends=False
-    )
-
-
-def mesh_of(degree: str) -> jax.sharding.Mesh:
-    if degree == "2x4":
-        return js.mesh(replica=2, fsdp=4)
-    return js.mesh(devices=jax.devices()[: int(degree)])
+def config(**settings: Any) -> Config:
+    """Nothing divides its sizes."""
+    return Config(**{"layers": 1, "vocab": 251, "width": 47, "hidden": 151, "heads": 1, "attends": False} | settings)
 
 
 def annotator(mesh, **settings):
@@ -42,25 +34,19 @@ def annotator(mesh, **settings):
         first = lambda path, shape: stacked
         for block in [model.blocks] if stacked else model.blocks:
             js.fully_shard(block, mesh=mesh, **with_placement(shard_dim=first, stacked=stacked, **settings))
-        precision = {k: v for k, v in settings.items() if k == "mixed_precision"}
-        js.fully_shard(model, mesh=mesh, **with_placement(shard_dim=0, **precision))
+        js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
 
     return annotate
 
 
 @functools.cache
-def batch(vocab: int, size: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    return token_batch(Config(vocab=vocab), batch=size, length=4)
-
-
-@functools.cache
 def one_device(made: Config, size: int = 16) -> Trained:
-    return train(fresh(builder(made)), loss_fn, batch(made.vocab, size), steps=3, tx=ADAMW)
+    return train(fresh(builder(made)), loss_fn, token_batch(made, batch=size, length=4), steps=3, tx=ADAMW)
 
 
 def assert_like_one_device(made: Config, mesh, size: int = 16, grad=None, **settings) -> None:
     model = placed(builder(made), annotator(mesh, **settings))
-    found = train(model, loss_fn, batch(made.vocab, size), steps=3, tx=ADAMW, grad=grad)
+    found = train(model, loss_fn, token_batch(made, batch=size, length=4), steps=3, tx=ADAMW, grad=grad)
     wanted = one_device(made, size)
     apart = compare(found, wanted)
     assert apart.gradient <= GRADIENT_TOLERANCE, apart
@@ -76,11 +62,11 @@ def assert_like_one_device(made: Config, mesh, size: int = 16, grad=None, **sett
 
 
 @pytest.mark.parametrize(
-    ("tied", "degree", "size"),
-    [(False, "2x4", 16), (True, "3", 30)],
+    ("tied", "mesh", "size"),
+    [(False, {"replica": 2}, 16), (True, {"devices": jax.devices()[:3]}, 30)],
 )
-def test_equal_to_one_device(tied, degree, size):
-    assert_like_one_device(config(tied=tied), mesh_of(degree), size=size)
+def test_equal_to_one_device(tied, mesh, size):
+    assert_like_one_device(config(tied=tied), js.mesh(**mesh), size=size)
 
 
 @pytest.mark.parametrize("settings", [{"reshard_after_forward": 4}, {"offload": "params"}], ids=str)
@@ -332,7 +318,7 @@ def test_the_compiled_program_sends_what_the_plan_says():
     model = js.abstract_init(builder(config(scanned=True, layers=3)), annotator(js.mesh(replica=2)))
     js.shard_optimizer(model, ADAMW)
     step = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch))
-    report = js.audit(compile_to_read(step.lower(model, *batch(251)).lowered), model=model)
+    report = js.audit(compile_to_read(step.lower(model, *token_batch(config(), length=4)).lowered), model=model)
     assert report.ok, report
 
 

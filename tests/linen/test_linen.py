@@ -18,6 +18,8 @@ from tests.linen_models import (
     WIDTH,
     Block,
     Decoder,
+    Layer,
+    Scanned,
     SetupDecoder,
     X,
     Y,
@@ -172,25 +174,9 @@ def lowered(model: nn.Module, plain: nn.Module) -> jax.stages.Lowered:
     return jax.jit(jax.value_and_grad(loss)).lower(params)
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return Block(256)(x), None
-
-
-class Scanned(nn.Module):
-    """Layers stacked by `nn.scan`; the rest is small."""
-
-    @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(VOCAB, 256, name="table")(ids)
-        scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=12)
-        return nn.Dense(VOCAB, name="head")(scan(name="layers")(x, None)[0])
-
-
 def test_the_compiled_step_sends_what_the_plan_says():
-    model = js.fully_shard(Scanned(), mesh=js.mesh(), units=Layer)
-    found = js.audit(compile_to_read(lowered(model, Scanned())), model=model)
+    model = js.fully_shard(Scanned(256, 12), mesh=js.mesh(), units=Layer)
+    found = js.audit(compile_to_read(lowered(model, Scanned(256, 12))), model=model)
     assert not found.differences
     plan = js.plan(model)
     assert plan.leaf("layers/Block_0/Dense_0/kernel").placement.layers == 12
@@ -252,7 +238,7 @@ def test_gradients_of_microbatches_equal_those_of_one_device(plain, degrees, syn
 
 
 def test_reduced_at_the_end_the_compiled_step_sends_all_once():
-    model = js.fully_shard(Scanned(), mesh=js.mesh(), units=Layer)
+    model = js.fully_shard(Scanned(256, 12), mesh=js.mesh(), units=Layer)
     params = js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
     loss_fn = lambda params, ids, labels: cross_entropy(model.apply({"params": params}, ids), labels)
     run = js.value_and_grad(loss_fn, model=model, accumulate=STEPS, sync="last")

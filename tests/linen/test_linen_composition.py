@@ -16,6 +16,7 @@ from tests.linen_models import (
     WIDTH,
     Block,
     Decoder,
+    Layer,
     SetupBlock,
     SetupDecoder,
     X,
@@ -145,12 +146,6 @@ def test_blocks_under_transformations_of_the_models_own():
     assert [unit.kind for unit in plan.units] == ["Decoder", "Block", "Block"]
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return Block(norm=True)(x), None
-
-
 class Scans(nn.Module):
     """A scan over layers, their statistics stacked too; and copies by vmap."""
 
@@ -159,7 +154,7 @@ class Scans(nn.Module):
         x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
         axes: Any = {"params": 0, "batch_stats": 0}
         scan = nn.scan(nn.remat(Layer, prevent_cse=False), axes, split_rngs={"params": True}, length=3)
-        x, _ = scan(name="layers")(x, None)
+        x, _ = scan(norm=True, name="layers")(x, None)
         copies = nn.vmap(
             SetupBlock, in_axes=None, out_axes=0, axis_size=2, variable_axes={"params": 0}, split_rngs={"params": True}
         )

@@ -26,7 +26,7 @@ from jshard.recipes.state import create, restore
 from jshard.recipes.step import inference_view
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
 from tests.helpers import with_placement
-from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences
+from tests.linen_models import VOCAB, Block, Decoder, Layer, Scanned, cross_entropy, differences
 from tests.micro_linen import Config
 from tests.models.model_files import model_file, module, tiny
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE
@@ -67,23 +67,8 @@ def batches(number=STEPS):
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
-class Deep(nn.Module):
-    """Layers in one stack."""
-
-    @nn.compact
-    def __call__(self, ids):
-        stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
-        return nn.Dense(VOCAB, name="head")(stack(name="layers")(nn.Embed(VOCAB, 32, name="table")(ids), None)[0])
-
-
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(x))), None
-
-
 def test_other_settings_of_the_units_are_planned():
-    plain = file_of(Deep(), Layer)
+    plain = file_of(Scanned(length=4), Layer)
     other = plain.with_units({"remat": "full"}).with_units({"prefetch": 0})
     mesh, batch = js.mesh(), batch_of(plain, RECIPE, RECIPE.batch_size)
     before, after = (abstract_model(file, RECIPE, mesh) for file in (plain, other))

@@ -9,10 +9,9 @@ import optax
 from flax.training.train_state import TrainState
 
 import jshard as js
-from tests.engine.test_offload import MOVES, on_host_in
+from tests.engine.test_offload import MOVES, large, on_host_in
 from tests.helpers import with_placement
-from tests.linen.test_linen_frozen import Layer, Scanned
-from tests.linen_models import Block, Decoder, X, creator, cross_entropy, tokens
+from tests.linen_models import Block, Decoder, Layer, Scanned, X, creator, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -58,10 +57,6 @@ def kinds(tree: Any) -> dict[str, tuple]:
     """The memory of each array and the shape of what a device holds of it, by path."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p): (x.sharding.memory_kind, x.sharding.shard_shape(x.shape)) for p, x in found}
-
-
-def large(path: str) -> bool:
-    return "kernel" in path or "embedding" in path
 
 
 def same(found: Any, wanted: Any) -> None:

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 import jshard as js
 from jshard.errors import AnnotationError
 from jshard.linen.padded import Padded, is_padded
+from tests.engine.test_uneven import by_rows
 from tests.helpers import with_placement
 from tests.linen_models import creator
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
@@ -168,7 +169,7 @@ OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32),
     "several steps": lambda: optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2).gradient_transformation(),
     "a part": lambda: optax.masked(optax.adam(1e-2), {"kernel": True}),
-    "own": lambda: by_rows(),
+    "own": by_rows,
 }
 
 
@@ -194,15 +195,6 @@ def test_an_optimizer_with_means_over_parameters_is_exact(name):
     apart = worst(np.asarray(found.params["kernel"]), np.asarray(wanted.params["kernel"]))
     assert apart <= (1e-6 if name in ("own", "adafactor") else 1e-5)
     assert found.params["kernel"].value.shape == (504, WIDTH)
-
-
-def by_rows() -> optax.GradientTransformation:
-    """A user's own transformation, with a mean over rows."""
-
-    def update(grads, state, params=None):
-        return jax.tree.map(lambda g: -0.1 * g / jnp.sqrt((g**2).mean(0, keepdims=True) + 1e-12), grads), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def by_hand(state: TrainState, x: Any) -> None:

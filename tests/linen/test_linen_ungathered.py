@@ -15,7 +15,7 @@ import jshard as js
 from jshard.inspect.memory import memory_of
 from jshard.linen import route
 from tests.helpers import compile_to_read, equations_run, with_placement
-from tests.linen_models import WIDTH, Block, assert_same
+from tests.linen_models import WIDTH, Block, Layer, assert_same
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
 NEVER = {"placement": js.ShardPlacement(gathered=False, shard_dim=0)}
@@ -133,12 +133,6 @@ def test_a_whole_model_may_be_one():
 LAYERS = 4
 SHAPE = jax.ShapeDtypeStruct((16, WIDTH), "float32")
 KERNEL = 4 * WIDTH * WIDTH
-
-
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return Block()(x), None
 
 
 class Stack(nn.Module):
