@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.helpers import Config, Decoder, builder, fresh, loss_fn, placed, token_batch
-from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, train
+from tests.helpers import Config, Decoder, builder, fresh, loss_fn, token_batch
+from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, assert_parity, compare, train
 
-STEPS = 3
 BATCH = token_batch(Config(), batch=32, length=8)  # 4 microbatches over 8 data shards
 
 
@@ -71,23 +70,18 @@ def annotate(case: Case, mesh: jax.sharding.Mesh, model: Decoder) -> None:
 
 @functools.cache
 def one_device(config: Config) -> Trained:
-    return train(fresh(builder(config)), loss_fn, BATCH, steps=STEPS)
+    return train(fresh(builder(config)), loss_fn, BATCH)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_equal_to_one_device(case: Case):
-    mesh = make_mesh(case)
-    model = placed(builder(case.config), functools.partial(annotate, case, mesh))
+    annotated = functools.partial(annotate, case, make_mesh(case))
+    model = js.abstract_init(builder(case.config), annotated)
     sharded = [leaf for leaf in js.plan(model).leaves if leaf.placement.dim is not None]
     assert bool(sharded) == (case.strategy != "replicate" and case.degree != "1")
     steps, _, sync = case.accumulate.partition(" ")
     grad = functools.partial(js.value_and_grad, accumulate=int(steps), sync=sync or "each")
-    found = train(model, loss_fn, BATCH, steps=STEPS, grad=grad)
-    apart = compare(found, one_device(case.config))
-    assert apart.gradient <= GRADIENT_TOLERANCE, apart
-    assert apart.parameters <= PARAMETER_TOLERANCE, apart
-    assert apart.loss <= 2e-6, apart
-    assert found.traces == 1
+    assert_parity(builder(case.config), annotated, loss_fn, BATCH, grad=grad, wanted=one_device(case.config))
 
 
 def test_the_comparison_can_fail():

@@ -8,19 +8,16 @@ import functools
 import math
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
 import jshard as js
 from jshard.data import Data, Loader, load_text
 from jshard.train import ModelFile, Recipe, load_model_file
-from tests.helpers import fresh, placed
-from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, flat
+from tests.parity import assert_parity
 
 MODELS = Path(__file__).parents[2] / "models"
 STEPS = 3
@@ -81,39 +78,15 @@ def assert_parity_of(name: str, recipe: Recipe, **degrees: int) -> None:
     last and all other state have to agree.
     """
     recipe = dataclasses.replace(recipe, warmup_steps=1)
-    mesh = js.mesh(**degrees)
-    model = placed(_builder(name, recipe), lambda model: model_file(name).annotate(model, mesh))
-    assert js.plan(model).bytes_per_device < js.plan(model).logical_bytes, "nothing is sharded"
-    apart = compare(_trained(name, recipe, model, mesh), _trained(name, recipe, fresh(_builder(name, recipe)), None))
-    assert apart.gradient <= GRADIENT_TOLERANCE, apart
-    assert apart.parameters <= PARAMETER_TOLERANCE, apart
-    assert apart.loss <= 2e-6, apart
-    assert apart.state <= 1e-5, apart
+    file, mesh = model_file(name), js.mesh(**degrees)
+    batches = [(batch,) for batch in first_batches(name, recipe)]
 
+    def annotate(model: nnx.Module) -> None:
+        plan = js.plan(file.annotate(model, mesh) or model)
+        assert plan.bytes_per_device < plan.logical_bytes, "nothing is sharded"
 
-@functools.cache
-def _builder(name: str, recipe: Recipe) -> Callable[[], nnx.Module]:
-    return lambda: model_file(name).build(recipe.model, nnx.Rngs(recipe.seed))
-
-
-def _trained(name: str, recipe: Recipe, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> Trained:
-    tx, loss_fn = recipe.optimizer(), model_file(name).loss_fn
-    optimizer = js.shard_optimizer(model, tx) if mesh else nnx.Optimizer(model, tx, wrt=nnx.Param)
-    traces = 0
-
-    @nnx.jit
-    def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> tuple[jax.Array, Any]:
-        nonlocal traces
-        traces += 1
-        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-        optimizer.update(model, grads)
-        return loss, grads
-
-    batches = first_batches(name, recipe)
-    out = [step(model, optimizer, js.shard_batch(batch, mesh) if mesh else batch) for batch in batches]
-    assert traces == 1
-    parameters, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
-    return Trained([float(loss) for loss, _ in out], flat(out[0][1]), flat(parameters), flat(rest), traces)
+    build = lambda: file.build(recipe.model, nnx.Rngs(recipe.seed))
+    assert_parity(build, annotate, file.loss_fn, batches, tx=recipe.optimizer())
 
 
 def plan_of(name: str, recipe_name: str, **degrees: int) -> js.ShardPlan:
