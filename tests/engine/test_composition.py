@@ -21,32 +21,26 @@ def cross_entropy(logits, labels):
 
 
 class Layer(nnx.Module):
-    def __init__(self, width, rngs, *, rate=0.0, norm=True):
-        self.linear = nnx.Linear(width, width, rngs=rngs)
-        self.norm = nnx.BatchNorm(width, rngs=rngs) if norm else None
-        self.drop = nnx.Dropout(rate, rngs=rngs)
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
 
-    def __call__(self, x, mask=None, *, positions=None, train=True, activation="gelu"):
-        h = self.linear(x)
-        if activation == "gelu":
-            h = jax.nn.gelu(h)
+    def __call__(self, x, mask=None, *, positions=None, train=True):
+        h = jax.nn.gelu(self.linear(x)) if train else self.linear(x)
         if mask is not None:
             h = h * mask
         if positions is not None:
             h = h + jnp.sin(positions)[..., None].reshape((1,) * (2 - positions.ndim) + (*positions.shape, 1))
-        if self.norm is not None:
-            h = self.norm(h, use_running_average=not train)
-        return x + self.drop(h, deterministic=not train)
+        return x + h
 
 
 class Awkward(nnx.Module):
-    """A model with keyword arguments, masks, flags, several methods, BatchNorm and dropout."""
+    """A model with keyword arguments, masks, flags and several methods."""
 
-    def __init__(self, rngs, *, rate=0.0, norm=False, width=64, vocab=256):
-        self.embed = nnx.Embed(vocab, width, rngs=rngs)
-        self.layers = nnx.List([Layer(width, rngs, rate=rate, norm=norm) for _ in range(2)])
-        self.head = nnx.Linear(width, vocab, rngs=rngs)
-        self.table = nnx.data(jnp.linspace(0.5, 1.5, width))  # an array that is not a variable
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = nnx.Embed(256, 64, rngs=rngs), nnx.Linear(64, 256, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+        self.table = nnx.data(jnp.linspace(0.5, 1.5, 64))  # an array that is not a variable
 
     def __call__(self, x, mask=None, *, positions=None, train=True):
         h = self.embed(x) * self.table[None, None]
@@ -76,17 +70,8 @@ class Awkward(nnx.Module):
         }
 
 
-def awkward(**settings):
-    return lambda: Awkward(nnx.Rngs(0), **settings)
-
-
-def annotate_awkward(mesh, **settings):
-    def annotate(model):
-        for layer in model.layers:
-            js.fully_shard(layer, mesh=mesh)
-        js.fully_shard(model, mesh=mesh, **settings)
-
-    return annotate
+def annotate(model):
+    js.fully_shard(model, mesh=js.mesh(), units=Layer)
 
 
 LENGTH = BATCH[0].shape[1]
@@ -108,7 +93,7 @@ def test_masks_and_keyword_arguments(case):
     mask, positions = KEYWORDS[case]
     loss = lambda m, x, y, mask, positions: cross_entropy(m(x, mask=mask, positions=positions, train=True), y)
     # Length equals batch (16): which of them carries the batch is found from what the model does with it.
-    assert_parity(awkward(), annotate_awkward(js.mesh()), loss, (*BATCH, mask, positions))
+    assert_parity(Awkward, annotate, loss, (*BATCH, mask, positions))
 
 
 @pytest.mark.parametrize(
@@ -120,11 +105,11 @@ def test_masks_and_keyword_arguments(case):
     ids=["an inner unit called alone", "loss and a weight"],
 )
 def test_methods_and_several_calls(loss):
-    assert_parity(awkward(), annotate_awkward(js.mesh()), loss, BATCH)
+    assert_parity(Awkward, annotate, loss, BATCH)
 
 
 def test_every_kind_of_output():
-    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
+    model, plain = placed(Awkward, annotate), Awkward()
     run = nnx.jit(lambda model, x: {k: v for k, v in model.many(x).items() if k != "name"})
     found, wanted = run(model, BATCH[0]), plain.many(BATCH[0])
     assert found["layers"] == 2
@@ -135,7 +120,7 @@ def test_every_kind_of_output():
 
 
 def test_any_batch_runs_in_global_view_and_outside():
-    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
+    model, plain = placed(Awkward, annotate), Awkward()
     run = nnx.jit(lambda model, x: model(x))
     with js.global_view():
         np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
@@ -159,10 +144,10 @@ def test_forward_mode_in_global_view():
 
 
 def test_parameters_added_after_the_annotation_are_right_and_named():
-    def grown(annotate):
-        model = awkward()()
-        if annotate:
-            annotate_awkward(js.mesh())(model)
+    def grown(annotated):
+        model = Awkward()
+        if annotated:
+            annotate(model)
         model.layers[0].linear.scale = nnx.Param(jnp.full((64,), 1.5))
         return model
 

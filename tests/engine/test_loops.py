@@ -48,14 +48,13 @@ def stack(kind: Callable, *lengths: int) -> Any:
     return build(nnx.Rngs(0))
 
 
-def by_nnx(x: jax.Array, *stacks: nnx.Module, **settings: Any) -> jax.Array:
-    """The user's own `nnx.scan`."""
+def over(step: Callable, *axes: Any) -> Callable:
+    """The user's own `nnx.scan` over modules, each stacked or, without an axis, the same in all trips."""
+    return lambda x, *parts: nnx.scan(step, in_axes=(nnx.Carry, *axes), out_axes=nnx.Carry)(x, *parts)
 
-    @nnx.scan(in_axes=(nnx.Carry, *[0] * len(stacks)), out_axes=nnx.Carry, **settings)
-    def run(x: jax.Array, *blocks: Block) -> jax.Array:
-        return functools.reduce(lambda x, block: block(x), blocks, x)
 
-    return run(x, *stacks)
+def each(x: jax.Array, *blocks: Block) -> jax.Array:
+    return functools.reduce(lambda x, block: block(x), blocks, x)
 
 
 def by_lax(x: jax.Array, blocks: nnx.Module, wrap: Callable = lambda f: f, **settings: Any) -> jax.Array:
@@ -63,27 +62,6 @@ def by_lax(x: jax.Array, blocks: nnx.Module, wrap: Callable = lambda f: f, **set
     graphdef, state = nnx.split(blocks)
     step = wrap(lambda x, state: (nnx.merge(graphdef, state)(x), None))
     return lax.scan(step, x, state, **settings)[0]
-
-
-def nested(x: jax.Array, stacks: nnx.Module) -> jax.Array:
-    run = nnx.scan(lambda x, inner: by_nnx(x, inner), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    return run(x, stacks)
-
-
-def with_one_shared(x: jax.Array, stacks: nnx.Module, one: nnx.Module) -> jax.Array:
-    run = nnx.scan(lambda x, block, one: one(block(x)), in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
-    return run(x, stacks, one)
-
-
-def twice(x: jax.Array, stacks: nnx.Module) -> jax.Array:
-    run = nnx.scan(lambda x, block: block(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    return run(x, stacks)
-
-
-def with_shared_parameter(x: jax.Array, stacks: nnx.Module) -> jax.Array:
-    axes = nnx.StateAxes({nnx.PathContains("shared"): None, ...: 0})
-    run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
-    return run(x, stacks)
 
 
 def shared_stack() -> Tied:
@@ -110,16 +88,22 @@ class Form:
 
 
 ONE = lambda: (stack(Block, LAYERS),)
+SHARED = nnx.StateAxes({nnx.PathContains("shared"): None, ...: 0})
 
 FORMS = {
-    "nnx.scan": Form(ONE, by_nnx),
+    "nnx.scan": Form(ONE, over(each, 0)),
     "reverse": Form(ONE, functools.partial(by_lax, reverse=True)),
     "jax.checkpoint": Form(ONE, functools.partial(by_lax, wrap=jax.checkpoint)),
-    "a parameter for all layers": Form(lambda: (shared_stack(),), with_shared_parameter, gathers=2.0 * 25 / 21),
-    "two units": Form(lambda: (stack(Block, LAYERS), stack(Block, LAYERS)), by_nnx, (1, 1)),
-    "nested": Form(lambda: (stack(Block, 3, 4),), nested, (2,)),
-    "a unit called twice": Form(ONE, twice, gathers=4.0),
-    "a unit for all trips": Form(lambda: (stack(Block, LAYERS), stack(Block)), with_one_shared, (1, 0), 2.0 * 10 / 6),
+    "a parameter for all layers": Form(lambda: (shared_stack(),), over(each, SHARED), gathers=2.0 * 25 / 21),
+    "two units": Form(lambda: (stack(Block, LAYERS), stack(Block, LAYERS)), over(each, 0, 0), (1, 1)),
+    "nested": Form(lambda: (stack(Block, 3, 4),), over(lambda x, inner: over(each, 0)(x, inner), 0), (2,)),
+    "a unit called twice": Form(ONE, over(lambda x, block: block(block(x)), 0), gathers=4.0),
+    "a unit for all trips": Form(
+        lambda: (stack(Block, LAYERS), stack(Block)),
+        over(lambda x, block, one: one(block(x)), 0, None),
+        (1, 0),
+        2.0 * 10 / 6,
+    ),
 }
 
 
