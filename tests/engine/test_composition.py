@@ -235,7 +235,7 @@ def test_units_in_a_call_of_their_own_are_right_without_a_root():
 
 
 def test_accumulation_that_syncs_last_does_not_take_copies_of_what_was_changed():
-    """A parameter that the loss itself perturbs before the called."""
+    """A parameter that the loss itself perturbs before the call."""
 
     def perturbed(model, x, y):
         model.embed.embedding[...] = 2 * model.embed.embedding[...]
@@ -243,5 +243,5 @@ def test_accumulation_that_syncs_last_does_not_take_copies_of_what_was_changed()
 
     config = Config()
     grad = js.value_and_grad(perturbed, accumulate=2, sync="last")
-    with pytest.raises(CallError, match="the loss changed them before the called"):
+    with pytest.raises(CallError, match="the loss changed them before the call"):
         nnx.eval_shape(lambda m, *batch: grad(m, *batch), abstract(config, js.mesh()), *token_batch(config))

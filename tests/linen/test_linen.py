@@ -202,7 +202,7 @@ def loss_of(model: nn.Module, params: Any, ids: jax.Array, labels: jax.Array) ->
 
 
 def of_microbatches(model: nn.Module, **settings: Any) -> Any:
-    """Loss and of_microbatches over microbatches."""
+    """Loss and gradients over microbatches."""
     loss_fn = functools.partial(loss_of, model)
     return js.value_and_grad(loss_fn, model=model, accumulate=STEPS, **settings)
 
