@@ -1,4 +1,4 @@
-"""nnx models that mix the examples of a batch or keep a state of them, as users write them: the table `MODELS`."""
+"""Models that mix the examples of a batch or keep a state of them, as users write them: `MODELS` and `LINEN`."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,8 @@
-"""A model in the three lines of `js.fully_shard` beside the same model on one device: every array that comes out."""
+"""Models under the three lines of `js.fully_shard` beside the same on one device: a call, or some steps of training.
+
+The same on any mesh, and on several processes: `python -m` of this with PROCESS PORT FILE NAME ... is one of two
+processes with four devices each; process 0 writes what the models gave.
+"""
 
 import functools
 import os

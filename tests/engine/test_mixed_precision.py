@@ -1,4 +1,4 @@
-"""bfloat16 gathering and computing with float32 masters and reductions: dtypes as asked, and as near to the truth."""
+"""Dtypes as asked, and as near to the truth: bfloat16 with float32 masters and reductions, and Flax's fp8."""
 
 import collections
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a program does besides computing happens once, with whole values; where arrays lie is as the user said."""
+"""Effects happen once, arrays lie where the user said; what stays split gathers nothing, and sums come late."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Remat policies by name: what the compiled program computes again, and the gradients of one device with each."""
+"""What the compiled program computes again by each remat policy, and keeps; the gradients of one device with each."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Flax's own transformations inside an annotated model: those that write back what they were given are no writes."""
+"""Flax's own transformations inside a model; its Python runs as often as without `js.fully_shard`."""
 
 import collections
 import functools
