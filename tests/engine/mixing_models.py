@@ -227,17 +227,6 @@ class LinenCase:
     inputs: int = 1  # how many arrays of the batch the model is given
 
 
-class LinenDrops(nn.Module):
-    """Dropout, mixup and noise from the streams of the call."""
-
-    @nn.compact
-    def __call__(self, x):
-        share = jax.random.beta(self.make_rng("mixup"), 0.5, 0.5, (len(x), 1))
-        x = share * x + (1 - share) * x[jax.random.permutation(self.make_rng("mixup"), len(x))]
-        h = nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
-        return h + 0.1 * jax.random.normal(self.make_rng("noise"), h.shape)
-
-
 class LinenBlock(nn.Module):
     """A norm of the batch, dropout, and a mask that the root has made."""
 
@@ -310,7 +299,6 @@ squares = lambda out, *batch: (out**2).mean()
 masked_loss = lambda out, ids, targets, mask: (entropy(out, targets) * mask).sum() / mask.sum()
 
 LINEN = {
-    "dropout, noise, mixup": LinenCase(LinenDrops(), squares, (VECTORS,)),
     "norms and dropout in blocks": LinenCase(LinenGPT(), masked_loss, (IDS, TARGETS, MASK), units=LinenBlock),
     "scanned blocks": LinenCase(
         LinenGPT(scanned=True, norm=False), masked_loss, (IDS, TARGETS, MASK), units=LinenBlock

@@ -83,7 +83,9 @@ OPERATIONS: dict[str, Callable[[Array, Array], Array]] = {
     "gradients of examples": lambda h, w: jax.vmap(jax.grad(lambda r: (jnp.tanh(r @ w) ** 2).sum()))(h),
     "gradients of a weight": lambda h, w: (
         h
-        * (jax.vmap(jax.grad(lambda w, r: (jnp.tanh(r @ w / 16) ** 2).sum()), (None, 0))(w, h) ** 2).sum((1, 2))[:, None]
+        * (jax.vmap(jax.grad(lambda w, r: (jnp.tanh(r @ w / 16) ** 2).sum()), (None, 0))(w, h) ** 2).sum((1, 2))[
+            :, None
+        ]
     ),
     "a clipped norm": lambda h, w: h * jnp.minimum(1.0, 3.0 / jnp.sqrt((h**2).sum())),
     "a key for each row": lambda h, w: jax.vmap(lambda r, k: r * jax.random.bernoulli(k, 0.5, r.shape))(

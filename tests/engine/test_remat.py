@@ -36,7 +36,7 @@ AGAIN = {
 }
 
 
-FEW = "torchtitan_selective", "attention"
+FEW = ("torchtitan_selective",)
 
 
 def gradients(remat, mesh):
