@@ -81,12 +81,7 @@ OPERATIONS: dict[str, Callable[[Array, Array], Array]] = {
     "rows in a list": lambda h, w: jnp.stack([row - h[0] for row in h]),
     "a gradient inside": lambda h, w: jax.grad(lambda h: (jnp.tanh(h @ w) ** 2).mean())(h) * BATCH,
     "gradients of examples": lambda h, w: jax.vmap(jax.grad(lambda r: (jnp.tanh(r @ w) ** 2).sum()))(h),
-    "gradients of a weight": lambda h, w: (
-        h
-        * (jax.vmap(jax.grad(lambda w, r: (jnp.tanh(r @ w / 16) ** 2).sum()), (None, 0))(w, h) ** 2).sum((1, 2))[
-            :, None
-        ]
-    ),
+    "gradients of a weight": lambda h, w: h * _squares_of_gradients(h, w)[:, None],
     "a clipped norm": lambda h, w: h * jnp.minimum(1.0, 3.0 / jnp.sqrt((h**2).sum())),
     "a key for each row": lambda h, w: jax.vmap(lambda r, k: r * jax.random.bernoulli(k, 0.5, r.shape))(
         h, jax.random.split(jax.random.key(3), len(h))
@@ -96,6 +91,12 @@ OPERATIONS: dict[str, Callable[[Array, Array], Array]] = {
     )(h, jnp.arange(len(h))),
     "places within a capacity": lambda h, w: _within_capacity(h),
 }
+
+
+def _squares_of_gradients(h: Array, w: Array) -> Array:
+    """Of a weight, for each example."""
+    of_row = jax.grad(lambda w, row: (jnp.tanh(row @ w / 16) ** 2).sum())
+    return (jax.vmap(of_row, (None, 0))(w, h) ** 2).sum((1, 2))
 
 
 def _within_capacity(h: Array) -> Array:
