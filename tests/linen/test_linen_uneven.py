@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from flax.training.train_state import TrainState
 
 import jshard as js
@@ -154,6 +155,23 @@ def test_a_box_is_read_as_the_logical_array():
         np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5)
     assert sum(1 for _ in found) == VOCAB
     assert repr(found) == "Padded(float32[501, 47], stored [504, 47])"
+
+
+def test_what_is_written_is_logical(tmp_path):
+    """By Flax's serialization, and by a checkpoint, which goes to another mesh."""
+    state, plain = sharded()[1], box()[1]
+    assert serialization.to_state_dict(state)["params"]["table"]["embedding"].shape == plain.shape
+    back = serialization.from_state_dict(state, serialization.msgpack_restore(serialization.to_bytes(state)))
+    np.testing.assert_array_equal(back.params["table"]["embedding"], plain)
+    assert back.params["table"]["embedding"].value.shape == (504, WIDTH)
+    js.checkpoint.save(tmp_path / "run", {"state": state})
+    assert js.checkpoint.manifest.read(tmp_path / "run").leaves["state/params/table/embedding"].shape == plain.shape
+    model = annotated("5")
+    like = js.abstract_init(creator(model, js.shard_optimizer(model, ADAMW), FIRST), model)
+    found, wanted = flat(js.checkpoint.restore(tmp_path / "run", like={"state": like})["state"]), flat(state)
+    assert found.keys() == wanted.keys()
+    for path, x in wanted.items():
+        np.testing.assert_array_equal(found[path], x, err_msg=path)
 
 
 # Optimizers see logical arrays.
