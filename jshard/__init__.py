@@ -12,7 +12,6 @@ _MOVED = {
     "jshard.errors": "AnnotationError CallError MeshError RunError",
     "jshard.inspect.explain": "Explanation",
     "jshard.plans.plan": "LeafPlan UnitPlan",
-    "jshard.plans.policies": "Strategy strategies",
 }
 
 _UNLISTED = {

@@ -1,4 +1,4 @@
-"""Programs: options of the compiler, its partitioner, and kernels for NVIDIA GPUs."""
+"""Programs: options of the compiler, its partitioner, kernels for NVIDIA GPUs, arrays in the host's memory."""
 
 import contextlib
 import inspect
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax import core
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
@@ -157,3 +159,55 @@ def interpreter_transposes() -> bool:
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     return hasattr(plgpu, "InterpretGPUParams")
+
+
+# Arrays in the host's memory, also of devices that are not there.
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, traced or not, is in the host's memory: that is part of its type."""
+    aval = x if isinstance(x, core.ShapedArray) else jax.typeof(x)
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def host_rows(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array in the host's memory, to be written row by row; what it holds before does not count.
+
+    As `lax.scan` makes its own: of zeros that are put there, XLA:GPU would make a copy on the device first.
+    """
+    try:
+        from jax._src.lax.lax import empty2
+    except ImportError:
+        return jax.device_put(jax.numpy.zeros(shape, dtype), jax.memory.Space.Host)
+    return jax.lax.broadcast(empty2(jax.numpy.dtype(dtype), memory_space=jax.memory.Space.Host), shape)
+
+
+def memory_kinds(device: Any) -> list[str]:
+    """The kinds of memory that programs for a device can name; empty where it does not say."""
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except (AttributeError, jax.errors.JaxRuntimeError):  # of a cluster that is not there
+        return []
+
+
+class _HostSharding(NamedSharding):
+    """A sharding in the host's memory of devices that do not say which memories they have."""
+
+    memory_kind = property(lambda self: "pinned_host")  # pyright: ignore[reportAssignmentType]
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.memory_kind))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HostSharding) and super().__eq__(other)
+
+
+def host_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+    """A sharding in the host's memory. Of devices that are not there jax would drop the kind; the compiler knows it."""
+    found = NamedSharding(mesh, spec, memory_kind="pinned_host")
+    return found if found.memory_kind else _HostSharding(mesh, spec)
+
+
+def asked_of_results(sharding: Any) -> Any:
+    """A sharding for the results of a program: of devices that are not there, their types alone name the host."""
+    return NamedSharding(sharding.mesh, sharding.spec) if isinstance(sharding, _HostSharding) else sharding

@@ -25,7 +25,7 @@ from jshard.engine.context import attention_again
 from jshard.engine.rules import calls
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
-from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
+from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
 
 
 class Call(Protocol):

@@ -63,7 +63,7 @@ class Placement:
 
     @property
     def stored_size(self) -> int:
-        """Elements as stored, with padding."""
+        """Elements as stored."""
         return math.prod(self.stored_shape)
 
     @property
@@ -177,18 +177,10 @@ def place(
     pads: bool = True,
     ignored: bool = False,
 ) -> Placement:
-    """Places one parameter.
+    """Places one parameter of a logical shape, at a path from its unit.
 
-    Args:
-        path: its path from the unit, for messages, `shard_dim` and what keeps its dtype.
-        shape: logical shape.
-        dtype: stored dtype.
-        given: mesh axes that the model itself asked for (a tensor axis), one entry a dim.
-        degrees: size of every mesh axis.
-        asked: the placement of its unit.
-        precision: the dtypes of its unit.
-        pads: a dim that does not divide may be stored padded; else the parameter is replicated.
-        ignored: the annotation leaves this parameter out.
+    `given` are the mesh axes that the model itself asked for, one entry a dim. A dim that does not divide is stored
+    padded if `pads`, else the parameter is replicated, as if the annotation leaves it out (`ignored`).
     """
     named, given = given, tuple(_kept(entry, degrees) for entry in given)
     _check_given(path, shape, named, given, degrees)
@@ -218,10 +210,9 @@ def place(
 
 
 def _kept(entry: Entry, degrees: Mapping[str, int]) -> Entry:
-    """What a model's own annotation says for a dim, without what splits nothing here, so that `fsdp` may have the dim.
+    """What a model's own annotation says for a dim, without axes that split nothing here.
 
-    That is an axis of degree 1, or one that the mesh has not; and `fsdp` itself, which public models name: which dim it
-    takes is decided here.
+    And without `fsdp`, which public models name: which dim it takes is decided here.
     """
     left = tuple(n for n in axes_of(entry) if degrees.get(n, 1) != 1 and n != FSDP)
     return entry if left == axes_of(entry) else left or None

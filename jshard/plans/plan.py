@@ -12,13 +12,12 @@ from flax import nnx
 
 from jshard.errors import AnnotationError
 from jshard.plans.placement import Entry, Placement, place
-from jshard.plans.replicated import is_named
 from jshard.plans.units import (
-    Member,
     Path,
     Unit,
     dotted,
     inside,
+    is_named,
     nested_units,
     occurrences,
     plain_class,
@@ -29,27 +28,16 @@ from jshard.plans.units import (
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter before it is placed.
+    """A parameter before it is placed."""
 
-    Args:
-        shape: logical shape.
-        dtype: stored dtype.
-        spec: the mesh axes that the model itself names, one entry a dim.
-        aliases: other paths of it, if it is tied.
-        around: the units around each of its uses, by path, outermost first.
-        stack: path of the layers of a loop that it is stacked with.
-        num_stacked: how many leading dims are theirs.
-        variable: what filters look at, if its class or its metadata say more than its shape.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # logical
     dtype: str
-    spec: tuple[Entry, ...] = ()
-    aliases: tuple[Path, ...] = ()
-    around: tuple[tuple[Path, ...], ...] = ()
-    stack: Path = ()
-    num_stacked: int = 0
-    variable: Any = dataclasses.field(default=None, compare=False)
+    spec: tuple[Entry, ...] = ()  # the mesh axes that the model itself names, one entry a dim
+    aliases: tuple[Path, ...] = ()  # of a tied one
+    around: tuple[tuple[Path, ...], ...] = ()  # the units around each of its uses, outermost first
+    stack: Path = ()  # path of the layers of a loop that it is stacked with
+    num_stacked: int = 0  # how many leading dims are theirs
+    variable: Any = dataclasses.field(default=None, compare=False)  # for filters, where its class says more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +65,11 @@ class LeafPlan:
     owner: Path | None = ()
 
     @property
+    def role(self) -> str:
+        """Who gathers it, seen from the unit whose plan this is: `own`, `nested` or `outer`."""
+        return role(self.owner)
+
+    @property
     def by_layer(self) -> bool:
         """Whether the root gathers it in a loop, each layer when it is due: forward, and backward again."""
         return bool(self.stack) and self.owner == () and self.placement.layers > 1
@@ -94,7 +87,6 @@ class UnitPlan:
         remat: the activation checkpointing policy.
         mixed_precision: the dtypes asked for, as text.
         prefetch: how early it is gathered: so many units ahead, within so many bytes, or as the compiler likes.
-        strategy: of the root: what was chosen for the layers, and why; empty if nothing was.
         gathered: False: its parameters are sharded, and never gathered; the settings above mean nothing then.
     """
 
@@ -104,7 +96,6 @@ class UnitPlan:
     remat: str
     mixed_precision: str
     prefetch: str = "1"
-    strategy: str = ""
     gathered: bool = True
 
 
@@ -180,22 +171,16 @@ class ShardPlan:
         """Parameters that every device of the `fsdp` axis holds whole."""
         return tuple(leaf for leaf in self.leaves if leaf.placement.dim is None)
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The parameters by key paths, and who gathers each."""
-        return tuple(Member(leaf.keys[0], leaf.placement, role(leaf.owner)) for leaf in self.leaves)
-
     def seen_from(self, path: Path, units: Mapping[Path, Unit]) -> "ShardPlan":
-        """The plan of the unit at a path: its parameters by their paths from it.
-
-        `units` are the records of the model's units by path, which may have other settings than before.
-        """
+        """The plan of the unit at a path, whose parameters are named from there; `units` are the records of all."""
         within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
         names, leaves = _names(within), []
         for leaf in self.leaves:
             keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
             if keys and (owner or ()) in names:  # else its unit was taken out of the model
-                leaves.append(_leaf_plan(keys, owner, names[owner or ()], leaf.placement, leaf.stack, leaf.trained))
+                unit, (text, *aliases) = names[owner or ()], map(dotted, keys)
+                seen = {"path": text, "unit": unit, "aliases": tuple(aliases), "keys": keys, "owner": owner}
+                leaves.append(dataclasses.replace(leaf, **seen))
         return ShardPlan(self.mesh, _rows(within), tuple(leaves))
 
     def to_json(self) -> str:
@@ -236,7 +221,8 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
             errors.append(error)
             continue
         stack = dotted(leaf.stack) if leaf.stack and not units[owner].placement.stacked else ""
-        found.append(_leaf_plan(keys, owner, names[owner], placement, stack))
+        text, *aliases = map(dotted, keys)
+        found.append(LeafPlan(text, names[owner], placement, tuple(aliases), stack=stack, keys=keys, owner=owner))
         never = {unit for chain in leaf.around for unit in chain if not units[unit].placement.gathered}
         shared += [dotted(path)] if never - {owner} else []
     if errors:
@@ -251,13 +237,6 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
         )
     mesh = units[()].mesh
     return ShardPlan(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), _rows(units), tuple(found))
-
-
-def _leaf_plan(
-    keys: tuple[Path, ...], owner: Path | None, unit: str, placement: Placement, stack: str, trained: bool = True
-) -> LeafPlan:
-    text, *aliases = map(dotted, keys)
-    return LeafPlan(text, unit, placement, tuple(aliases), trained, stack, keys, owner)
 
 
 def resharded(unit: Unit, *, is_root: bool) -> bool | int:
@@ -322,7 +301,6 @@ def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
         remat=policy.remat if isinstance(policy.remat, str) else getattr(policy.remat, "__name__", repr(policy.remat)),
         mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}{keep}",
         prefetch="compiler" if policy.prefetch is None else str(policy.prefetch),
-        strategy=policy.strategy,
         gathered=unit.placement.gathered,
     )
 

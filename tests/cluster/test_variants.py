@@ -7,11 +7,10 @@ import pytest
 
 from jshard.cli._arguments import parse, parse_mesh
 from jshard.cli.plan import PlanArgs
-from jshard.cluster.compare import GSPMD, variants_for
+from jshard.cluster.compare import GSPMD, STRATEGIES, variants_for
 from jshard.cluster.compile import Variant, command_line
 from jshard.cluster.estimate import parse_known
 from jshard.errors import AnnotationError, ShardingError
-from jshard.plans.policies import strategies
 from jshard.recipes.overrides import override, parse_units
 from tests.cluster.fake_compiler import cluster_of, request_of
 from tests.micro_gpt import micro
@@ -36,7 +35,7 @@ def test_each_strategy_has_its_mesh_and_its_units():
     assert mesh("replicate") == mesh("zero1") == (64, 1, 1)
     assert mesh("zero2") == mesh("zero3") == mesh("hpz") == mesh(GSPMD) == (1, 64, 1)
     assert mesh("hsdp") == mesh("hsdp_zero2") == (8, 8, 1)
-    assert set(found) == {*strategies, GSPMD}
+    assert set(found) == {*STRATEGIES, GSPMD}
     kept = {name: v.units.get("reshard_after_forward") for name, v in found.items()}
     assert kept == dict.fromkeys(("replicate", "zero1", "zero3", "hsdp"), True) | {
         "zero2": False,

@@ -194,7 +194,7 @@ def test_dropout_statistics_caches_and_auxiliary_losses(remat):
 @pytest.mark.parametrize("settings", [{"prefetch": 2}, {"delay_reduce": False}], ids=str)
 def test_settings_that_have_no_effect_any_more_are_named(settings):
     layers = [linear(), linear(seed=1)]
-    with pytest.warns(DeprecationWarning, match="has no effect any more: .* do: js"):
+    with pytest.warns(FutureWarning, match=r"have no effect any more(.|\n)*js.fully_shard"):
         found = js.scan_layers(layers, jnp.ones((16, 32)), **settings)
     np.testing.assert_array_equal(found, layers[1](layers[0](jnp.ones((16, 32)))))
 

