@@ -11,6 +11,7 @@ from flax import nnx
 from jshard.engine.accumulate import Loss, accumulated
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
+from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
 from jshard.plans.placement import Placement
 from jshard.plans.plan import root_forgotten
@@ -41,14 +42,16 @@ def value_and_grad(
             full parameters and gradients of the model meanwhile. What is never gathered is as with `"each"`.
         has_aux: `loss_fn` returns `(loss, aux)`; aux comes back stacked over the microbatches.
         wrt: the parameters to differentiate with respect to, as `nnx.Optimizer` takes them: an nnx filter. The others
-            are frozen: gathered, and nothing more. The loss of a Linen model takes those that are trained.
+            are frozen: gathered, and nothing more. Of a Linen model a path pattern such as `"*/lora_*"`, a function of
+            (path, parameter), the path as a tuple, or a list of these.
 
     Returns:
         A function of `(model, *batch)`, or `(params, *batch)`, that returns `(loss, gradients)`, or
-        `((loss, aux), gradients)`.
+        `((loss, aux), gradients)`. The gradients of a Linen model have the form of `params`; in the place of a frozen
+        array is an `optax.MaskedNode`, which `optax.apply_updates` leaves the parameter alone for.
 
     Raises:
-        AnnotationError: the model is not annotated.
+        AnnotationError: the model is not annotated, or `wrt` chooses none of a Linen model's parameters.
         CallError: the batch does not divide into microbatches that divide over the data shards; or no call of the
             model is with the parameters that were gathered for it.
 
@@ -93,16 +96,11 @@ def _linen_gradients(
     model: nn.Module, loss_fn: Callable, params: Any, batch: tuple, *, steps: int, once: bool, has_aux: bool, wrt: Any
 ) -> Any:
     layout = annotation_for(model).layout
-    if wrt is not nnx.Param:
-        raise AnnotationError(
-            "wrt is a setting for nnx models.",
-            where=f"value_and_grad(wrt={wrt!r}, model={layout.root.kind})",
-            why="the loss of a Linen model is a function of what is trained.",
-            do='js.value_and_grad(lambda lora, x: loss_fn(base | lora, x), model=model)(params["lora"], x)',
-        )
+    trained, frozen = Trained(layout, wrt).split(params)
     if steps == 1:
-        return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
-    loss = linen_loss(loss_fn, params, layout, has_aux)
+        of_trained = lambda trained, *batch: loss_fn(joined(trained, frozen), *batch)
+        return jax.value_and_grad(of_trained, has_aux=has_aux)(trained, *batch)
+    loss = linen_loss(loss_fn, trained, frozen, layout, has_aux)
     value, aux, grads, _ = accumulated(loss, batch, steps, once=once)
     return ((value, aux) if has_aux else value), grads
 

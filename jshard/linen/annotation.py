@@ -158,19 +158,12 @@ def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
 
 def _check(module: nn.Module, placement: ShardPlacement) -> None:
     found = [name for name, child in _modules(module) if annotation_of(child) is not None]
-    if found:
+    if found or module.scope is not None:
         raise AnnotationError(
-            "A module is annotated twice.",
-            where=f"{type(module).__name__}: {', '.join(found)}",
-            why="it is annotated already; the settings of a Linen model are those of one fully_shard.",
-            do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}, "head": {}})',
-        )
-    if module.scope is not None:
-        raise AnnotationError(
-            "A bound module cannot be annotated.",
-            where=type(module).__name__,
-            why="it holds variables already, of a call that is under way.",
-            do="annotate the model before init and apply: model = js.fully_shard(Model(), mesh=mesh)",
+            "A module is annotated twice, or while it is bound to variables.",
+            where=f"{type(module).__name__}: {', '.join(found) or 'bound'}",
+            why="the settings of a Linen model are those of one fully_shard, before init and apply.",
+            do='js.fully_shard(Model(), mesh=mesh, units={Block: {"remat": "full"}, "head": {}})',
         )
     if alone := [n for n in ("stacked", "gathered") if getattr(placement, n) != getattr(ShardPlacement(), n)]:
         raise AnnotationError(

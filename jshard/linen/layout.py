@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx, serialization
 from flax.core import meta
 
 from jshard.errors import AnnotationError
-from jshard.plans.memories import StatePlaces, key_texts
+from jshard.plans.checks import check_patterns_used
+from jshard.plans.memories import StatePlaces, key_texts, tail_in
 from jshard.plans.padding import Padding
 from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan
 from jshard.plans.policies import UnitPolicy
@@ -87,10 +89,9 @@ class Layout:
 
     def plan_for(self, wrt: Any) -> ShardPlan:
         """The plan of a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
-        chosen = nnx.filterlib.to_predicate(as_filter(wrt))
-        is_trained = lambda path, p: bool(chosen(path, nnx.Param(jax.ShapeDtypeStruct(p.shape, p.dtype))))
-        leaves = (dataclasses.replace(x, trained=is_trained(x.keys[0], x.placement)) for x in self.plan.leaves)
-        return dataclasses.replace(self.plan, leaves=tuple(leaves))
+        trained = Trained(self, wrt).parameters
+        leaves = tuple(dataclasses.replace(leaf, trained=trained[leaf.keys[0]]) for leaf in self.plan.leaves)
+        return dataclasses.replace(self.plan, leaves=leaves)
 
 
 def _used(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], seen: Seen) -> Leaf:
@@ -147,6 +148,69 @@ def _layers(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:
             do='nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)',
         )
     return counts.pop() if counts else 0
+
+
+# Which parameters of a Linen model are trained, in any tree that has them: parameters, gradients, updates.
+
+
+class Frozen(optax.MaskedNode):
+    """The gradient and the update of a frozen parameter: none. Maps over trees pass it by; the parameter stays."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # an array of numpy leaves the sum to it, too
+
+    def __radd__(self, parameter: Any) -> Any:
+        return parameter
+
+
+class Trained:
+    """The parameters of a layout that are trained; `wrt` as in `js.value_and_grad`."""
+
+    def __init__(self, layout: Layout, wrt: Any) -> None:
+        chosen = as_filter(wrt)
+        self._predicate = nnx.filterlib.to_predicate(chosen)
+        placed = {path: leaf.placement for path, leaf in layout.leaves.items()}
+        self.parameters = {path: self._chosen(path, p.shape, p.dtype) for path, p in placed.items()}
+        if wrt is nnx.Param:
+            return
+        names = set(map(dotted, placed))
+        check_patterns_used(chosen, names, "wrt")
+        if not any(self.parameters.values()):
+            raise AnnotationError(
+                "No parameter of the Linen model is trained.",
+                where=f"{layout.root.kind}: wrt={wrt!r}",
+                why=f"it chooses none of {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}; they have"
+                " no types of their own.",
+                do='wrt="*/lora_*", a pattern of paths, or a function: lambda path, x: "lora_a" in path.',
+            )
+
+    def mask(self, tree: Any) -> Any:
+        """Whether each array in a tree is that of a trained parameter; what is none of the model's has its own path."""
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)
+
+        def one(path: tuple, x: Any) -> bool:
+            if is_masked(x):
+                return False
+            keys = key_texts(path)
+            tail = tail_in(self.parameters, keys)
+            return self._chosen(keys, x.shape, x.dtype) if tail is None else self.parameters[tail]
+
+        return jax.tree.map_with_path(one, tree, is_leaf=is_masked)
+
+    def split(self, tree: Any) -> tuple[Any, Any]:
+        """A tree as two: the trained parameters, and the frozen ones."""
+        mask = self.mask(tree)
+        part = lambda wanted: jax.tree.map(lambda trained, x: x if trained == wanted else Frozen(), mask, tree)
+        return part(True), part(False)
+
+    def _chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
+        return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
+
+
+def joined(trained: Any, frozen: Any) -> Any:
+    """The tree of which these are the parts."""
+    is_frozen = lambda x: isinstance(x, Frozen)
+    return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
 
 
 # A Linen parameter is an array in the user's own tree. One that no dim divides is there in a box of Flax, as that of

@@ -14,9 +14,21 @@ from jshard import _compat
 from jshard.engine.accumulate import Loss
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_for
-from jshard.linen.layout import Layout, boxed, boxed_like, unboxed
+from jshard.linen.layout import Layout, Trained, boxed, boxed_like, joined, unboxed
 from jshard.plans.checks import check_replicated
-from jshard.plans.memories import Keys, key_texts, sharding_of
+from jshard.plans.memories import (
+    Keys,
+    StatePlaces,
+    fetched,
+    key_texts,
+    parts_of,
+    paths_of,
+    placed_like,
+    sharding_of,
+    streamed,
+    to_device,
+    to_host,
+)
 from jshard.plans.placement import Placement
 
 # Optimizer state.
@@ -30,41 +42,108 @@ def linen_optimizer(
     Its parameters may be unknown yet: where the state is is looked up when it is made and updated.
     """
     annotation = annotation_for(model)
-    if shard_replicated or wrt is not nnx.Param:
+    if shard_replicated:
         raise AnnotationError(
-            "wrt and shard_replicated are settings of the optimizer of an nnx model.",
-            where=f"shard_optimizer({annotation.base.__name__}, tx)",
+            "The optimizer of a Linen model shards no state of replicated parameters.",
+            where=f"shard_optimizer({annotation.base.__name__}, tx, shard_replicated=True)",
             why="js.shard_init places what a TrainState holds: state as its parameters.",
-            do="js.shard_optimizer(model, tx)  # around optax.masked(...), if some parameters are frozen",
+            do="js.shard_optimizer(model, tx)",
         )
     assert annotation.root.optimizer is not None, "fully_shard gives every Linen model one"
     annotation.root.optimizer.exists = True
-    tx = optax.with_extra_args_support(tx)
+    all_are, trained = wrt is nnx.Param, lambda: Trained(annotation.layout, wrt)
+    tx = optax.with_extra_args_support(tx if all_are else optax.masked(tx, lambda tree: trained().mask(tree)))
     held = lambda tree: annotation.layout.places.held(tree, annotation.root.mesh, as_given=True)
 
     def init(params: Any) -> Any:
-        logical = unboxed(params)
-        has_boxes = jax.tree.structure(params) != jax.tree.structure(logical)
-        state = tx.init(logical)
-        return held(boxed(state, annotation.layout.places) if has_boxes else state)
+        places, logical = annotation.layout.places, unboxed(params)
+        state, has_boxes = tx.init(to_device(logical)), jax.tree.structure(params) != jax.tree.structure(logical)
+        there = lambda path, x: to_host(x) if places.on_host(key_texts(path), x.shape) else x
+        return jax.tree.map_with_path(there, held(boxed(state, places) if has_boxes else state))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        given = held((grads, state))
-        made = tx.update(*unboxed(given), unboxed(params), **unboxed(extra))
-        return held(boxed_like(given, made))
+        """Updates and the next state, each placed as what it replaces."""
+        extra = unboxed(to_device(extra))
+
+        def on_device(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            given = held((grads, state))
+            plain_grads, plain_state = unboxed(given)
+            return held(boxed_like(given, tx.update(plain_grads, plain_state, unboxed(params), **extra)))
+
+        places, grads = annotation.layout.places, grads if all_are else trained().split(grads)[0]
+        if not places.offloaded:
+            return on_device(grads, state, params)
+        return _streamed(on_device, held, places, grads, state, params)
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+
+
+def _streamed(
+    rule: Callable[..., Any], held: Callable[[Any], Any], places: StatePlaces, grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """An update of arrays in host memory, which come to the device and go back a part at a time.
+
+    With the update of a parameter there comes its sum with it.
+    """
+    given, tree = jax.tree.flatten((grads, state, params))
+    of_grads, of_state, of_params = map(paths_of, (grads, state, params))
+    parameters = dict(zip(of_params, jax.tree.leaves(params), strict=True))
+    away = {path: x for path in of_grads if (x := parameters.get(path)) is not None and _compat.on_host(x)}
+
+    def update(*arrays: jax.Array) -> list[jax.Array]:
+        grads, state, params = jax.tree.unflatten(tree, arrays)
+        updates, state = rule(grads, state, params)
+        sums = held(optax.apply_updates(params, updates)) if away else ()
+        sums = dict(zip(paths_of(sums), jax.tree.leaves(sums), strict=True))
+        return [*jax.tree.leaves((updates, state)), *(sums[path] for path in away)]
+
+    made = [*of_grads, *of_state]
+    parts = parts_of(places.offloaded, [*made, *of_params], [*made, *away], of_grads)
+    found = streamed(update, given, parts, [*[None] * len(of_grads), *jax.tree.leaves(state), *away.values()])
+    updates, state = jax.tree.unflatten(jax.tree.structure((grads, state)), found[: len(made)])
+    sums = dict(zip(away, found[len(made) :], strict=True))
+
+    def with_sum(path: tuple, x: Any) -> Any:
+        keys = key_texts(path)
+        return HostUpdate(x, (away[keys], sums[keys])) if keys in sums else x
+
+    return jax.tree.map_with_path(with_sum, updates), state
+
+
+class HostUpdate:
+    """The update of a parameter in host memory: the sum is there, too.
+
+    The update streams such sums, so it has this one already. It holds for that very array only, and is lost where the
+    update is changed: then the parameter is fetched, and the sum made anew.
+    """
+
+    __array_ufunc__ = None
+
+    def __init__(self, value: Any, made: tuple[Any, Any] | None = None) -> None:
+        self.value, self._made = value, made  # the update on the device; the parameter and the sum
+
+    def __radd__(self, parameter: Any) -> Any:
+        if self._made is not None and self._made[0] is parameter:
+            return self._made[1]
+        return placed_like((fetched(parameter) + self.value).astype(parameter.dtype), parameter)
+
+
+jax.tree_util.register_pytree_with_keys(
+    HostUpdate,
+    lambda update: (((jax.tree_util.GetAttrKey("value"), update.value),), None),
+    lambda _, children: HostUpdate(*children),
+)
 
 
 # The loss of a Linen model, as a function of trees of arrays.
 
 
-def linen_loss(loss_fn: Callable, params: Any, layout: Layout, has_aux: bool) -> Loss:
-    """The loss of a tree of parameters."""
+def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has_aux: bool) -> Loss:
+    """The loss of trained and frozen parameters."""
     places = layout.places
 
     def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        out = loss_fn(params, *part)
+        out = loss_fn(joined(params, frozen), *part)
         value, aux = out if has_aux else (out, None)
         return value, (aux, state)
 
@@ -72,8 +151,8 @@ def linen_loss(loss_fn: Callable, params: Any, layout: Layout, has_aux: bool) ->
         found = places.parameter(key_texts(path))
         return found if found is not None and found.stored_shape == jnp.shape(x) else None
 
-    placed = [placement(path, x) for path, x in jax.tree.leaves_with_path(params)]
-    return Loss(run, params, (), (), (placed, []), layout.root, layout.root.kind)
+    placed = [[placement(path, x) for path, x in jax.tree.leaves_with_path(tree)] for tree in (trained, frozen)]
+    return Loss(run, trained, frozen, (), (placed[0], placed[1]), layout.root, layout.root.kind)
 
 
 # Deferred initialisation of a Linen model: what `build` returns, such as a TrainState, its arrays born in place.
@@ -82,21 +161,27 @@ def linen_loss(loss_fn: Callable, params: Any, layout: Layout, has_aux: bool) ->
 def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
     """What `build()` returns, with shapes for arrays, and shardings if the mesh has devices.
 
-    An array at the path of a parameter, of its shape, is sharded and padded as it is, and so in host memory.
+    An array at the path of a parameter, of its shape, is sharded and padded as it is. In host memory are parameters
+    that were annotated so, and state that `build` put there, which `js.shard_optimizer` does.
     """
-    shapes = jax.eval_shape(build)
-    layout = annotation_for(model).layout
+    annotation = annotation_for(model)
+    traced, shapes = jax.make_jaxpr(build, return_shape=True)()
+    layout = annotation.layout
     check_replicated(layout.root, layout.root.kind)
     places, mesh = layout.places, layout.root.mesh
-    parameters = _offloaded(shapes, layout)
+    away, offloaded = [_compat.on_host(aval) for aval in traced.out_avals], _offloaded(shapes, places)
+    if not any(away):
+        _check_offloaded(offloaded, layout.root.kind)
+    parameters = {its for its, *_ in offloaded if places.on_host_itself(its)}
 
-    def one(path: tuple, x: Any) -> jax.ShapeDtypeStruct:
+    def one(path: tuple, x: Any, on_host: bool) -> jax.ShapeDtypeStruct:
         is_key, keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key), key_texts(path)
         spec = PartitionSpec() if is_key else places.spec(keys, x.shape)
-        sharding = sharding_of(mesh, spec, on_host=keys in parameters)
+        sharding = sharding_of(mesh, spec, on_host=on_host or keys in parameters)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
-    return jax.tree.map_with_path(one, boxed(shapes, places))
+    stored = boxed(shapes, places)
+    return jax.tree.map_with_path(one, stored, jax.tree.unflatten(jax.tree.structure(stored), away))
 
 
 def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
@@ -109,19 +194,22 @@ def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
     return jax.tree.unflatten(tree, arrays)
 
 
-def _offloaded(shapes: Any, layout: Layout) -> set[Keys]:
-    """The paths of parameters in host memory; raises for optimizer state that should be there."""
+def _offloaded(shapes: Any, places: StatePlaces) -> list[list[Keys]]:
+    """The paths of the arrays that belong to each offloaded parameter, its own, the shortest, first."""
     found: dict[Any, list[Keys]] = {}
     for path, x in jax.tree.leaves_with_path(shapes):
-        if layout.places.on_host(keys := key_texts(path), x.shape):
-            found.setdefault(layout.places.tail(keys), []).append(keys)
-    sorted_by_length = [sorted(paths, key=len) for paths in found.values()]  # a parameter's own path is the shortest
-    if state := [keys for _, *rest in sorted_by_length for keys in rest]:
+        if places.on_host(keys := key_texts(path), x.shape):
+            found.setdefault(places.tail(keys), []).append(keys)
+    return [sorted(paths, key=len) for paths in found.values()]
+
+
+def _check_offloaded(offloaded: list[list[Keys]], kind: str) -> None:
+    """Raises for optimizer state that is to be in host memory, and that Optax alone made: it knows of no memory."""
+    state = ["/".join(keys) for _, *rest in offloaded for keys in rest]
+    if state:
         raise AnnotationError(
-            "The optimizer state of a TrainState cannot be in host memory.",
-            where=["/".join(keys) for keys in state],
-            why=f"{layout.root.kind} was annotated with offload; its parameters and their state may be there in an nnx"
-            " model, and in a run of `jshard train`.",
-            do="leave offload out of the placement.",
+            "The optimizer state would not be in host memory.",
+            where=[f"{kind}: {path}" for path in state],
+            why="the model was annotated with offload, and this was made by Optax alone.",
+            do="TrainState.create(..., tx=js.shard_optimizer(model, tx))",
         )
-    return {keys for keys, *_ in sorted_by_length if layout.places.on_host_itself(keys)}

@@ -56,7 +56,6 @@ def mesh(
     """
     asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, TENSOR: tensor}
     found: list[Any] | None = None
-    _check_devices(devices)
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
@@ -69,18 +68,6 @@ def mesh(
         return jax.make_mesh(sizes, axes, axis_types=types, devices=found)
     ordered = sorted(found, key=lambda d: (getattr(d, "slice_index", 0), d.process_index, d.id))
     return Mesh(np.array(ordered).reshape(sizes), axes, axis_types=types)
-
-
-def _check_devices(devices: Any) -> None:
-    number = isinstance(devices, int) and not isinstance(devices, bool)
-    listed = isinstance(devices, (Sequence, np.ndarray)) and all(hasattr(d, "process_index") for d in devices)
-    if devices is not None and not number and not listed:
-        raise MeshError(
-            "These are not devices.",
-            where=f"js.mesh(devices={devices!r})",
-            why="a list of jax devices is needed, or how many devices a plan is for.",
-            do="js.mesh(devices=jax.devices()[:4])",
-        )
 
 
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
@@ -144,30 +131,20 @@ def _other_devices(wanted: int, count: int, devices: Any) -> str:
 
 def check_mesh(value: Any) -> AnyMesh:
     """The mesh that an annotation was given, or a MeshError if jshard cannot shard over it."""
+    what, where, do = "", f"mesh={value!r}", "mesh = js.mesh(fsdp=-1)"
     if not isinstance(value, (Mesh, AbstractMesh)):
-        raise MeshError(
-            "This is not a mesh.",
-            where=f"mesh={value!r}",
-            why=f"a jax.sharding.Mesh is needed, not {type(value).__name__}.",
-            do="mesh = js.mesh(fsdp=-1)",
-        )
-    shape = dict(zip(value.axis_names, value.axis_sizes, strict=True))
-    if FSDP not in shape:
-        raise MeshError(
-            "The mesh has no axis to shard over.",
-            where=f"mesh axes {shape}",
-            why=f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}.",
-            do="mesh = js.mesh(fsdp=-1)",
-        )
-    wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t != AxisType.Auto]
-    if wrong:
-        raise MeshError(
-            "The mesh has axes that are not Auto.",
-            where=f"mesh axes {shape}",
-            why=f"{', '.join(map(repr, wrong))}: jax.make_mesh makes Explicit axes by default, and with"
-            " them the model's own code must carry shardings.",
-            do="mesh = js.mesh(...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names).",
-        )
+        what, why = "This is not a mesh.", f"a jax.sharding.Mesh is needed, not {type(value).__name__}."
+    else:
+        where = f"mesh axes {dict(zip(value.axis_names, value.axis_sizes, strict=True))}"
+        wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t != AxisType.Auto]
+        if FSDP not in value.axis_names:
+            what = "The mesh has no axis to shard over."
+            why = f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}."
+        elif wrong:
+            what, do = "The mesh has axes that are not Auto.", "mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
+            why = f"{', '.join(map(repr, wrong))}: with Explicit axes the model's own code must carry shardings."
+    if what:
+        raise MeshError(what, where=where, why=why, do=do)
     return value
 
 

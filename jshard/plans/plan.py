@@ -42,27 +42,16 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """One parameter of the model.
+    """One parameter of the model."""
 
-    Args:
-        path: its path from the root, `blocks/0/attn/kernel`.
-        unit: name of the unit that gathers it.
-        placement: how it is stored, gathered and reduced.
-        aliases: other paths of the same parameter, if it is tied.
-        trained: whether it has a gradient; a frozen one is gathered, and nothing more.
-        stack: path of the layers of a loop that it is stacked with, where no unit is inside the loop.
-        keys: the path and the aliases as keys.
-        owner: path of the module that gathers it; None in the plan of a unit, if one outside of it does.
-    """
-
-    path: str
-    unit: str
+    path: str  # from the root, `blocks/0/attn/kernel`
+    unit: str  # name of the unit that gathers it
     placement: Placement
-    aliases: tuple[str, ...] = ()
-    trained: bool = True
-    stack: str = ""
-    keys: tuple[Path, ...] = ()
-    owner: Path | None = ()
+    aliases: tuple[str, ...] = ()  # other paths of it, if it is tied
+    trained: bool = True  # whether it has a gradient; a frozen one is gathered, and nothing more
+    stack: str = ""  # path of the layers of a loop that it is stacked with, where no unit is inside the loop
+    keys: tuple[Path, ...] = ()  # the path and the aliases as keys
+    owner: Path | None = ()  # path of the module that gathers it; None in the plan of a unit inside of that
 
     @property
     def role(self) -> str:
@@ -77,26 +66,15 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class UnitPlan:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together."""
 
-    Args:
-        name: path of the unit's module; several joined by `+` if they were given in a list.
-        kind: class of the module.
-        reshard_after_forward: True: gathered again before backward. False: kept. A number: kept in that
-            many pieces, within the fastest links.
-        remat: the activation checkpointing policy.
-        mixed_precision: the dtypes asked for, as text.
-        prefetch: how early it is gathered: so many units ahead, within so many bytes, or as the compiler likes.
-        gathered: False: its parameters are sharded, and never gathered; the settings above mean nothing then.
-    """
-
-    name: str
-    kind: str
-    reshard_after_forward: bool | int
+    name: str  # path of the unit's module; several joined by `+` if they were given in a list
+    kind: str  # class of the module
+    reshard_after_forward: bool | int  # gathered again before backward; or kept, in that many pieces
     remat: str
-    mixed_precision: str
-    prefetch: str = "1"
-    gathered: bool = True
+    mixed_precision: str  # the dtypes asked for
+    prefetch: str = "1"  # so many units ahead, within so many bytes, or as the compiler likes
+    gathered: bool = True  # False: its parameters are sharded, and never gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +181,7 @@ class ShardPlan:
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
     """Places every parameter, and finds the unit that gathers it: the innermost one around all of its uses.
 
-    Args:
-        leaves: the parameters by path, in their order.
-        units: the records of the units by path, the root, `()`, first.
-
-    Raises:
-        AnnotationError: parameters cannot be placed as asked, all in one message; or one of a unit that is never
-            gathered is used elsewhere, too.
+    The records of the units are by path, the root, `()`, first. All parameters that cannot be placed are in one error.
     """
     names = _names(units)
     found, errors, shared = [], [], []
@@ -352,19 +324,13 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
 
 def root_forgotten(model: Any) -> AnnotationError:
     """The error for a model whose root is not a unit, or that is no nnx model."""
-    if not isinstance(model, nnx.Module) and getattr(type(model), "_jshard_plan", None) is None:
-        return AnnotationError(
-            "This is not an annotated model.",
-            where=type(model).__name__,
-            why="fully_shard annotates an nnx module in place; of a Linen module it returns a copy.",
-            do="model = js.fully_shard(model, mesh=mesh)",
-        )
     if not isinstance(model, nnx.Module):
         return AnnotationError(
-            "This is for nnx models only.",
+            "This is not an annotated nnx model.",
             where=type(model).__name__,
-            why="the parameters of a Linen model are an argument of its loss, and of what differentiates it.",
-            do="js.value_and_grad(loss_fn, model=model, accumulate=4)(state.params, x)  # loss_fn(params, x)",
+            why="fully_shard annotates an nnx module in place; of a Linen one it returns a copy, whose loss takes its"
+            " parameters.",
+            do="model = js.fully_shard(model, mesh=mesh); Linen: js.value_and_grad(loss_fn, model=model)(params, x)",
         )
     inner = [dotted(p) for p, _ in nested_units(model)]
     listed = f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import checkpoint_policies as jax_policies
 
-from jshard._kernel_names import ATTENTION, CONTEXT, PRODUCT
+from jshard._text import ATTENTION, CONTEXT, PRODUCT
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
 

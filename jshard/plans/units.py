@@ -47,28 +47,16 @@ class LogicalOptimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The record of a unit: equal for equal layers, so it holds no global path.
-
-    Args:
-        mesh: the mesh it is sharded over.
-        policy: what the annotation said.
-        placement: what it said of where the parameters are; `ignored` as a filter.
-        kind: class of the module.
-        plan: where the parameters under the module are, by their paths from it; None before they are known.
-        nested: whether an enclosing unit is known.
-        name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
-            knows the others' paths.
-        optimizer: that of the model, where it may have padded parameters; without one their gradients are refused.
-    """
+    """The record of a unit: equal for equal layers, so it holds no global path."""
 
     mesh: AnyMesh
     policy: UnitPolicy
-    placement: ShardPlacement
-    kind: str = ""
-    plan: "ShardPlan | None" = None
-    nested: bool = False
-    name: str = ""
-    optimizer: LogicalOptimizer | None = None
+    placement: ShardPlacement  # `ignored` as a filter
+    kind: str = ""  # class of the module
+    plan: "ShardPlan | None" = None  # of the parameters under the module; None before they are known
+    nested: bool = False  # an enclosing unit is known
+    name: str = ""  # of a unit that is never gathered, whose calls come from outside of the region
+    optimizer: LogicalOptimizer | None = None  # of a model with padded parameters, whose gradients need one
 
     @property
     def members(self) -> tuple["LeafPlan", ...]:

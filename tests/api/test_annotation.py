@@ -96,28 +96,7 @@ def test_names_and_tree_are_those_of_the_plain_model(model):
         assert found.get_metadata() == other.get_metadata()
 
 
-def test_state_of_a_plain_model_goes_into_an_annotated_one(model):
-    other = nnx.clone(model)
-    nnx.update(other, jax.tree.map(lambda x: x * 2, nnx.state(builder(CONFIG, seed=1)())))
-    wanted = builder(CONFIG, seed=1)()
-    nnx.update(wanted, jax.tree.map(lambda x: x * 2, nnx.state(wanted)))
-    np.testing.assert_allclose(loss_of(other, INPUTS, TARGETS), loss_of(wanted, INPUTS, TARGETS), rtol=1e-6)
-
-
-def test_display_is_that_of_the_plain_model(model, capsys):
-    in_place = plain()
-    annotator(js.mesh())(in_place)
-    merged = nnx.merge(*nnx.split(plain()))  # as every nnx.merge, shard_init sorts the attributes by name
-    for found, wanted in ((in_place, plain()), (model, merged)):
-        assert repr(found) == repr(wanted)
-        nnx.display(found)
-        text = capsys.readouterr().out
-        nnx.display(wanted)
-        assert text == capsys.readouterr().out != ""
-
-
 COPIES = {
-    "split and merge": lambda m: nnx.merge(*nnx.split(m)),
     "split by kind": lambda m: (lambda g, p, r: nnx.merge(g, p, r))(*nnx.split(m, nnx.Param, ...)),
     "clone": nnx.clone,
     "deepcopy": copy.deepcopy,
@@ -127,13 +106,16 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_are_annotated_and_compute_the_same(model, how):
-    other = COPIES[how](model)
-    assert other is not model and isinstance(other, Decoder)
-    assert js.plan(other) == js.plan(model)
-    assert float(loss_of(other, INPUTS, TARGETS)) == float(loss_of(model, INPUTS, TARGETS))
-    assert gathers(other, INPUTS) == gathers(model, INPUTS) > 0
+def test_copies_are_annotated_and_jit_traces_them_once(model):
+    traces = []
+    step = nnx.jit(lambda m, x: traces.append(0) or m(x))
+    wanted = step(model, INPUTS)
+    for how, copied in COPIES.items():
+        other = copied(model)
+        assert other is not model and isinstance(other, Decoder), how
+        assert js.plan(other) == js.plan(model) and nnx.graphdef(other) == nnx.graphdef(model), how
+        np.testing.assert_array_equal(step(other, INPUTS), wanted, err_msg=how)
+    assert len(traces) == 1
 
 
 LOAD = """
@@ -164,18 +146,12 @@ def test_pickles_open_in_another_process(model, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_graphdefs_of_equal_models_are_equal_and_jit_traces_once(model):
+def test_graphdefs_of_equal_models_are_equal(model):
     again = sharded(CONFIG, js.mesh())
-    assert nnx.graphdef(again) == nnx.graphdef(model)
+    assert nnx.graphdef(again) == nnx.graphdef(model) != nnx.graphdef(plain())
     assert hash(nnx.graphdef(again)) == hash(nnx.graphdef(model))
-    assert nnx.graphdef(again) != nnx.graphdef(plain())
-    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(replica=2)))) != nnx.graphdef(model)
-    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(), remat="full"))) != nnx.graphdef(model)
-    traces = []
-    step = nnx.jit(lambda m, x: traces.append(0) or m(x))
-    for each in (model, again, nnx.clone(model)):
-        step(each, INPUTS)
-    assert len(traces) == 1
+    for others in (annotator(js.mesh(replica=2)), annotator(js.mesh(), remat="full")):
+        assert nnx.graphdef(js.abstract_init(builder(CONFIG), others)) != nnx.graphdef(model)
 
 
 def test_eval_shape_of_an_annotated_model(model):
@@ -185,20 +161,11 @@ def test_eval_shape_of_an_annotated_model(model):
     assert out.shape == (*INPUTS.shape, CONFIG.vocab)
 
 
-@pytest.mark.parametrize("annotate", [annotator(js.mesh()), lambda m: js.fully_shard(m, units=Block, mesh=js.mesh())])
-def test_annotation_in_place_or_in_one_call_equals_deferred_annotation(model, annotate):
-    other = plain()
-    annotate(other)
+def test_annotation_in_place_in_one_call_equals_deferred_annotation(model):
+    other = js.fully_shard(plain(), units=Block, mesh=js.mesh())
     assert js.plan(other) == js.plan(model) and nnx.graphdef(other) == nnx.graphdef(model)
     for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (other, model)), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-
-
-def test_fully_shard_returns_the_same_object():
-    linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    assert js.fully_shard(linear, mesh=js.mesh()) is linear
-    pair = [nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))]
-    assert js.fully_shard(pair, mesh=js.mesh()) is pair
 
 
 # Which submodules are units.
@@ -217,15 +184,14 @@ ONE_CALL = {
 @pytest.mark.parametrize("form", ONE_CALL)
 def test_one_call_form(form):
     units, names = ONE_CALL[form]
-    model = js.fully_shard(plain(), units=units, mesh=js.mesh(), reshard_after_forward=True, remat="full")
-    plan = js.plan(model)
+    annotate = lambda m: js.fully_shard(m, units=units, mesh=js.mesh(), reshard_after_forward=True, remat="full")
+    plan = js.plan(js.abstract_init(builder(CONFIG), annotate))
     assert {unit.name for unit in plan.units} == {"(root)", *names}
     assert all(unit.reshard_after_forward is True for unit in plan.units)
     assert {unit.name for unit in plan.units if unit.remat == "full"} == names
     for leaf in plan.leaves:  # a parameter belongs to the innermost unit around it
         around = [name for name in names if leaf.path.startswith(f"{name}/")]
         assert leaf.unit == max(around, key=len, default="(root)")
-    np.testing.assert_allclose(loss_of(model, INPUTS, TARGETS), loss_of(plain(), INPUTS, TARGETS), rtol=1e-6)
 
 
 def test_a_list_is_one_unit():
@@ -235,11 +201,9 @@ def test_a_list_is_one_unit():
         js.fully_shard([model.norm, model.head], mesh=js.mesh(), reshard_after_forward=False)
         js.fully_shard(model, mesh=js.mesh())
 
-    config = dataclasses.replace(SLIM, tied=False)
-    plan = js.plan(js.abstract_init(builder(config), annotate))
+    plan = js.plan(js.abstract_init(builder(dataclasses.replace(SLIM, tied=False)), annotate))
     assert [u.name for u in plan.units] == ["(root)", "blocks/0", "blocks/1", "head+norm"]
     assert {leaf.path for leaf in plan.unit_leaves("head+norm")} == {"norm/scale", "head/kernel"}
-    assert_same_gradients(builder(config), annotate, loss_fn, (INPUTS, TARGETS))
 
 
 # Tied parameters.
@@ -290,16 +254,12 @@ def test_the_remat_of_the_one_call_form_is_that_of_the_units():
 
 
 TIES = {
-    "across two units": (False, lambda m: [js.fully_shard(m.embed, mesh=MESH), js.fully_shard(m.head, mesh=MESH)]),
-    "with the root": (False, lambda m: js.fully_shard(m.head, mesh=MESH)),
-    "in a list": (False, lambda m: js.fully_shard([m.embed, m.head], mesh=MESH)),
-    "no units": (False, lambda m: None),
-    "across blocks": (True, lambda m: [js.fully_shard(b, mesh=MESH) for b in m.blocks]),
-    "across blocks with the root": (True, lambda m: js.fully_shard(m.blocks[1], mesh=MESH)),
-    "across two units that are resharded": (
+    "across two units": (
         False,
         lambda m: [js.fully_shard(u, mesh=MESH, reshard_after_forward=True, remat="full") for u in (m.embed, m.head)],
     ),
+    "in a list": (False, lambda m: js.fully_shard([m.embed, m.head], mesh=MESH)),
+    "across blocks": (True, lambda m: [js.fully_shard(b, mesh=MESH) for b in m.blocks]),
 }
 
 
@@ -424,27 +384,18 @@ def test_a_parameter_is_replicated_with_the_reason(mesh, path, because):
     [
         ("largest", {"largest"}),
         ("*_dim", {"other_dim"}),
-        (["*large*", "other_dim"], {"largest", "just_large", "other_dim"}),
         (nnx.Param, set(SHAPES)),
         (lambda path, value: value.ndim == 3, {"last_of_three"}),
-        (nnx.PathContains("largest"), {"largest"}),
         ((nnx.PathContains("largest"), "other_dim"), {"largest", "other_dim"}),
         ([], set()),
     ],
-    ids=["path", "pattern", "patterns", "type", "function", "filter", "filter and path", "nothing"],
+    ids=["path", "pattern", "type", "function", "filter and path", "nothing"],
 )
 def test_ignored(ignored, left_out):
     plan = shapes(ignored=ignored)
     assert {leaf.path for leaf in plan.leaves if leaf.placement.because == "ignored by the annotation"} == left_out
     for path, dim in dims(shapes()).items():
         assert dims(plan)[path] == (None if path in left_out else dim)
-
-
-def test_ignored_parameters_train():
-    annotate = lambda model: js.fully_shard(
-        model, mesh=js.mesh(replica=2), units=Block, placement=js.ShardPlacement(ignored="*kernel")
-    )
-    assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
 
 
 def test_shard_dim_is_a_number_or_a_function():

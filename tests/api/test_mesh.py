@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.errors import CallError, MeshError
@@ -42,11 +41,6 @@ def test_any_number_of_devices(count):
     assert js.mesh(devices=count).axis_sizes == (1, count, 1)
 
 
-def test_an_abstract_mesh_may_be_larger_than_the_machine():
-    mesh = js.mesh(replica=4, fsdp=-1, tensor=2, devices=4096)
-    assert mesh.axis_sizes == (4, 512, 2)
-
-
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """What the order is made from."""
@@ -72,28 +66,16 @@ def test_the_innermost_axis_lies_within_a_host_and_the_outermost_across_slices()
     assert [d.id for d in mesh.devices[0, :2].flat] == [0, 4, 8, 12]  # the chips of a host are neighbours
 
 
-def test_the_order_does_not_depend_on_the_list():
-    assert js.mesh(devices=jax.devices()[::-1]) == js.mesh()
-
-
 NONSENSE = {
     "product too small": {"fsdp": 3},
-    "product too large": {"replica": 2, "fsdp": 8},
     "does not divide": {"replica": 3},
     "two open": {"replica": -1},
-    "three open": {"replica": -1, "fsdp": -1, "tensor": -1},
     "zero": {"fsdp": 0},
-    "negative": {"replica": -2},
-    "fraction": {"fsdp": 2.0},
     "text": {"fsdp": "8"},
-    "nothing": {"fsdp": None},
     "truth": {"tensor": True},
     "unknown axis": {"data": 2},
-    "misspelt axis": {"replicas": 2},
-    "no device": {"devices": []},
     "zero devices": {"devices": 0},
     "too few devices": {"fsdp": 4, "devices": jax.devices()[:2]},
-    "too many devices": {"fsdp": 4, "devices": 6},
 }
 
 
@@ -168,14 +150,6 @@ def test_a_batch_on_one_device_and_one_of_nothing():
     assert js.shard_batch({"x": np.zeros((0, 3))}, js.mesh())["x"].shape == (0, 3)
 
 
-def test_a_batch_that_lies_on_the_mesh_already_stays():
-    placed = js.shard_batch({"x": np.zeros((16, 2))}, js.mesh())
-    again = js.shard_batch(placed, js.mesh())
-    assert [s.data.unsafe_buffer_pointer() for s in again["x"].addressable_shards] == [
-        s.data.unsafe_buffer_pointer() for s in placed["x"].addressable_shards
-    ]
-
-
 def test_every_bad_leaf_of_a_batch_is_named():
     with pytest.raises(CallError) as caught:
         js.shard_batch([np.zeros(9), np.zeros(8), np.zeros(()), np.zeros((15, 2))], js.mesh())
@@ -188,8 +162,3 @@ def test_a_batch_needs_a_mesh_of_ours():
         js.shard_batch(np.zeros(8), Mesh(np.array(jax.devices()), ("data",)))
     with pytest.raises(MeshError, match="not a mesh"):
         js.shard_batch(np.zeros(8), None)
-
-
-def test_a_plain_mesh_with_auto_axes_will_do():
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-    assert js.shard_batch(np.zeros(8), mesh).sharding.spec in (P("fsdp"), P(("fsdp",)))

@@ -206,11 +206,6 @@ def replica_spec(shape: tuple[int, ...]) -> P:
     return P(*["replica" if d == largest else None for d in range(len(shape))])
 
 
-def test_without_it_the_state_of_replicated_parameters_is_replicated():
-    model = sharded(js.mesh(replica=-1, fsdp=1))
-    assert all(x.sharding.is_fully_replicated for x in arrays(js.shard_optimizer(model, optax.adamw(1e-3))).values())
-
-
 def test_zero1_over_the_replicas_of_a_sharded_model():
     """Sharded parameters keep their state beside them; only what is replicated is split over replicas."""
     mesh = js.mesh(replica=2)

@@ -1,6 +1,7 @@
-"""A parameter that a Linen model's loss does not differentiate is gathered, and nothing more."""
+"""A frozen parameter of a Linen model is gathered, and nothing more; a `TrainState` trains the rest as ever."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx, traverse_util
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import jshard as js
@@ -18,8 +19,10 @@ from jshard.recipes.model_file import ModelFileError
 from jshard.recipes.state import check_source, create, create_from
 from jshard.train import TrainStep, load_model_file
 from tests.engine.test_frozen import sent_in
-from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
+from tests.helpers import with_placement
+from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, creator, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE, flat
+from tests.wide import wide
 
 LAYERS = 2
 KERNEL = 4 * WIDTH * WIDTH  # elements of a block's Dense_0, as of its Dense_1
@@ -44,89 +47,177 @@ class Scanned(nn.Module):
 
 
 def annotated(plain: nn.Module | None = None, **settings: Any) -> nn.Module:
-    return js.fully_shard(plain or Decoder(LAYERS), **{"mesh": js.mesh(), "units": [Block], **settings})
+    return js.fully_shard(
+        plain or Decoder(LAYERS), **with_placement(**{"mesh": js.mesh(), "units": [Block], **settings})
+    )
 
 
-def parts(params: Any) -> tuple[Any, Any]:
-    """The parameters that are trained, and the frozen ones."""
-    flat = traverse_util.flatten_dict(params)
-    pick = lambda trained: {path: x for path, x in flat.items() if ("Dense_0" in path) == trained}
-    return tuple(traverse_util.unflatten_dict(pick(trained)) for trained in (True, False))
+def abstract(model: nn.Module) -> Any:
+    return js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
 
 
-def together(*some: Any) -> Any:
-    return traverse_util.unflatten_dict({k: v for part in some for k, v in traverse_util.flatten_dict(part).items()})
-
-
-def gradients(model: nn.Module, frozen: Any = None, **settings: Any) -> Any:
-    """Of the loss as a function of what is trained."""
-    whole = lambda trained: trained if frozen is None else together(frozen, trained)
-    loss_fn = lambda trained, *batch: cross_entropy(model.apply({"params": whole(trained)}, batch[0]), batch[1])
+def gradients(model: nn.Module, **settings: Any) -> Any:
+    loss_fn = lambda params, ids, labels: cross_entropy(model.apply({"params": params}, ids), labels)
     return js.value_and_grad(loss_fn, model=model, **settings)
 
 
-def sent(model: nn.Module, *, frozen: bool, **settings: Any) -> dict[str, int]:
+def sent(model: nn.Module, **settings: Any) -> dict[str, int]:
     """Elements that each kind of collective takes in."""
-    params = js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
-    trained, rest = parts(params) if frozen else (params, {})
-    program = lambda trained, rest: gradients(model, rest or None, **settings)(trained, X, Y)
-    return sent_in(jax.make_jaxpr(program)(trained, rest).jaxpr)
+    return sent_in(jax.make_jaxpr(gradients(model, **settings))(abstract(model), X, Y).jaxpr)
 
 
 CASES = {
     "zero3": ({}, {}, 1),
+    "zero2": ({"reshard_after_forward": False}, {}, 1),
+    "remat": ({"remat": "full"}, {}, 1),
     "nn.scan": ({"plain": Scanned(), "units": Layer}, {}, 1),
     "each": ({}, {"accumulate": 2}, 2),
     "last": ({}, {"accumulate": 2, "sync": "last"}, 1),
+    "host": ({"offload": "params"}, {"accumulate": 2}, 2),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["zero3", "nn.scan", "each", "last", *map(wide, ("zero2", "remat", "host"))])
 def test_what_is_frozen_is_not_reduced(case):
     annotation, settings, times = CASES[case]
     model = annotated(**annotation)
-    found, everything = sent(model, frozen=True, **settings), sent(model, frozen=False, **settings)
+    found, everything = sent(model, wrt=UPS, **settings), sent(model, **settings)
     assert found["reduce_scatter"] == times * LAYERS * KERNEL
     assert found["psum"] <= times * LAYERS * 4 * WIDTH + 8  # their biases, and the loss
     assert everything["reduce_scatter"] == times * (2 * LAYERS * KERNEL + TABLE)
     assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it goes on
 
 
+def test_what_backward_does_not_need_is_gathered_once():
+    """Below the lowest trained parameter there is no backward: nothing is gathered again."""
+    found = sent(annotated(), wrt="norm/*")
+    assert found["all_gather"] == (2 * LAYERS * KERNEL + TABLE) // 8
+    assert found["reduce_scatter"] == 0
+
+
+# What comes out.
+
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
-def test_a_state_of_what_is_trained_trains_as_on_one_device():
+def updated(state: TrainState, grad: Any) -> TrainState:
+    """After two steps."""
+    step = jax.jit(lambda state, *batch: state.apply_gradients(grads=grad(state.params, *batch)[1]))
+    for seed in range(2):
+        state = step(state, *tokens(seed=seed))
+    return state
+
+
+@functools.cache
+def reference(plain: nn.Module, trained: str) -> tuple[Any, Any]:
+    """Parameters before and after, on one device, by Optax alone."""
+    model = annotated(plain, units=None, shard_dim=0)
+    params = nn.unbox(jax.device_get(js.shard_init(lambda: model.init(jax.random.key(0), X)["params"], model)))
+    labels = jax.tree.map_with_path(lambda path, _: trained in jax.tree_util.keystr(path), params)
+    tx = optax.partition({True: TX, False: optax.set_to_zero()}, labels)
+    loss = lambda params, ids, labels: cross_entropy(plain.apply({"params": params}, ids), labels)
+    state = TrainState.create(apply_fn=plain.apply, params=params, tx=tx)
+    return params, updated(state, jax.value_and_grad(loss)).params
+
+
+def assert_trained(found: Any, plain: nn.Module, trained: str) -> None:
+    """Holds what is trained against one device, and the rest against what it was."""
+    before, after = reference(plain, trained)
+    found = nn.unbox(jax.device_get(found))
+    assert jax.tree.structure(found) == jax.tree.structure(after)
+    pairs = zip(jax.tree.leaves_with_path(after), jax.tree.leaves(before), jax.tree.leaves(found), strict=True)
+    for (path, wanted), old, new in pairs:
+        if trained in jax.tree_util.keystr(path):
+            assert (np.asarray(wanted) != old).any()
+            assert np.linalg.norm(new - wanted) <= 2 * PARAMETER_TOLERANCE * np.linalg.norm(wanted), path
+        else:
+            np.testing.assert_array_equal(new, old)
+
+
+class Odd(nn.Module):
+    """A table that no dim divides, frozen; a boxed kernel that is trained."""
+
+    @nn.compact
+    def __call__(self, ids):
+        named = nn.with_partitioning(nn.initializers.normal(0.1), (None, "tensor"))
+        x = nn.Embed(VOCAB + 1, WIDTH + 1, name="table")(ids)
+        return nn.Dense(VOCAB, kernel_init=named, name="Dense_0")(nn.Dense(WIDTH, name="down")(x))
+
+
+TRAINED = {
+    "each": (Decoder(LAYERS), {}, {"accumulate": 2}),
+    "last": (Decoder(LAYERS), {}, {"accumulate": 2, "sync": "last"}),
+    "scan on the host": (Scanned(), {"units": Layer, "offload": "params"}, {}),
+    "padded on the host": (Odd(), {"units": None, "shard_dim": 0, "offload": "params"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", ["each", "scan on the host", wide("padded on the host"), wide("last")])
+def test_trains_as_on_one_device_and_leaves_the_frozen_alone(case):
+    plain, annotation, settings = TRAINED[case]
+    wrt = "*Dense_0/*"
+    model = annotated(plain, **annotation)
+
+    create = creator(model, js.shard_optimizer(model, TX, wrt=wrt))
+    state = updated(js.shard_init(create, model), gradients(model, wrt=wrt, **settings))
+    assert_trained(state.params, plain, "Dense_0")
+    moments = [jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(state.opt_state) if x.ndim]
+    assert moments and all("Dense_0" in path for path in moments)
+
+
+def mask_of(params: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: "Dense_0" in jax.tree_util.keystr(path), params)
+
+
+PLAIN = {
+    "masked": lambda mask: optax.masked(TX, mask),
+    "partition": lambda mask: optax.partition({True: TX, False: optax.set_to_zero()}, mask),
+}
+
+
+@pytest.mark.parametrize("case", ["masked", wide("partition")])
+def test_optax_alone_takes_the_gradients(case):
     model = annotated()
 
-    def trained(model: nn.Module, tx: Any) -> Any:
+    def create() -> TrainState:
         params = model.init(jax.random.key(0), X)["params"]
-        mine, frozen = parts(params)
-        return TrainState.create(apply_fn=model.apply, params=mine, tx=tx), frozen
+        return TrainState.create(apply_fn=model.apply, params=params, tx=PLAIN[case](mask_of(params)))
 
-    def updated(state: TrainState, frozen: Any, grad: Any) -> Any:
-        step = jax.jit(lambda state, rest, *batch: state.apply_gradients(grads=grad(state.params, rest, *batch)))
-        for seed in range(2):
-            state = step(state, frozen, *tokens(seed=seed))
-        return state.params
-
-    ours = lambda mine, rest, *batch: gradients(model, rest)(mine, *batch)[1]
-    found = updated(*js.shard_init(lambda: trained(model, js.shard_optimizer(model, TX)), model), ours)
-    loss = lambda mine, rest, ids, labels: cross_entropy(
-        Decoder(LAYERS).apply({"params": together(rest, mine)}, ids), labels
-    )
-    wanted = updated(*trained(Decoder(LAYERS), TX), jax.grad(loss))
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for new, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert np.linalg.norm(new - right) <= 2 * PARAMETER_TOLERANCE * np.linalg.norm(right)
+    state = updated(js.shard_init(create, model), gradients(model, wrt=UPS))
+    assert_trained(state.params, Decoder(LAYERS), "Dense_0")
 
 
-def test_the_plan_knows_what_a_pattern_freezes():
+def test_the_optimizer_leaves_out_frozen_parameters_whatever_the_gradients():
+    """The step of plain Flax: `jax.grad` makes all gradients."""
     model = annotated()
-    jax.eval_shape(model.init, jax.random.key(0), X)
+
+    create = creator(model, js.shard_optimizer(model, TX, wrt=UPS))
+    loss = lambda params, ids, labels: cross_entropy(model.apply({"params": params}, ids), labels)
+    assert_trained(updated(js.shard_init(create, model), jax.value_and_grad(loss)).params, Decoder(LAYERS), "Dense_0")
+
+
+def test_in_the_place_of_a_frozen_gradient_is_nothing():
+    model = annotated()
+    params = abstract(model)
+    _, grads = jax.eval_shape(gradients(model, wrt=UPS), params, X, Y)
+    assert grads.keys() == params.keys()
+    assert isinstance(grads["table"]["embedding"], optax.MaskedNode)
+    assert [x.shape for x in jax.tree.leaves(grads["block_0"])] == [(4 * WIDTH,), (WIDTH, 4 * WIDTH)]
+    tx = optax.adamw(1e-3)
+    with pytest.raises(ValueError, match="Frozen"):  # and not decayed without a word
+        jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, params), params)
+
+
+def test_patterns_functions_and_lists_of_them_choose():
+    model = annotated()
+    abstract(model)
     names = lambda wrt: {leaf.path for leaf in js.plan(model, wrt=wrt).leaves if leaf.trained}
     ups = {f"block_{i}/Dense_0/{name}" for i in range(LAYERS) for name in ("kernel", "bias")}
     assert names(UPS) == names(lambda path, x: "Dense_0" in path) == ups
     assert names([UPS, "norm/*"]) == ups | {"norm/scale", "norm/bias"}
+    assert names(lambda path, x: x.ndim == 2 and path[0] != "table") == {
+        f"block_{i}/Dense_{k}/kernel" for i in range(LAYERS) for k in (0, 1)
+    }
 
 
 # A model file.
