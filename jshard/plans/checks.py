@@ -63,8 +63,9 @@ def check_placement(placement: Any) -> ShardPlacement:
 
 def check_has_parameters(modules: list[nnx.Module]) -> None:
     """Raises if nothing would be sharded, though there are float arrays: they are not in an `nnx.Param`."""
-    found = [f"{plain_class(module).__name__}: {other}" for module in modules for other in others_of(module)]
-    if found and not any(True for module in modules for _ in occurrences(module)):
+    if any(True for module in modules for _ in occurrences(module)):
+        return
+    if found := [f"{plain_class(module).__name__}: {other}" for module in modules for other in others_of(module)]:
         raise AnnotationError(
             "The model has no parameters to shard.",
             where=found,
