@@ -20,7 +20,7 @@ from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.moved import placement_of, reshard_of
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement
-from jshard.plans.plan import Leaf, make_plan, root_forgotten
+from jshard.plans.plan import Leaf, make_plan, record_of
 from jshard.plans.policies import MixedPrecision, Remat, UnitPolicy
 from jshard.plans.units import (
     LogicalOptimizer,
@@ -261,9 +261,8 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     them; to all innermost units where nothing comes twice. A head or an encoder's wrapper keeps what it was given, and
     so does a unit that is never gathered.
     """
-    root = unit_of(model)
-    if root is None or root.plan is None:
-        raise root_forgotten(model)
+    root = record_of(model)
+    assert root.plan is not None, "an annotated model has one"
     if unknown := [name for name in settings if name not in SETTINGS]:
         raise AnnotationError(
             "A setting of a unit is not known.",
@@ -282,7 +281,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     layers = set(map(id, repeated_layers(model)))
     units: dict[Path, Unit] = {}
     for path, module in nested_units(model):
-        units[path] = unit = _unit(module)
+        units[path] = unit = record_of(module)
         if path and unit.placement.gathered:
             mine = {k: v for k, v in settings.items() if id(module) in layers or _is_for_all(k, v)}
             units[path] = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **mine))
@@ -291,7 +290,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
 
 def has_inner_units(model: nnx.Module) -> bool:
     """Whether there are units inside the root whose settings can be changed."""
-    return any(path and _unit(module).placement.gathered for path, module in nested_units(model))
+    return any(path and record_of(module).placement.gathered for path, module in nested_units(model))
 
 
 def _is_for_all(name: str, value: Any) -> bool:
@@ -301,8 +300,8 @@ def _is_for_all(name: str, value: Any) -> bool:
 def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
     """The units that repeat, and how many layers each holds: innermost ones that come several times, or stacks."""
     inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
-    inner = [module for module in inner if _unit(module).placement.gathered]
-    depths = {module: max((leaf.placement.layers for leaf in _unit(module).members), default=1) for module in inner}
+    inner = [module for module in inner if record_of(module).placement.gathered]
+    depths = {module: max((leaf.placement.layers for leaf in record_of(module).members), default=1) for module in inner}
     count = collections.Counter(map(plain_class, inner))
     repeated = {module: depth for module, depth in depths.items() if count[plain_class(module)] > 1 or depth > 1}
     return repeated or depths
@@ -310,9 +309,3 @@ def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
 
 def _is_innermost(module: nnx.Module) -> bool:
     return all(not path for path, _ in nested_units(module)) and any(True for _ in occurrences(module))
-
-
-def _unit(module: nnx.Module) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit

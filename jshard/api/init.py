@@ -18,8 +18,8 @@ from jshard.plans.checks import check_replicated
 from jshard.plans.memories import StatePlaces, key_texts, parts_of, paths_of, sharding_of, streamed, to_device
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.padding import logical, padding_of, store
-from jshard.plans.plan import root_forgotten
-from jshard.plans.units import Path, dotted, plain_class, unit_of, walk
+from jshard.plans.plan import record_of
+from jshard.plans.units import Path, dotted, plain_class, walk
 
 M = TypeVar("M")
 
@@ -66,13 +66,11 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
     """
     if isinstance(annotate, nn.Module):
-        used = _mesh_of_devices(annotation_for(annotate).root.mesh, mesh, type(annotate).__name__)
+        used = _mesh_of_devices(annotation_for(annotate).root.mesh, mesh, f"shard_init({type(annotate).__name__})")
         return linen_arrays(build, annotate, used)
     graphdef, shapes = _shapes(build)
     abstract: Any = _annotated(nnx.merge(graphdef, shapes), annotate)
-    unit = unit_of(abstract)
-    assert unit is not None
-    used = _mesh_of_devices(unit.mesh, mesh, plain_class(abstract).__name__)
+    used = _mesh_of_devices(record_of(abstract).mesh, mesh, f"shard_init({plain_class(abstract).__name__})")
     planned = dict(nnx.to_flat_state(nnx.state(abstract, nnx.Param)))
     replicated = NamedSharding(used, PartitionSpec())
     paths = [path for path, _ in _flat(shapes)]
@@ -88,13 +86,13 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     return _annotated(model, annotate)  # the arrays are where it wants them: nothing moves
 
 
-def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, name: str) -> Mesh:
+def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
     """The mesh of the annotation, which must have devices and be the one that was asked for."""
     if isinstance(used, Mesh) and (asked is None or asked == used):
         return used
     raise MeshError(
-        "The model cannot be placed on this mesh.",
-        where=f"shard_init({name})",
+        "Arrays cannot be placed on this mesh.",
+        where=where,
         why="the annotation used an abstract mesh." if not isinstance(used, Mesh) else "the annotation used another.",
         do="give js.fully_shard and js.shard_init the same mesh = js.mesh(fsdp=-1).",
     )
@@ -102,10 +100,7 @@ def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, name: str) -> Mesh:
 
 def _annotated(model: Any, annotate: Callable[[Any], Any]) -> Any:
     annotate(model)
-    unit = unit_of(model)
-    if unit is None:
-        raise root_forgotten(model)
-    check_replicated(unit, plain_class(model).__name__)
+    check_replicated(record_of(model), plain_class(model).__name__)
     return model
 
 
@@ -219,16 +214,8 @@ def abstract_optimizer(
     model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
 ) -> nnx.Optimizer:
     """What `shard_optimizer` makes of a model, abstract or not, without arrays: shapes, dtypes and shardings."""
-    unit = unit_of(model)
-    if unit is None:
-        raise root_forgotten(model)
-    if not isinstance(mesh := unit.mesh, Mesh):
-        raise AnnotationError(
-            "Optimizer state needs devices.",
-            where=f"shard_optimizer({plain_class(model).__name__})",
-            why="the model was annotated with an abstract mesh, for a plan only.",
-            do="mesh = js.mesh(fsdp=-1)",
-        )
+    unit = record_of(model)
+    mesh = _mesh_of_devices(unit.mesh, None, f"shard_optimizer({plain_class(model).__name__})")
     if isinstance(tx, _Placed) and tx.mesh != mesh:
         texts = [", ".join(f"{axis}={n}" for axis, n in of.shape.items()) for of in (tx.mesh, mesh)]
         raise AnnotationError(
@@ -281,9 +268,9 @@ class OffloadedOptimizer(nnx.Optimizer):
 
 
 def _places(model: nnx.Module, *, over_replica: bool) -> StatePlaces:
-    unit = unit_of(model)
-    assert unit is not None and unit.plan is not None
-    return StatePlaces(unit.plan, over_replica=over_replica)
+    plan = record_of(model).plan
+    assert plan is not None, "an annotated model has one"
+    return StatePlaces(plan, over_replica=over_replica)
 
 
 def _padded(optimizer: nnx.Optimizer, places: StatePlaces) -> nnx.Optimizer:

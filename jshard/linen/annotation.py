@@ -197,11 +197,11 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
     """The record with what one choice sets otherwise."""
     own = {name: value for name, value in settings.items() if name in _OWN_SETTINGS}
     old = {name: value for name, value in settings.items() if name in _OWN_PLACEMENT}
-    common, plain = unit.placement, ShardPlacement()
-    asked = placement_of(checks.check_placement(own.pop("placement", common)), old, '{{"placement": {}}}')
+    inherited = ShardPlacement(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
+    asked = placement_of(checks.check_placement(own.pop("placement", inherited)), old, '{{"placement": {}}}')
     fields = [field.name for field in dataclasses.fields(asked) if field.name not in _OWN_PLACEMENT]
     unknown = [name for name in settings if name not in (*_OWN_SETTINGS, *_OWN_PLACEMENT)]
-    unknown += [name for name in fields if getattr(asked, name) not in (getattr(common, name), getattr(plain, name))]
+    unknown += [name for name in fields if getattr(asked, name) != getattr(ShardPlacement(), name)]
     if unknown:
         raise AnnotationError(
             "A unit has no such setting of its own.",
@@ -210,7 +210,7 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
             f" {', '.join(_OWN_PLACEMENT)}.",
             do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
         )
-    placement = dataclasses.replace(common, **{name: getattr(asked, name) for name in _OWN_PLACEMENT})
+    placement = dataclasses.replace(unit.placement, **{name: getattr(asked, name) for name in _OWN_PLACEMENT})
     made = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **own), placement=placement)
     checks.check_unit(made)
     return made

@@ -250,6 +250,11 @@ class Padded(meta.AxisMetadata[Any]):
         """Of the array."""
         return self.value.dtype
 
+    @property
+    def sharding(self) -> Any:
+        """Of the stored array."""
+        return self.value.sharding
+
     def __jax_array__(self) -> jax.Array:
         return self.unbox()
 

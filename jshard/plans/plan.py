@@ -303,9 +303,8 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters are outside of it
     if of_its_own is not None:
         return of_its_own(wrt)
-    root = unit_of(model)
-    if root is None or root.plan is None:
-        raise root_forgotten(model)
+    root = record_of(model)
+    assert root.plan is not None, "an annotated model has one"
     is_trained, trained = nnx.filterlib.to_predicate(wrt), {}
     for variable, path, _ in occurrences(model):
         trained.setdefault(id(variable), (path, is_trained(path, variable)))
@@ -320,6 +319,13 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     held = (leaf for leaf in root.plan.leaves if leaf.keys[0] in there)
     leaves = tuple(dataclasses.replace(leaf, trained=there[leaf.keys[0]]) for leaf in held)
     return dataclasses.replace(root.plan, leaves=leaves)
+
+
+def record_of(model: Any) -> Unit:
+    """The record of an annotated nnx model; an error for any other object."""
+    if (unit := unit_of(model)) is None:
+        raise root_forgotten(model)
+    return unit
 
 
 def root_forgotten(model: Any) -> AnnotationError:

@@ -46,7 +46,7 @@ def test_a_field_beside_the_value_counts():
 def test_what_is_no_setting_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         planned(colour="red")
-    with pytest.raises(AnnotationError, match=r"is no js.ShardPlacement(.|\n)*js.ShardPlacement\(shard_dim=0\)"):
+    with pytest.raises(AnnotationError, match=r"placement=1(.|\n)*js.ShardPlacement\(shard_dim=0\)"):
         planned(placement=1)
 
 
