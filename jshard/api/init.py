@@ -189,6 +189,7 @@ def shard_optimizer(
 
     Raises:
         AnnotationError: the root of the model is not annotated.
+        MeshError: the mesh of the annotation is abstract.
 
     Example:
         >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))

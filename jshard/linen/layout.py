@@ -11,11 +11,12 @@ import numpy as np
 import optax
 from flax import nnx, serialization
 from flax.core import meta
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jshard.errors import AnnotationError
 from jshard.plans.checks import check_patterns_used
 from jshard.plans.memories import StatePlaces, key_texts, tail_in
-from jshard.plans.padding import Padding
+from jshard.plans.padding import OF_STORAGE, Padding
 from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import Path, Unit, as_filter, dotted, with_views
@@ -214,12 +215,12 @@ def joined(trained: Any, frozen: Any) -> Any:
 
 
 # A Linen parameter is an array in the user's own tree. One that no dim divides is there in a box of Flax, as that of
-# `nn.Partitioned` is: the model, plain Flax and whoever unboxes it see the logical array; trees are mapped over the
+# `nn.Partitioned` is: the model, plain Flax and whoever reads the box see the logical array; trees are mapped over the
 # stored one, whose padding is zero and has no gradient.
 
 
-class Padded(meta.AxisMetadata[Any]):
-    """A parameter that is stored padded: `unbox()`, numpy and jax functions give the logical array."""
+class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
+    """A parameter that is stored padded: read, indexed and computed with as the logical array."""
 
     def __init__(self, value: Any, padding: Padding) -> None:
         self.value, self.padding = value, padding
@@ -245,21 +246,28 @@ class Padded(meta.AxisMetadata[Any]):
         """The logical shape."""
         return self.padding.logical_shape(self.value.shape)
 
-    @property
-    def dtype(self) -> Any:
-        """Of the array."""
-        return self.value.dtype
-
-    @property
-    def sharding(self) -> Any:
-        """Of the stored array."""
-        return self.value.sharding
-
     def __jax_array__(self) -> jax.Array:
         return self.unbox()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.unbox(), dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """What operators come to."""
+        if method != "__call__" or kwargs:
+            return NotImplemented
+        return getattr(jnp, ufunc.__name__)(*[x.unbox() if isinstance(x, Padded) else x for x in inputs])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.unbox()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("value", "padding"):  # asked for before they are there, as by copy
+            raise AttributeError(name)
+        return getattr(self.value if name in OF_STORAGE else self.unbox(), name)
 
     def __repr__(self) -> str:
         dtype, stored = (getattr(self.value, name, None) for name in ("dtype", "shape"))

@@ -57,7 +57,7 @@ def reshard_of(strategy: str) -> bool | int:
         )
     reshard = _RESHARD[strategy]
     line = f"js.fully_shard(layer, mesh=mesh, reshard_after_forward={reshard!r})"
-    _warn(f"strategy: this setting of fully_shard is gone. The new line, for each layer:\n  {line}")
+    _warn(f"strategy: this setting of fully_shard has moved. The new line, for each layer:\n  {line}")
     return reshard
 
 

@@ -81,7 +81,7 @@ def test_settings_that_are_gone_change_nothing():
 
 
 def test_a_strategy_gives_the_layers_their_setting():
-    with pytest.warns(FutureWarning, match="strategy: this setting of fully_shard is gone") as caught:
+    with pytest.warns(FutureWarning, match="strategy: this setting of fully_shard has moved") as caught:
         model = js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="zero2")
     assert "js.fully_shard(layer, mesh=mesh, reshard_after_forward=False)" in str(caught[0].message)
     assert [unit.reshard_after_forward for unit in js.plan(model).units] == [False, False, False]

@@ -158,11 +158,22 @@ def box() -> tuple[Padded, np.ndarray]:
 
 def test_a_box_is_read_as_the_logical_array():
     found, plain = box()
-    assert found.shape == (VOCAB, WIDTH) and found.dtype == jnp.float32
-    for read in (found.unbox(), jnp.asarray(found), np.asarray(found), nn.unbox({"a": found})["a"]):
-        np.testing.assert_array_equal(read, plain)
-    with pytest.raises(TypeError):
-        found * 2
+    assert (found.shape, found.ndim, found.size, len(found)) == ((VOCAB, WIDTH), 2, VOCAB * WIDTH, VOCAB)
+    assert found.dtype == jnp.float32 and found.sharding.spec == jax.P("fsdp", None)
+    np.testing.assert_array_equal(found[-1], plain[-1])
+    np.testing.assert_array_equal(found.T, plain.T)
+    np.testing.assert_allclose(jnp.mean(found), plain.mean(), rtol=1e-4)
+    for mine, wanted in [
+        (found * 2, plain * 2),
+        (1 - found, 1 - plain),
+        (found + jnp.asarray(plain), 2 * plain),
+        (jnp.asarray(plain) / found, plain / plain),
+        (-found, -plain),
+        (found > 0, plain > 0),
+        (found.T @ found, plain.T @ plain),
+    ]:
+        assert isinstance(mine, jax.Array)
+        np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5)
     assert repr(found) == "Padded(float32[501, 47], stored [504, 47])"
 
 
