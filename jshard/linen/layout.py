@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx, serialization
@@ -263,6 +264,9 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbox())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("value", "padding"):  # asked for before they are there, as by copy

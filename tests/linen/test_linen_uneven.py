@@ -174,6 +174,7 @@ def test_a_box_is_read_as_the_logical_array():
     ]:
         assert isinstance(mine, jax.Array)
         np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5)
+    assert sum(1 for _ in found) == VOCAB
     assert repr(found) == "Padded(float32[501, 47], stored [504, 47])"
 
 
