@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rich.console import Group
 from rich.text import Text
@@ -172,24 +172,41 @@ def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]
 # The strategies to compare, as ways.
 
 
-class _Strategy(NamedTuple):
-    """What a strategy says; docs/strategies.md has their memory and communication."""
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to shard a model, as keywords; docs/strategies.md has its memory and communication."""
 
-    has_replicas: bool = False
-    is_sharded: bool = True
-    reshard_after_forward: bool = True
+    replica: int = 1
+    fsdp: int = -1
+    reshard_after_forward: bool | int | None = None
     shard_replicated: bool = False
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keywords for `js.mesh`."""
+        return {"replica": self.replica, "fsdp": self.fsdp}
 
-STRATEGIES = {
-    "replicate": _Strategy(has_replicas=True, is_sharded=False),
-    "zero1": _Strategy(has_replicas=True, is_sharded=False, shard_replicated=True),
-    "zero2": _Strategy(reshard_after_forward=False),
-    "zero3": _Strategy(),
-    "hsdp": _Strategy(has_replicas=True),
-    "hsdp_zero2": _Strategy(has_replicas=True, reshard_after_forward=False),
-    "hpz": _Strategy(),  # gathers again from neighbours
+    @property
+    def annotation(self) -> dict[str, Any]:
+        """Keywords for `js.fully_shard`."""
+        return {"reshard_after_forward": self.reshard_after_forward}
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keywords for `js.shard_optimizer`."""
+        return {"shard_replicated": self.shard_replicated}
+
+
+strategies = {
+    "replicate": Strategy(replica=-1, fsdp=1),
+    "zero1": Strategy(replica=-1, fsdp=1, shard_replicated=True),
+    "zero2": Strategy(reshard_after_forward=False),
+    "zero3": Strategy(),
+    "hsdp": Strategy(replica=2),
+    "hsdp_zero2": Strategy(replica=2, reshard_after_forward=False),
+    "hpz": Strategy(reshard_after_forward=8),
 }
+"""The strategies by name."""
 
 
 def variants_for(
@@ -203,7 +220,7 @@ def variants_for(
     """The strategies to compare, on as many devices as a mesh has.
 
     Args:
-        names: of `STRATEGIES`, or `gspmd`.
+        names: of `strategies`, or `gspmd`.
         mesh: the mesh asked for; it decides the groups of the strategies with replicas if it has replicas itself.
         near: else the devices in each group, or a multiple of them that can hold the state, if there are more than
             those; and the neighbours of hpz.
@@ -213,17 +230,17 @@ def variants_for(
     Raises:
         ShardingError: there is no strategy of a name.
     """
-    unknown = [name for name in names if name not in (*STRATEGIES, GSPMD)]
+    unknown = [name for name in names if name not in (*strategies, GSPMD)]
     if unknown:
         raise ShardingError(
             f"There is no strategy {unknown[0]!r}.",
             where=f"--compare {','.join(names)}",
-            why=f"the strategies are {', '.join(STRATEGIES)}, and {GSPMD}: plain Flax under jax.jit.",
+            why=f"the strategies are {', '.join(strategies)}, and {GSPMD}: plain Flax under jax.jit.",
             do=f"--compare {','.join(COMPARED)}",
         )
     devices = mesh.get(REPLICA, 1) * mesh[FSDP]
     group = mesh[FSDP]
-    if mesh.get(REPLICA, 1) == 1 and any(n.startswith("hsdp") for n in names):
+    if mesh.get(REPLICA, 1) == 1 and any(n in strategies and strategies[n].replica > 1 for n in names):
 
         def fits(size: int) -> bool:
             try:
@@ -243,14 +260,15 @@ def _group(devices: int, near: int, fits: Callable[[int], bool]) -> int:
 
 
 def _compared(name: str, mesh: dict[str, int], devices: int, group: int, near: int) -> Variant:
-    strategy = STRATEGIES["zero3" if name == GSPMD else name]
-    fsdp = (group if strategy.is_sharded else 1) if strategy.has_replicas else devices
+    strategy = strategies["zero3" if name == GSPMD else name]
+    fsdp = devices if strategy.replica == 1 else 1 if strategy.fsdp == 1 else group
     mesh |= {REPLICA: devices // fsdp, FSDP: fsdp}
-    units = {"reshard_after_forward": near if name == "hpz" else strategy.reshard_after_forward}
+    reshard = {"hpz": near}.get(name, strategy.reshard_after_forward)
+    units = {} if name == GSPMD else {"reshard_after_forward": True if reshard is None else reshard}
     return Variant(
         name=name,
         mesh=mesh,
-        units={} if name == GSPMD else units,
+        units=units,
         shard_replicated=strategy.shard_replicated,
         plain_flax=name == GSPMD,
     )

@@ -46,16 +46,17 @@ _RESHARD: dict[str, bool | int] = {"replicate": True, "zero1": True, "zero3": Tr
 _RESHARD |= {"zero2": False, "hsdp_zero2": False, "hpz": 8}
 
 
-def reshard_of(strategy: str) -> bool | int:
-    """What a strategy says of `reshard_after_forward` for each layer."""
-    if strategy not in _RESHARD:
+def reshard_of(strategy: Any) -> bool | int:
+    """What a strategy, by name or as a value, says of `reshard_after_forward` for each layer."""
+    if strategy not in _RESHARD and not hasattr(strategy, "reshard_after_forward"):
         raise AnnotationError(
             "The strategy is not known.",
             where=f"fully_shard(strategy={strategy!r})",
             why=f"it is one of {', '.join(_RESHARD)}.",
             do="js.fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # zero2, for each layer",
         )
-    reshard = _RESHARD[strategy]
+    asked = getattr(strategy, "reshard_after_forward", _RESHARD.get(strategy))
+    reshard = True if asked is None else asked
     line = f"js.fully_shard(layer, mesh=mesh, reshard_after_forward={reshard!r})"
     _warn(f"strategy: this setting of fully_shard has moved. The new line, for each layer:\n  {line}")
     return reshard

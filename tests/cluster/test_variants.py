@@ -7,7 +7,7 @@ import pytest
 
 from jshard.cli._arguments import parse, parse_mesh
 from jshard.cli.plan import PlanArgs
-from jshard.cluster.compare import GSPMD, STRATEGIES, variants_for
+from jshard.cluster.compare import GSPMD, strategies, variants_for
 from jshard.cluster.compile import Variant, command_line
 from jshard.cluster.estimate import parse_known
 from jshard.errors import AnnotationError, ShardingError
@@ -35,7 +35,7 @@ def test_each_strategy_has_its_mesh_and_its_units():
     assert mesh("replicate") == mesh("zero1") == (64, 1, 1)
     assert mesh("zero2") == mesh("zero3") == mesh("hpz") == mesh(GSPMD) == (1, 64, 1)
     assert mesh("hsdp") == mesh("hsdp_zero2") == (8, 8, 1)
-    assert set(found) == {*STRATEGIES, GSPMD}
+    assert set(found) == {*strategies, GSPMD}
     kept = {name: v.units.get("reshard_after_forward") for name, v in found.items()}
     assert kept == dict.fromkeys(("replicate", "zero1", "zero3", "hsdp"), True) | {
         "zero2": False,
