@@ -319,7 +319,6 @@ def _constrained(x: Any, sharding: Any) -> Any:
 
 
 def _plain(value: Any, *, opaque: bool) -> Any:
-    """A parameter of an equation, of plain types."""
     if isinstance(value, jax.sharding.NamedSharding):
         return None  # over the mesh of the trace, which is another one
     if isinstance(value, core.ShapedArray):

@@ -208,7 +208,6 @@ def _given_spec(variable: nnx.Param) -> tuple:
 
 
 def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
-    """Stores a parameter as the plan says."""
     padding = Padding.of(placement)
     value = (variable if padding_of(variable) == padding else logical(variable)).get_raw_value()
     value = value if padding is None else padding.pad(value)

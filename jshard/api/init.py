@@ -123,7 +123,6 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
 
 
 def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
-    """The split model with shapes for arrays."""
     with _compat.fast_shape_tracing():
         graphdef, shapes = jax.eval_shape(lambda: _split(build))
     model = nnx.merge(graphdef, shapes)
@@ -139,7 +138,6 @@ def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:
-    """The arrays of a state with the paths of their variables."""
     return [(path, leaf) for path, v in nnx.to_flat_state(state) for leaf in jax.tree.leaves(v)]
 
 

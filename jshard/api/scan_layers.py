@@ -143,7 +143,6 @@ def _loop(stack: _Stack) -> Any:
 
 
 def _scan(stack: _Stack) -> Any:
-    """The loop as a scan."""
     call, changed = stack.call, []
 
     def layer(x: Any, rows: tuple) -> tuple[Any, tuple]:

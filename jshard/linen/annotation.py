@@ -175,7 +175,6 @@ def _check(module: nn.Module, placement: ShardPlacement) -> None:
 
 
 def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module, and those in its fields."""
     yield "(root)", module
     for field in dataclasses.fields(module):
         value = getattr(module, field.name, None) if field.name not in ("parent", "name") else None
@@ -185,7 +184,6 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _choices(units: Any, record: Unit) -> Iterator[tuple[UnitChoice, Unit]]:
-    """The choices with the record of the units that each names."""
     if isinstance(units, Mapping):
         yield from ((choice, _with_settings(record, choice, settings)) for choice, settings in units.items())
     elif units is not None:
@@ -264,8 +262,6 @@ def _note_shapes(shapes: dict[Path, tuple[int, ...]], module: nn.Module, path: P
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Inside:
-    """Where we are in an annotated Linen model."""
-
     annotation: Annotation
     layout: Layout
     prefix: Path  # of the model
@@ -355,7 +351,6 @@ def _is_call(module: nn.Module, name: str) -> bool:
 
 
 def _open(annotation: Annotation, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The outermost call into the model."""
     prefix = tuple(module.path)
 
     def run(call: LinenCall) -> tuple[Any, Lifted]:
@@ -372,12 +367,10 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
 
 
 def _leaves(module: nn.Module) -> dict[Path, Leaf]:
-    """The parameters of a bound model, described."""
     return {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
 
 
 def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The call of a unit inside the model."""
 
     def run(call: LinenCall) -> tuple[Any, Lifted]:
         return _through_engine(call, call.place(inside.layout), dataclasses.replace(inside, unit=call.path))

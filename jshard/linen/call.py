@@ -251,7 +251,6 @@ def call_lifted(
 
 
 def _array_fields(module: nn.Module) -> dict[str, Any]:
-    """The fields of a module that hold arrays."""
     return {name: x for name, x in _fields(module) if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
 
 

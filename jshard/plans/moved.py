@@ -78,7 +78,6 @@ def _as_it_is(name: str, x: T) -> T:
 
 
 def _text(placement: ShardPlacement) -> str:
-    """A placement as it is written."""
     given = {name: getattr(placement, name) for name in _FIELDS}
     given = {name: value for name, value in given.items() if value != getattr(ShardPlacement(), name)}
     texts = (f"{name}={'...' if callable(value) else repr(value)}" for name, value in given.items())

@@ -69,7 +69,6 @@ class Padding:
         return self._resized(shape, self.size) if self._fits(shape, self.stored) else shape
 
     def _resized(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """A shape with another size of the padded dim."""
         return tuple(size if d == len(shape) + self.from_end else n for d, n in enumerate(shape))
 
     def _fits(self, shape: tuple[int, ...], size: int) -> bool:

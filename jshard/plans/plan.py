@@ -224,7 +224,6 @@ def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
 
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The paths that are in a module, from it."""
     return tuple(own for path in paths if (own := inside(outer, path)) is not None)
 
 
@@ -278,7 +277,6 @@ def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
 
 
 def _tuples(data: Any) -> Any:
-    """What JSON has lists for, as tuples."""
     if isinstance(data, dict):
         return {key: _tuples(value) for key, value in data.items()}
     return tuple(map(_tuples, data)) if isinstance(data, list) else data
