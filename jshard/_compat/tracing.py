@@ -270,7 +270,8 @@ def without_varying(jaxpr: Any, consts: Sequence[Any]) -> Callable[..., list[Any
     def run(*xs: Any) -> list[Any]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
         # a constant's type names the mesh of its trace, which is another one
-        read = lambda atom: np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else env[atom]
+        value = lambda literal: np.asarray(literal.val, literal.aval.dtype)
+        read = lambda atom: value(atom) if isinstance(atom, jex.Literal) else env[atom]
         for eqn in jaxpr.eqns:
             with running(eqn):
                 found = _run(eqn, [read(atom) for atom in eqn.invars])

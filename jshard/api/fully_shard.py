@@ -169,7 +169,8 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
         detach(module)
         raise
     padded = any(leaf.placement.padding for leaf in plan.leaves)
-    optimizer = LogicalOptimizer("optimizer = js.shard_optimizer(model, tx)") if padded else None
+    line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
+    optimizer = LogicalOptimizer(line) if padded else None
     store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
     for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
         _place(leaf.variable, planned.placement, record.mesh)
