@@ -1,7 +1,8 @@
 """Gradient accumulation: every microbatch reduced into a sharded sum, or gathered once and reduced once."""
 
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.context import Copies, copies_scope
-from jshard.engine.experts import expert_dim
-from jshard.engine.stored import gather, reduce_gradient
-from jshard.engine.values import Shard, Value
+from jshard.engine.context import during
+from jshard.engine.rules import Shard, Value
+from jshard.engine.stored import expert_dim, gather, reduce_gradient
 from jshard.errors import CallError
 from jshard.plans.memories import back, key_texts, placed_like, to_device
 from jshard.plans.mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
@@ -21,16 +21,10 @@ from jshard.plans.placement import Placement, spec_over
 from jshard.plans.units import Unit
 
 
-def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
+def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     """Cuts a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
 
     Scalars go to every microbatch whole; a random key is split.
-
-    Args:
-        batch: pytree of arrays.
-        unit: record of the root.
-        steps: number of microbatches.
-        name: of the model, for messages.
     """
     shards = data_degree(unit.mesh)
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -57,44 +51,65 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     return jax.tree.map(cut, batch)
 
 
-# Parameters that are gathered once for all microbatches, and whose gradients are reduced once.
+# ---- parameters that are gathered once for all microbatches, and whose gradients are reduced once
 
 
-@dataclasses.dataclass(frozen=True)
-class Once:
-    """The leaves of a tree that are gathered beforehand: parameters that are ever gathered.
+class Copies:
+    """Full copies of parameters, gathered beforehand: found by the stored arrays that they are copies of.
 
-    Args:
-        at: their positions among the leaves.
-        placements: how each is stored.
-        mesh: of the model.
+    A parameter that was changed since, or another model's, is another array.
     """
 
-    at: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    mesh: AnyMesh
+    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._pairs = pairs
+        self._by_id = {id(stored): copy for stored, copy in pairs}
+        self._taken: set[int] = set()
+        self.missed = False  # whether a call has gathered for itself
 
-    @classmethod
-    def of(cls, placements: Sequence[Placement | None], mesh: AnyMesh) -> "Once":
-        """Those of a tree, from the placements of its leaves; None for a leaf that is no parameter.
+    def of(self, stored: Any) -> Any:
+        """The copy of a stored array; None if there is none."""
+        return self._by_id.get(id(stored))
 
-        None of them where all axes of the data have degree 1, as there is nothing to gather or to reduce.
-        """
+    def take(self, arrays: Iterable[Any]) -> None:
+        """Notes that a call has taken the copies of these arrays."""
+        self._taken |= set(map(id, arrays))
+
+    @property
+    def left(self) -> list[int]:
+        """Positions of those that no call has taken."""
+        return [i for i, (stored, _) in enumerate(self._pairs) if id(stored) not in self._taken]
+
+
+_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
+
+
+def gathered_copies() -> Copies | None:
+    """Copies gathered beforehand; None if each call gathers for itself."""
+    return _copies.get()
+
+
+class Once:
+    """The parameters of a tree that are gathered beforehand: those that are ever gathered.
+
+    None of them is where all axes of the data have degree 1. `placements` are those of the tree's leaves; None for a
+    leaf that is no parameter.
+    """
+
+    def __init__(self, placements: Sequence[Placement | None], mesh: AnyMesh) -> None:
         found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and data_degree(mesh) > 1}
-        return cls(tuple(found), tuple(found.values()), mesh)
+        self.at, self.placements, self.mesh = list(found), list(found.values()), mesh
 
     def gather(self, tree: Any) -> list[jax.Array]:
         """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
         if not self.at:
             return []
-        mesh, specs, layout = self._layout()
+        mesh, stored, own, layout = self._layout()
 
         def gather_all(values: list) -> list:
             found = zip(values, self.placements, strict=True)
             return [gather(Value(x, Shard(p)), mesh, p.gathered_dtype)[None] for x, p in found]
 
-        run = jax.shard_map(gather_all, in_specs=(specs,), out_specs=PartitionSpec(data_axes(mesh)), **layout)
-        return run(self._values(tree))
+        return jax.shard_map(gather_all, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
 
     def zeros(self, copies: list[jax.Array]) -> list[jax.Array]:
         """Sums of the gradients of copies, before the first."""
@@ -104,41 +119,30 @@ class Once:
         """The gradients of the shards from each data shard's gradients of its copies."""
         if not self.at:
             return []
-        mesh, specs, layout = self._layout()
+        mesh, stored, own, layout = self._layout()
 
         def reduce_all(values: list, sums: list) -> list:
             found = zip(values, sums, self.placements, strict=True)
             return [placed_like(_reduced(g[0], p, mesh).astype(x.dtype), x) for x, g, p in found]
 
-        run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
-        return run(self._values(tree), sums)
+        return jax.shard_map(reduce_all, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
 
-    def add(self, gradients: Any, more: list[jax.Array]) -> Any:
-        """The gradients of the tree, with more of them for these parameters."""
-        leaves, form = jax.tree.flatten(gradients)
-        for i, x in zip(self.at, more, strict=True):
-            leaves[i] = leaves[i] + x
-        return jax.tree.unflatten(form, leaves)
-
-    def pairs(self, tree: Any, copies: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-        """The parameters in a tree, each with its copy."""
-        return list(zip(self._values(tree), copies, strict=True))
+    def picked(self, tree: Any) -> list[Any]:
+        """The leaves of a tree that stand where these parameters do."""
+        leaves = jax.tree.leaves(tree)
+        return [leaves[i] for i in self.at]
 
     def names(self, tree: Any) -> list[str]:
         """Their paths in a tree, as text."""
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         return ["/".join(key_texts(paths[i])) for i in self.at]
 
-    def _values(self, tree: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in self.at]
-
-    def _layout(self) -> tuple[Mesh, list[PartitionSpec], dict[str, Any]]:
-        """The mesh, the parameters' specs over the data axes, and where `shard_map` is manual."""
-        mesh = self.mesh
+    def _layout(self) -> tuple[Mesh, list[PartitionSpec], PartitionSpec, dict[str, Any]]:
+        """The mesh, specs of the parameters and of what each data shard has, and where `shard_map` is manual."""
+        mesh, axes = self.mesh, data_axes(self.mesh)
         assert isinstance(mesh, Mesh), "the model has arrays"
-        specs = [spec_over(data_axes(mesh), placement.spec) for placement in self.placements]
-        return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
+        layout = {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
+        return mesh, [spec_over(axes, placement.spec) for placement in self.placements], PartitionSpec(axes), layout
 
 
 def _reduced(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -148,7 +152,7 @@ def _reduced(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     return lax.psum(found, EXPERT) if is_summed else found
 
 
-# Gradient accumulation: reduce every microbatch into a sharded sum, or gather once and reduce once.
+# ---- the loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,17 +180,18 @@ class Loss:
 
 def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
     """Loss, aux of every microbatch, gradients, and the state after the last."""
-    parts, mesh = microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
-    of_params, of_frozen = (Once.of(placements if once else (), mesh) for placements in loss.placements)
+    parts, mesh = _microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
+    of_params, of_frozen = (Once(placements if once else (), mesh) for placements in loss.placements)
     copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
 
     def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        found = Copies(of_params.pairs(params, copies) + of_frozen.pairs(loss.frozen, frozen_copies))
-        with copies_scope(found if once else None):
+        stored = of_params.picked(params) + of_frozen.picked(loss.frozen)
+        found = Copies(list(zip(stored, copies + frozen_copies, strict=True)))
+        with during(_copies, found if once else None):
             out = loss.run(params, loss.frozen, state, part)
         if found.left:
             names = of_params.names(params) + of_frozen.names(loss.frozen)
-            _tell_of_left([names[i] for i in found.left], len(names), found.missed, loss.name)
+            _check_left([names[i] for i in found.left], len(names), found.missed, loss.name)
         return out
 
     grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
@@ -201,12 +206,15 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     dtype = jax.eval_shape(grad, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0][0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:
-        grads = of_params.add(grads, to_device(of_params.reduce(loss.params, of_copies)))
+        leaves, form = jax.tree.flatten(grads)
+        for i, x in zip(of_params.at, to_device(of_params.reduce(loss.params, of_copies)), strict=True):
+            leaves[i] = leaves[i] + x
+        grads = jax.tree.unflatten(form, leaves)
     return total / steps, aux, back(jax.tree.map(lambda g: g / steps, grads), loss.params), state
 
 
-def _tell_of_left(names: list[str], total: int, missed: bool, model: str) -> None:
-    """Tells of copies that no call has taken, if a call has gathered for itself, or if there are no others."""
+def _check_left(names: list[str], total: int, missed: bool, model: str) -> None:
+    """Warns of copies that no call has taken, if a call has gathered for itself; raises if there are no others."""
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
         " not stored as js.shard_init stores them"

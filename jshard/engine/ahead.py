@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.rules import calls, loops
+from jshard.engine import rules
+from jshard.engine.rules import Eqn, Shard, Value, loops
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import Eqn, Value
 from jshard.plans.units import NESTED, OWN
 
 MIN_TRIPS = 3
@@ -162,8 +163,8 @@ def planned(
     before, pieces, stacks = [] if before is None else before, set(), {}
     for e in jaxpr.eqns:
         operands = [Value(None) if isinstance(a, jex.Literal) else env.get(a, Value(None)) for a in e.invars]
-        if e.primitive.name in calls.CALLS:
-            inner, given = calls.program(e)[0], calls.operands(e, operands)
+        if e.primitive.name in rules.CALLS:
+            inner, given = rules.program(e)[0], rules.operands(e, operands)
             yield from planned(inner, given, before, with_loops=with_loops)
         if e.primitive.name == "stack" and e.params["axis"] == 0 and operands[0].is_stored:
             stacks[e.outvars[0]] = operands if all(v.state == operands[0].state for v in operands) else ()
@@ -284,7 +285,7 @@ def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[
     shared, stacks = operands[:n_consts], rows[end:]
     scanned = [Value(None) if loops.is_stored_along_trips(v) else v for v in operands[end:]]
     scanned = [stack[0] if stack else v for v, stack in zip(scanned, stacks, strict=True)]
-    plan = LoopPlan.of(calls.opened(eqn.params["jaxpr"])[0], shared, operands[n_consts:end], scanned, length)
+    plan = LoopPlan.of(rules.opened(eqn.params["jaxpr"])[0], shared, operands[n_consts:end], scanned, length)
     if any(v.x is None or _compat.on_host(v.x) for v in (*shared, *scanned) if v.is_stored):
         return  # their rows are cut when the loop begins
     at = lambda trip: length - 1 - trip if eqn.params["reverse"] else trip
@@ -335,3 +336,43 @@ def tied(*groups: Any) -> Any:
         for i, x in zip(at, lax.optimization_barrier([flat[i] for i in at]), strict=True):
             flat[i] = x
     return jax.tree.unflatten(tree, flat)
+
+
+# ---- layers of a loop that are no unit: the root stores the gradient of each in its trip
+
+
+def stored_rows(jaxpr: Any, gradients: Mapping[Any, Shard]) -> dict[Any, Shard]:
+    """The stacked results of loops that become gradients (some results) and nothing else, with how those are stored.
+
+    Where a program is called more than once, a row may be stored that is none: whoever reads it gathers it again.
+    """
+    uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jex.Var))
+    uses.update(a for a in jaxpr.outvars if isinstance(a, jex.Var))
+    wanted = {v: s for v, s in gradients.items() if uses[v] == 1}
+    found: dict[Any, Shard] = {}
+    for e in reversed(jaxpr.eqns):
+        mine = {k: wanted[v] for k, v in enumerate(e.outvars) if v in wanted}
+        if not mine:
+            continue
+        if e.primitive.name in ("convert_element_type", "copy", "copy_p") and uses[e.invars[0]] == 1:
+            wanted[e.invars[0]] = mine[0]
+        elif e.primitive.name in rules.CALLS:
+            inner, _ = rules.program(e)
+            found |= stored_rows(inner, {inner.outvars[k]: s for k, s in mine.items()})
+        elif e.primitive.name == "scan":
+            _, num_carried = _compat.scan_arguments(e)
+            body, _ = rules.opened(e.params["jaxpr"])
+            stacked = {k: s for k, s in mine.items() if k >= num_carried and not _is_of_unit(body, body.outvars[k])}
+            found |= {e.outvars[k]: s for k, s in stacked.items()}
+    return found
+
+
+def _is_of_unit(jaxpr: Any, variable: Any) -> bool:
+    """Whether a unit has made a value, and so has reduced it, or will."""
+    for e in jaxpr.eqns:
+        if variable in e.outvars:
+            if e.primitive.name in rules.CALLS:
+                inner, _ = rules.program(e)
+                return _is_of_unit(inner, inner.outvars[e.outvars.index(variable)])
+            return e.primitive.name == "unit"
+    return False

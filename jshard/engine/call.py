@@ -1,8 +1,10 @@
 """A method call on a module as a function of arrays: taken apart, put together again, its changes written back."""
 
+import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -10,8 +12,9 @@ import numpy as np
 from flax import nnx
 
 from jshard import _compat
-from jshard.engine.context import guard
+from jshard.engine.context import during, guard
 from jshard.errors import CallError
+from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of, store
 from jshard.plans.replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
 from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
@@ -265,11 +268,8 @@ class NnxCall:
             if padding_of(one) is not None:
                 store(one, None, one.get_raw_value())  # inside, arrays are logical
         before = Before.of(live)
-        token = _names.set(_names_inside(live.module, self._path))
-        try:
+        with during(_names, _names_inside(live.module, self._path)):
             out = self._parts.method(live.module, *live.args, **live.kwargs)
-        finally:
-            _names.reset(token)
         changed = before.changed(live, self.where)
         changes = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
         passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
@@ -322,3 +322,40 @@ def stored_text(model: str, path: tuple, variable: nnx.Variable) -> str:
     """A padded parameter, for messages."""
     shape, stored = logical_shape(variable), variable.get_raw_value()
     return f"{model}: {dotted(path)}  {stored.dtype}{list(shape)}, stored {list(stored.shape)}"
+
+
+# ---- a module that runs in global view
+
+
+def on_device(module: nnx.Module, unit: Unit) -> AbstractContextManager[None]:
+    """Inside, the parameters of a unit's module are on the device: products do not take arrays of both memories."""
+    if not any(member.placement.on_host for member in unit.members):
+        return contextlib.nullcontext()
+    params = [v for _, v in walk(module) if isinstance(v, nnx.Param) and _compat.on_host(v.get_raw_value())]
+    return _holding(params, [fetched(v.get_raw_value()) for v in params])
+
+
+def guarded_inside(module: nnx.Module, unit: Unit) -> AbstractContextManager[None]:
+    """Inside, to differentiate a padded parameter raises as long as an optimizer would see the padding."""
+    found = [(path, v) for path, v in walk(module) if isinstance(v, nnx.Param) and padding_of(v) is not None]
+    found = [(path, v) for path, v in found if _compat.is_tracer(v.get_raw_value())]
+    if unit.optimizer is None or not found:
+        return contextlib.nullcontext()
+    name = plain_class(module).__name__
+    padded = {i: (stored_text(name, path, v), unit.optimizer) for i, (path, v) in enumerate(found)}
+    params = [v for _, v in found]
+    return _holding(params, guard([v.get_raw_value() for v in params], padded))
+
+
+@contextlib.contextmanager
+def _holding(variables: Sequence[nnx.Variable], arrays: Sequence[Any]) -> Iterator[None]:
+    """Inside, variables hold these arrays; those that nobody wrote hold what they held again."""
+    before = [v.get_raw_value() for v in variables]
+    for v, x in zip(variables, arrays, strict=True):
+        v.set_raw_value(x, _unsafe_bypass_check=True)
+    try:
+        yield
+    finally:
+        for v, old, x in zip(variables, before, arrays, strict=True):
+            if v.get_raw_value() is x:
+                v.set_raw_value(old, _unsafe_bypass_check=True)

@@ -1,10 +1,13 @@
-"""What a model's own mixing of examples sends, and what is not split: recorded per line of the user's, or warned of.
+"""What a traced call does besides its plan: what its own mixing of examples sends, what is not split, layers in loops.
 
 A model that looks at its whole batch (statistics, in-batch negatives, sorts) needs the other shards' examples. That is
-right as it is, and it costs collectives that are neither a parameter's gather nor a gradient's reduction.
+right as it is, and it costs collectives that are neither a parameter's gather nor a gradient's reduction: they are
+recorded per line of the user's, and warned of where they are large.
 """
 
 import collections
+import dataclasses
+import itertools
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -14,17 +17,73 @@ import jax.numpy as jnp
 
 from jshard import _compat
 from jshard.engine.context import in_shapes_only
-from jshard.engine.values import LocalProduct, Mixing
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
-from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import LeafPlan, ShardPlan
 from jshard.plans.units import Unit
+
+_HOW = {
+    "whole": "gathered from all data shards",
+    "made whole": "a constant that every device makes whole",
+    "sum": "summed over the data shards",
+    "max": "reduced over the data shards",
+    "move": "exchanged between data shards",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """A collective that is neither a parameter's gather nor a gradient's reduction, or all that a line sends in a step.
+
+    Args:
+        kind: "whole": a split value gathered; "sum", "max": a reduction whose result is needed; "move": split along
+            another dim; "made whole": a constant of which no shard can be made, so that it is cut from the whole.
+        operation: the primitive that needs it; "output" for what the program returns.
+        where: "file:line (function)" of the user's code; empty for what the model returns.
+        times: how many collectives.
+        bytes: of their results on one device, in all trips of the loops around.
+    """
+
+    kind: str
+    operation: str
+    where: str
+    times: int
+    bytes: int
+
+    def repeated(self, trips: float) -> "Mixing":
+        """The same, as a loop makes it."""
+        return dataclasses.replace(self, bytes=round(self.bytes * trips))
+
+    @property
+    def how(self) -> str:
+        """What is sent, in words."""
+        return _HOW[self.kind]
+
+    @property
+    def line(self) -> str:
+        """The line, or what stands for it."""
+        return self.where or "results and state of the model"
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.operation}, {self.how}, {self.bytes:,} bytes per step"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalProduct:
+    """One product of arrays, or all of a loop: operations of one device; the user's line where all compute the same."""
+
+    flops: float
+    is_whole: bool
+    where: str
+
+    def repeated(self, trips: float) -> "LocalProduct":
+        """The same, as a loop makes it."""
+        return dataclasses.replace(self, flops=self.flops * trips)
+
 
 WARNED_BYTES = 2**20
 WARNED_SHARE = 0.01
-"""Of the bytes that the parameters' own collectives send."""
-
-_LISTED = 8
+"""Of the bytes that the parameters' own collectives send: two gathers and a reduce-scatter of each."""
 
 COMPUTED_WHOLE = ("whole", "made whole")
 """Kinds of an operation that has no rule for its operands: each device computes it for the whole batch."""
@@ -36,9 +95,7 @@ _SCOPE = re.compile(r"mixing\[([^\]|]*)\|([^\]|]*)\|([^\]|]*)\|(\d+)\|([^\]|]*)\
 def scope_of(one: Mixing, size: int) -> str:
     """The name under which a collective stands in the compiled program: `mixing[sum|reduce_sum|vae.py|35|encode|64]`.
 
-    Args:
-        one: the record.
-        size: bytes of its result, of one execution.
+    The last number are the bytes of its result, of one execution.
     """
     place = re.fullmatch(r"(.*):(\d+) \((.*)\)", one.where)
     file, line, function = place.groups() if place else ("", "0", "")
@@ -60,9 +117,13 @@ _MAX_SEEN = 64
 _warned: set[tuple[Key, str]] = set()
 
 
-def key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
+def _key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
     """Of a model, whose record has other paths in its plan than in a call: its class and where its parameters are."""
     return kind, tuple(mesh), frozenset(collections.Counter(placements).items())
+
+
+def _key_of_root(unit: Unit) -> Key:
+    return _key_of(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))
 
 
 def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
@@ -74,58 +135,49 @@ def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
             for leaf in plan.leaves
             if i == 0 or any(f"{leaf.path}/".startswith(f"{name}/") for name in unit.name.split("+"))
         ]
-        keys[key_of(unit.kind, plan.mesh, inside)] = None
+        keys[_key_of(unit.kind, plan.mesh, inside)] = None
     return tuple(_together(one for key in keys for found in _seen.get(key, {}).values() for one in found))
 
 
 def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing]) -> None:
     """Records what a program sends, and warns of what is large, once for each line of a model.
 
-    Args:
-        unit: record of the root.
-        call: the model and its method: `GPT.__call__`.
-        part: of the call: what was traced before of the same is replaced.
-        moved: the collectives.
-
-    Raises:
-        CallError: an operation is computed whole, and the annotation says fallback="error".
+    `call` is the model and its method, as `GPT.__call__`. What was traced before of the same part of it is replaced.
+    An operation that is computed whole is refused, if the annotation says fallback="error".
     """
     found = _together(moved)
     if unit.policy.fallback == "error" and (bad := [one for one in found if one.kind in COMPUTED_WHOLE]):
-        raise _refused(bad)
-    key = key_of(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))
+        raise CallError(
+            "The model has operations that every device computes for the whole batch.",
+            where=_listed(bad),
+            why='each needs more of the batch than a data shard has, and the annotation says fallback="error".',
+            do="f = js.per_example(f)  # if f treats each example on its own; else\n"
+            'js.fully_shard(model, mesh=mesh, fallback="warn")',
+        )
+    key = _key_of_root(unit)
     if len(_seen) >= _MAX_SEEN and key not in _seen:
         _seen.pop(next(iter(_seen)))
     _seen.setdefault(key, {})[call, part] = found
-    limit = max(WARNED_BYTES, WARNED_SHARE * _parameter_bytes(unit))
+    sent = 3 * sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
+    limit = max(WARNED_BYTES, WARNED_SHARE * sent)
     large = [one for one in found if one.bytes >= limit and (key, one.where) not in _warned]
     if large:
         _warned.update((key, one.where) for one in large)
-        text = f"{call.split('.')[0]} mixes the examples of its batch, which sends data between the data shards:"
-        _compat.warn_user("\n  ".join([text, *_listed(large), *_advice(large)]))
-
-
-def _refused(bad: Sequence[Mixing]) -> CallError:
-    return CallError(
-        "The model has operations that every device computes for the whole batch.",
-        where=_listed(bad),
-        why='each needs more of the batch than a data shard has, and the annotation says fallback="error".',
-        do="f = js.per_example(f)  # if f treats each example on its own; else\n"
-        'js.fully_shard(model, mesh=mesh, fallback="warn")',
-    )
+        text = [f"{call.split('.')[0]} mixes the examples of its batch, which sends data between the data shards:"]
+        text += _listed(large)
+        if opaque := [one.operation for one in large if one.kind in COMPUTED_WHOLE and one.operation in _OPAQUE]:
+            one = f"js.per_example(f) around a function f with a {opaque[0]}"
+            text.append(f"{one} says that it treats each example on its own.")
+        _compat.warn_user("\n  ".join(text))
 
 
 def _listed(found: Sequence[Mixing]) -> list[str]:
-    more = [f"and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
-    return [*map(str, found[:_LISTED]), *more]
+    return _shortened(list(map(str, found)), 8)
 
 
-def _advice(found: Sequence[Mixing]) -> list[str]:
-    """What helps where the engine cannot look into an operation."""
-    opaque = [one.operation for one in found if one.kind in COMPUTED_WHOLE and one.operation in _OPAQUE]
-    if not opaque:
-        return []
-    return [f"js.per_example(f) around a function f with a {opaque[0]} says that it treats each example on its own."]
+def _shortened(texts: list[str], most: int, kind: str = "") -> list[str]:
+    more = len(texts) - most
+    return [*texts[:most], f"and {more} more{kind}"] if more > 0 else texts
 
 
 def _together(found: Iterable[Mixing]) -> list[Mixing]:
@@ -139,13 +191,9 @@ def _together(found: Iterable[Mixing]) -> list[Mixing]:
     return sorted(summed, key=lambda one: -one.bytes)
 
 
-def _parameter_bytes(unit: Unit) -> int:
-    """Bytes that the collectives of the parameters send in a step: two gathers and a reduce-scatter of each."""
-    return 3 * sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
+# ---- the batch of a call: which of its arguments are split over the data shards, and a warning where work is not
 
-
-# The batch of a call: which of its arguments are split over the data shards, and a warning where work is not. The
-# numbers are those of one device either way: what has no batch is whole on every device, which computes what follows.
+# The numbers are those of one device either way: what has no batch is whole on every device, and so is what follows.
 
 WARNED_FLOPS = 1e9
 WARNED_PART = 0.1
@@ -175,16 +223,9 @@ def batch_size(arrays: Sequence[Any], degree: int) -> int:
 def warn_of_whole(
     call: str, arguments: Sequence[Any], batch: int, degree: int, products: Sequence[LocalProduct]
 ) -> None:
-    """Warns of large products that every device computes for all examples; once for each call and their lines.
+    """Warns of large products of forward that every device computes for all examples; once for a call and their lines.
 
     A single example is computed so on any number of devices.
-
-    Args:
-        call: the model and its method: `GPT.__call__`.
-        arguments: shapes of the arguments.
-        batch: their `batch_size`.
-        degree: the number of data shards.
-        products: of the forward program.
     """
     lines: dict[str, float] = collections.defaultdict(float)
     for one in products:
@@ -200,10 +241,9 @@ def warn_of_whole(
         return
     _warned_whole.add(key)
     why, do = _beside(others, batch, degree) if batch else _no_batch(rows, degree)
-    where = [f"{line}: {lines[line] / 1e9:,.1f} GFLOP" for line in listed[:_SHOWN]]
-    more = [f"and {len(listed) - _SHOWN} more lines"] if len(listed) > _SHOWN else []
+    where = _shortened([f"{line}: {lines[line] / 1e9:,.1f} GFLOP" for line in listed], _SHOWN, " lines")
     what = f"{call}: every device computes products for all examples, {whole / total:.0%} of what it multiplies:"
-    _compat.warn_user("\n  ".join([what, *where, *more, why, do]))
+    _compat.warn_user("\n  ".join([what, *where, why, do]))
 
 
 def _no_batch(rows: Sequence[Any], degree: int) -> tuple[str, str]:
@@ -229,11 +269,77 @@ def _beside(others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
 
 
 def _shapes(rows: Sequence[Any]) -> str:
-    more = [f"and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
-    return ", ".join([*(f"{x.dtype}{list(x.shape)}" for x in rows[:_SHOWN]), *more])
+    return ", ".join(_shortened([f"{x.dtype}{list(x.shape)}" for x in rows], _SHOWN))
 
 
 def _is_key(x: Any) -> bool:
     """Whether an array is a random key, typed or of the old kind."""
     old = x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)
     return old or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+# ---- layers of a loop that are no unit: the root gathers each when it is due, which a plan cannot know before a trace
+
+_LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers; below that nobody would miss the time
+
+_seen_layers: dict[Key, set[str]] = {}
+
+
+def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
+    """Records the parameters, by path, of which a region gathered one layer in a loop; warns of large ones once."""
+    if not rows:
+        return
+    key = _key_of_root(unit)
+    _seen_layers.setdefault(key, set()).update(rows)
+    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan says so
+    sizes: dict[str, int] = {}
+    for path, stack in _stacks(unknown).items():
+        sizes[stack] = sizes.get(stack, 0) + unknown[path].gathered_bytes
+    large = {stack: size for stack, size in sizes.items() if size >= _LARGE_BYTES and (key, stack) not in _warned}
+    if not large:
+        return
+    _warned.update((key, stack) for stack in large)
+    listed = "".join(
+        f"\n  {stack}  {size} bytes, by (root), each layer when it is due" for stack, size in large.items()
+    )
+    lines = "".join(
+        f"\n  js.fully_shard({_written(stack)}, mesh=mesh, placement=js.ShardPlacement(stacked=1))" for stack in large
+    )
+    _compat.warn_user(
+        f"{len(large)} stack(s) of layers of {unit.kind} are no unit, and are not gathered ahead of their use:{listed}"
+        f"\n  Before the line of the model:{lines}"
+    )
+
+
+def as_traced(plan: ShardPlan) -> ShardPlan:
+    """A plan that knows the layers that the last traced calls of its model gathered one at a time."""
+    key = _key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
+    stacks = _stacks(_seen_layers.get(key, ()))
+    return dataclasses.replace(plan, leaves=tuple(_by_layer(leaf, stacks.get(leaf.path, "")) for leaf in plan.leaves))
+
+
+def _by_layer(leaf: LeafPlan, stack: str) -> LeafPlan:
+    if not stack or leaf.stack or leaf.owner != ():
+        return leaf
+    placement = leaf.placement
+    if placement.layers == 1:
+        placement = dataclasses.replace(placement, layers=placement.shape[0])
+    return dataclasses.replace(leaf, stack=stack, placement=placement)
+
+
+def _stacks(paths: Iterable[str]) -> dict[str, str]:
+    """Of each parameter the module of layers that it is in: what those below one child of the root have in common."""
+    below: dict[str, list[str]] = {}
+    for path in paths:
+        below.setdefault(path.split("/")[0], []).append(path)
+    found = {}
+    for together in below.values():
+        modules = [path.split("/")[:-1] for path in together]
+        alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*modules, strict=False))
+        found |= dict.fromkeys(together, "/".join(names[0] for names in alike) or "(root)")
+    return found
+
+
+def _written(path: str) -> str:
+    """A path of modules as it is written: `model.encoder.layers`, `model.towers[0]`."""
+    return re.sub(r"\.(\d+)\b", r"[\1]", "model" if path == "(root)" else f"model.{path.replace('/', '.')}")

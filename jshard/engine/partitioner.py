@@ -6,22 +6,40 @@ computed whole from gathered operands: slower, never wrong, and noted with its b
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
+from jax.interpreters import batching, mlir
 
 from jshard import _compat
-from jshard.engine.moved import scope_of
-from jshard.engine.rules import known, linear
-from jshard.engine.rules.contraction import flops
-from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
-from jshard.engine.values import PARTIAL, Eqn, LocalProduct, MadeFrom, Mixing, Shard, State, Value
+from jshard.engine.moved import LocalProduct, Mixing, scope_of
+from jshard.engine.rules import (
+    CONVERT_PARTIAL,
+    KEEP_STORED,
+    PARTIAL,
+    RULES,
+    TAKE_PARTIAL,
+    Eqn,
+    MadeFrom,
+    Shard,
+    State,
+    Value,
+    known,
+    linear,
+    rule,
+    same,
+)
+from jshard.engine.rules import loops as loops  # enters rules into the table, as the others here do
+from jshard.engine.rules import opaque as opaque
+from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError, FourPartError
+from jshard.plans.mesh import EXPERT
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan
@@ -33,8 +51,8 @@ class Partitioner:
     Args:
         axes: the data axes of the `shard_map` around, such as ("replica", "fsdp").
         degree: product of their sizes.
-        batch_sizes: sizes of the batch. A constant with a dim of such a size is kept as a shard where it is stored;
-            without any, one is only where a split of it was asked for.
+        batch_sizes: a constant with a dim of such a size is kept as a shard where it is stored; without any, one is
+            only where a split of it was asked for.
     """
 
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
@@ -198,21 +216,13 @@ class Partitioner:
         """A value for an inner trace: one that is cheap to make goes in as its equations."""
         return value if value.is_known and not known.is_costly(value) else self.land(value)
 
-    def enter(self, value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
-        """A value that crossed, in the inner trace; see `known.enter`."""
-        return known.enter(value, memo)
-
     # ---- programs
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
-        """Runs a program; its results in whatever state they come.
+        """Runs a program, traced in global view; its results in whatever state they come.
 
-        Args:
-            jaxpr: the program, in global view.
-            consts: its constants.
-            args: its arguments.
-            gradients: which of its results are gradients: what flows to them alone is summed at the end.
+        Of `gradients` (results, by number) what flows to them alone is summed at the end.
         """
         outer = self._needed_elsewhere
         self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
@@ -325,12 +335,7 @@ class Partitioner:
         return [self._split_again(Value(x), sizes) for x in found]
 
     def _split_again(self, value: Value, sizes: dict[int, int]) -> Value:
-        """The value split along the dim that operands were split along, or one of that size.
-
-        Args:
-            value: a whole one.
-            sizes: of the operands' dims, in global view.
-        """
+        """A whole value split along the dim that operands were split along, or one of that size in global view."""
         dims = [d for d, n in enumerate(value.shape) if n in sizes.values()]
         dim = next((d for d in dims if sizes.get(d) == value.shape[d]), dims[0] if dims else None)
         if dim is None:
@@ -363,3 +368,130 @@ def _in_words(value: Value) -> str:
     if value.is_stored:
         return "stored"
     return "a sum over the shards" if value.is_partial else "whole"
+
+
+# ---- the `expert` axis: a program on one data shard, run once more on its part of the experts
+
+# The program of a data shard, with its collectives, is traced for all experts and all of their batch. Then it is
+# interpreted again over `expert` alone, by the same table: the batch and the experts' parameters are split, what both
+# meet in moves by an all-to-all, and gradients of everything else are partial until they are stored shards.
+
+over_expert_p = jex.Primitive("over_expert")
+"""Its operand. Over `expert` the result is split along `dim`; None: a sum over the axis is taken, if one is open."""
+over_expert_p.def_impl(lambda x, dim: x)
+over_expert_p.def_abstract_eval(lambda x, dim: x)
+mlir.register_lowering(over_expert_p, lambda ctx, x, dim: [x])
+
+
+def _batched(xs: Sequence[Any], dims: Sequence[int], *, dim: int | None) -> tuple[Any, int]:
+    (x,), (at,) = xs, dims
+    return over_expert_p.bind(x, dim=None if dim is None else dim + (at <= dim)), at
+
+
+batching.primitive_batchers[over_expert_p] = _batched
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
+    """The array. It is split over `expert` along `new` from here on, and its gradient along `old` before."""
+    return over_expert_p.bind(x, dim=new)
+
+
+exchanged.defvjp(
+    lambda x, old, new: (over_expert_p.bind(x, dim=new), None),
+    lambda old, new, _, ct: (over_expert_p.bind(ct, dim=old),),
+)
+
+
+def summed_over_expert(x: jax.Array) -> jax.Array:
+    """A gradient whose sum over `expert` is taken here, in this dtype."""
+    return over_expert_p.bind(x, dim=None)
+
+
+@rule("over_expert")
+def _on_data_shard(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """A data shard is all of the axis."""
+    return same(p, eqn, values, values[0].state)
+
+
+class ExpertPartitioner(Partitioner):
+    """The partitioner over `expert` of a data shard's program."""
+
+    _is_asked = False
+
+    def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """Runs one equation; those that say what happens over the axis are not the table's."""
+        name = eqn.primitive.name
+        if name == "over_expert":
+            return [self._placed(values[0], eqn.params["dim"])]
+        if name == "psum" and any(v.is_partial for v in values):
+            everywhere = (*eqn.params["axes"], *self.axes)  # over `expert`, too: one all-reduce
+            return [
+                Value(self.bind(eqn, [v.x], axes=everywhere)[0])
+                if v.is_partial
+                else v.with_array(self.bind(eqn, [v.x])[0])
+                for v in values
+            ]
+        return super().equation(eqn, values)
+
+    def _placed(self, value: Value, dim: int | None) -> Value:
+        """A value where the program says; what the user or a gradient's sum asks for is not noted."""
+        if dim is None:
+            return Value(self.sum(value.x)) if value.is_partial else value
+        if not self.divides(self.full_shape(value)[dim]):
+            return value
+        self._is_asked = True
+        try:
+            return self.split(value, dim)
+        finally:
+            self._is_asked = False
+
+    @contextlib.contextmanager
+    def sends(self, kind: Any, eqn: Eqn | None, size: int) -> Iterator[None]:
+        """What the program asks for is no mixing of the model's own: it is not recorded, and has no name of such."""
+        if self._is_asked:
+            yield
+        else:
+            with super().sends(kind, eqn, size):
+                yield
+
+
+def over_experts(
+    program: Callable[..., list[Any]],
+    arrays: Sequence[Any],
+    dims: Sequence[int | None],
+    wanted: Sequence[State],
+    degree: int,
+) -> tuple[list[Any], list[int | None], list[Mixing]]:
+    """Runs a data shard's program, of arrays that are whole along `expert`, on the part of one place along it.
+
+    Args:
+        program: the function of the data shard's arrays.
+        arrays: this place's parts of them.
+        dims: the dim that each is split along over `expert`; None: it is whole.
+        wanted: the states in which its first results leave; the others leave as they come, summed.
+        degree: of the axis.
+
+    Returns:
+        The parts of the results, the dims that they are split along, and the collectives over `expert`.
+    """
+
+    def whole(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
+        shape = [n * degree if i == dim else n for i, n in enumerate(x.shape)]
+        return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+
+    closed = jax.make_jaxpr(program)(*map(whole, arrays, dims))
+    p = ExpertPartitioner((EXPERT,), degree)  # a shard's batch is small: other dims have its size, as that of layers
+    values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+    outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
+    ended = [_reduced(p, v, dim) for v, dim in zip(outs, wanted, strict=False)]
+    ended += [p.land(p.settle(v)) for v in outs[len(wanted) :]]
+    return [v.x for v in ended], [v.dim if v.is_split else None for v in ended], p.moved
+
+
+def _reduced(p: Partitioner, value: Value, wanted: State) -> Value:
+    """A gradient as it is stored. Its sum is planned, and no mixing of the model's own."""
+    if not value.is_partial or wanted == PARTIAL:
+        return p.in_state(value, wanted)
+    dim = cast(int | None, wanted)
+    return Value(p.sum(value.x)) if dim is None else Value(p.reduce_scatter(value.x, dim), dim)

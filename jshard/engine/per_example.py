@@ -20,8 +20,8 @@ from jax.interpreters import batching, mlir
 
 from jshard import _compat
 from jshard.engine.call import is_float
+from jshard.engine.rules import PARTIAL, State
 from jshard.engine.trace import Static, merged, others, picked
-from jshard.engine.values import PARTIAL, State
 from jshard.errors import CallError
 
 Function = TypeVar("Function", bound=Callable)

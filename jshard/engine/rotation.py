@@ -17,11 +17,11 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
+from jshard.engine import rules
 from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, cut_rows, gathered_operands, row_start, tied
-from jshard.engine.rules import calls, loops
+from jshard.engine.rules import Eqn, Shard, Value, loops
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import Eqn, Shard, Value
 from jshard.plans.units import OWN
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
     if last is None:
         return None
     if last.primitive.name != "unit":
-        inner, _ = calls.program(last)
+        inner, _ = rules.program(last)
         results = zip(inner.outvars, last.outvars, strict=True)
         return _late_in(inner, _variables(v for v, a in results if a in free))
     prefetch = last.params["settings"].prefetch
@@ -228,10 +228,10 @@ def _read_in(jaxpr: Any, wanted: Iterable[Any], handed: Collection[int]) -> set[
             free = {i for i, owner in enumerate(owners) if owner == OWN and i not in gathered}
             free |= {*gathered} if id(e) in handed else set()
             found |= _variables(a for i, a in enumerate(e.invars) if i not in free)
-        elif e.primitive.name in calls.CALLS:
-            inner, _ = calls.program(e)
+        elif e.primitive.name in rules.CALLS:
+            inner, _ = rules.program(e)
             inside = _read_in(inner, inner.outvars, handed)
-            given = zip(calls.operands(e, e.invars), inner.invars, strict=True)
+            given = zip(rules.operands(e, e.invars), inner.invars, strict=True)
             found |= _variables(a for a, v in given if v in inside)
         else:
             found |= _variables(e.invars)
@@ -244,9 +244,9 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
 
 def _has_units(eqn: Eqn) -> bool:
     """Whether an equation is a unit, or a call of a program with some."""
-    if eqn.primitive.name not in calls.CALLS:
+    if eqn.primitive.name not in rules.CALLS:
         return eqn.primitive.name == "unit"
-    return any(map(_has_units, calls.program(eqn)[0].eqns))
+    return any(map(_has_units, rules.program(eqn)[0].eqns))
 
 
 @jax.jit

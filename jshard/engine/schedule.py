@@ -17,13 +17,13 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.engine import stored
-from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operands, planned, tied
+from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operands, planned, stored_rows, tied
+from jshard.engine.moved import LocalProduct, Mixing
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Handover, Rotation
+from jshard.engine.rules import PARTIAL, Eqn, Shard, Value
 from jshard.engine.rules.loops import Scan
-from jshard.engine.stacks import stored_rows
 from jshard.engine.units import BACKWARD, FORWARD, read_inside
-from jshard.engine.values import PARTIAL, Eqn, LocalProduct, Mixing, Shard, Value
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import batch_axes, degree
 from jshard.plans.placement import Placement

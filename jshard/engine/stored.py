@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine import experts
-from jshard.engine.values import Shard, Value
+from jshard.engine.partitioner import summed_over_expert
+from jshard.engine.rules import Shard, Value
 from jshard.plans.memories import fetched, to_host
 from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree
 from jshard.plans.padding import Padding
@@ -115,7 +115,7 @@ def sum_replicas(x: jax.Array, mesh: Mesh) -> jax.Array:
 def _summed(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
     axes = tuple(a for a in axes if degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
-    return experts.summed_over_expert(x) if degree(mesh, EXPERT) > 1 else x
+    return summed_over_expert(x) if degree(mesh, EXPERT) > 1 else x
 
 
 def _replica_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -209,6 +209,12 @@ def logical_shape(value: Value) -> tuple[int, ...]:
         assert placement.dim is not None
         shape[dim] = placement.shape[placement.dim]
     return tuple(shape)
+
+
+def expert_dim(placement: Placement) -> int | None:
+    """The dim of a parameter that its experts are along, counted from the end; None if it is not one of experts."""
+    found = (i for i, entry in enumerate(placement.spec) if EXPERT in axes_of(entry))
+    return next((i - len(placement.spec) for i in found), None)
 
 
 def without_padding(x: Any, placement: Placement) -> Any:

@@ -20,9 +20,9 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._kernel_names import ATTENTION, CONTEXT
+from jshard.engine import rules
 from jshard.engine.call import is_float, refuse_written
 from jshard.engine.context import attention_again
-from jshard.engine.rules import calls
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
 from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
@@ -120,7 +120,7 @@ def trace(
     """
     with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
-    _warn_of_names(call, closed.jaxpr, remat, attention_calls())
+    _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
     closed = _without_written(closed, call.written)
     _refuse_axis_names(call, closed)
     consts = list(closed.consts)
@@ -193,12 +193,12 @@ def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
 def _handed(e: Any, k: int) -> Iterator[tuple[int, Any, Any, Any]]:
     """Operands that a result could be: the number of each, the program inside, and what the two are there."""
     if e.primitive.name == "scan":
-        (inner, _), (n_consts, n_carry) = calls.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
+        (inner, _), (n_consts, n_carry) = rules.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
         at = [n_consts + k] if k < n_carry else range(n_consts + n_carry, len(e.invars))
         yield from ((i, inner, inner.invars[i], inner.outvars[k]) for i in at)
-    elif e.primitive.name in calls.CALLS:
-        inner, _ = calls.program(e)
-        at = calls.operands(e, range(len(e.invars)))
+    elif e.primitive.name in rules.CALLS:
+        inner, _ = rules.program(e)
+        at = rules.operands(e, range(len(e.invars)))
         yield from ((i, inner, v, inner.outvars[k]) for i, v in zip(at, inner.invars, strict=True))
 
 
@@ -369,7 +369,7 @@ def without_key_data(closed: Any) -> tuple[Any, list[Any]]:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two programs have the same equations, with the same names and settings, in the same order."""
-    (a, consts), (b, others) = map(calls.opened, (one, other))
+    (a, consts), (b, others) = map(rules.opened, (one, other))
     if a is b and consts is others:
         return True
     same: dict[Any, Any] = {}

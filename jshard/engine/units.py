@@ -1,4 +1,4 @@
-"""Units as equations of a region's global trace, and units that are never gathered."""
+"""Units as equations of a region's global trace; and units that run in global view, as written."""
 
 import contextlib
 import contextvars
@@ -13,11 +13,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import batching
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.call import is_float
-from jshard.engine.context import traced_for
+from jshard.engine.call import is_array, is_float, is_nnx
+from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import (
     Call,
@@ -25,16 +25,18 @@ from jshard.engine.trace import (
     Static,
     abstract,
     are_equal,
+    checkpointed,
     evaluate_jaxpr,
     picked,
     trace,
     without_key_data,
 )
 from jshard.errors import CallError
-from jshard.plans.mesh import data_degree
+from jshard.plans.memories import fetched
+from jshard.plans.mesh import data_axes, data_degree
 from jshard.plans.placement import Placement
 from jshard.plans.policies import MixedPrecision, Prefetch
-from jshard.plans.remat import Remat
+from jshard.plans.remat import ATTENTION_AGAIN, Remat
 from jshard.plans.units import NESTED, OWN, Unit
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -42,17 +44,13 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclasses.dataclass(frozen=True)
 class UnitSettings:
-    """How a unit's equation is run on a data shard.
+    """How a unit's equation is run on a data shard."""
 
-    Args:
-        name: path of the unit, for the names of its operations.
-        reshard: True: gathered again in backward. False: what forward gathered is kept. A number: in so many pieces.
-        prefetch: how early it is gathered; None leaves it to the compiler.
-    """
-
-    name: str
-    reshard: bool | int
-    prefetch: Prefetch | None
+    name: str  # path of the unit, for the names of its operations
+    reshard: (
+        bool | int
+    )  # True: gathered again in backward. False: what forward gathered is kept. Or so many pieces of it
+    prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
 
 
 unit_p = jex.Primitive("unit")
@@ -108,8 +106,7 @@ batching.primitive_batchers[unit_p] = _batched
 class Traces:
     """The units of one region's trace.
 
-    Args:
-        are_equations: False where one data shard has the whole batch, and the program runs as it is.
+    They are no equations where one data shard has the whole batch, and the program runs as it is.
     """
 
     def __init__(self, *, are_equations: bool) -> None:
@@ -119,12 +116,7 @@ class Traces:
         self._distinct: dict[Hashable, list[Program]] = {}
 
     def shared(self, program: Program, kind: Hashable) -> tuple[Program, list[Any]]:
-        """A program that is equal to this one, traced before if there is such, and further operands for it.
-
-        Args:
-            program: the program.
-            kind: what equal ones have in common besides: the user's function, and how it is called.
-        """
+        """A program of this kind that is equal, if one was traced before, or this one; and further operands for it."""
         jaxpr, numbers = without_key_data(program.jaxpr)
         alike = self._distinct.setdefault((kind, len(jaxpr.jaxpr.eqns)), [])
         found = next((p for p in alike if p.remat == program.remat and are_equal(p.jaxpr, jaxpr)), None)
@@ -144,12 +136,8 @@ def in_region_trace() -> bool:
 @contextlib.contextmanager
 def region_trace(mesh: Mesh) -> Iterator[None]:
     """Inside, the global program of a region over a mesh is traced."""
-    token = _traces.set(Traces(are_equations=data_degree(mesh) > 1))
-    try:
-        with traced_for(mesh):
-            yield
-    finally:
-        _traces.reset(token)
+    with during(_traces, Traces(are_equations=data_degree(mesh) > 1)), traced_for(mesh):
+        yield
 
 
 def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, remat: Remat) -> Any:
@@ -254,11 +242,37 @@ def _dtypes(jaxpr: Any) -> list[Any]:
     return [a.dtype for a in jaxpr.out_avals]
 
 
-# A unit that is never gathered: its call runs as written, in global view, on parameters that stay where they are.
+# ---- in global view: as a Flax user would write it, which jshard is compared with; and units that are never gathered
+
+
+def run_as_flax(take_apart: Callable[[tuple, dict[str, Any]], Call], unit: Unit, args: tuple, kwargs: dict) -> Any:
+    """Calls a method of a unit's module as a Flax user would write it: cast, and under `jax.checkpoint`."""
+    call = take_apart(*_split_along_batch((args, kwargs), unit))
+    gathers = (OWN,) if unit.nested else {*call.owners} - {NESTED}
+    params = [
+        x if p is None else without_padding(fetched(x), p).astype(p.gathered_dtype if owner in gathers else x.dtype)
+        for x, p, owner in zip(call.params, call.placements, call.owners, strict=True)
+    ]
+    with attention_again(unit.policy.remat == ATTENTION_AGAIN):
+        outs = checkpointed(computes_in(call, unit.policy.mixed_precision), unit.policy.remat)(params, call.inputs)
+    passed = 2 * len(call.written)  # parameters that a transformation wrote back
+    return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
+
+
+def _split_along_batch(tree: Any, unit: Unit) -> Any:
+    axes, shards = data_axes(unit.mesh), data_degree(unit.mesh)
+
+    def split(x: Any) -> Any:
+        if not is_array(x) or x.ndim < 2 or x.shape[0] % shards or not isinstance(unit.mesh, Mesh):
+            return x
+        entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
+        return lax.with_sharding_constraint(x, NamedSharding(unit.mesh, PartitionSpec(*entries)))
+
+    return jax.tree.map(split, tree, is_leaf=is_nnx)
 
 
 def run_ungathered(call: Call, unit: Unit) -> Any:
-    """Calls a method of a unit that is never gathered. The compiler places what its operations communicate."""
+    """Calls a method of a unit on parameters that stay where they are; the compiler places what it communicates."""
     params = [
         x if p is None else without_padding(_held(x, p, unit), p).astype(p.gathered_dtype)
         for x, p in zip(call.guarded(call.params), call.placements, strict=True)

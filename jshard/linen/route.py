@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard.engine.context import in_global_view
-from jshard.engine.route import run_call
+from jshard.engine.region import run_call
 from jshard.errors import CallError
 from jshard.linen.annotation import Annotation, annotation_for, annotation_of, check_found
 from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested, raw_of

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from jshard.engine.values import PARTIAL
+from jshard.engine.rules import PARTIAL
 from tests.engine.on_shards import ONE_BY_8, mesh_of, run_alone
 
 BATCH = 32

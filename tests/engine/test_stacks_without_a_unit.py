@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 import jshard as js
-from jshard.engine import stacks
+from jshard.engine import moved as stacks
 from tests.helpers import compile_to_read, placed
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 

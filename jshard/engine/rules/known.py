@@ -15,10 +15,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.rules.contraction import free_dims
+from jshard.engine.rules import RULES, Eqn, MadeFrom, Value
+from jshard.engine.rules.reductions import free_dims
 from jshard.engine.rules.shapes import ELEMENTWISE, draws_alone
-from jshard.engine.rules.table import RULES
-from jshard.engine.values import Eqn, MadeFrom, Value
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -59,9 +58,7 @@ def is_costly(value: Value, seen: dict[int, bool] | None = None) -> bool:
 def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
     """A value for another trace: its equations again, made there; nothing of what was made here.
 
-    Args:
-        value: a known one, or any.
-        memo: what has entered that trace; it keeps the originals alive, as their ids are its keys.
+    `memo` is what has entered that trace; it keeps the originals alive, as their ids are its keys.
     """
     if id(value) not in memo:
         source = value.source
@@ -72,14 +69,9 @@ def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
 
 
 def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
-    """A value as an array that leaves this trace.
+    """A value as an array that leaves this trace; a known one is not split along the dims to skip.
 
     A known one leaves as a shard, if it was asked for as one, or has a dim of the size of the batch.
-
-    Args:
-        p: the partitioner.
-        value: any value.
-        skip: dims along which it is not to be split.
     """
     if not value.is_known:
         return value
@@ -149,11 +141,7 @@ def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
 def positions(shape: Sequence[int], whole: Sequence[int], dim: int, start: Any) -> tuple[jax.Array, jax.Array]:
     """`iota_2x32_shape` of one shard: positions in the whole array as (high, low) words, also beyond 2**32.
 
-    Args:
-        shape: of the shard.
-        whole: of the whole array.
-        dim: the dim that it is split along.
-        start: index of the shard's first element along `dim`.
+    The shard has `shape`, the array `whole`; along `dim` the shard's first element has the index `start`.
     """
     high, low, half = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32), np.uint32(16)
     word = lambda n: np.uint32(n & 0xFFFFFFFF)

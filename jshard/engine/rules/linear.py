@@ -19,9 +19,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jshard.engine.rules import calls
-from jshard.engine.rules.table import same
-from jshard.engine.values import PARTIAL, Eqn, Value
+from jshard.engine import rules
+from jshard.engine.rules import PARTIAL, Eqn, Value, same
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -37,18 +36,11 @@ MOVES = frozenset(
 SUMS = frozenset("conj cumsum imag neg real reduce_sum reduce_window_sum".split())
 """Each element of the result is a sum of elements, or of their parts, with signs. Windows are padded with zeros."""
 
-JOINED = {
-    "add": slice(0, None),
-    "add_any": slice(0, None),
-    "complex": slice(0, None),
-    "concatenate": slice(0, None),
+JOINED = dict.fromkeys("add add_any complex concatenate pad stack sub".split(), slice(0, None)) | {
     "dynamic_update_slice": slice(0, 2),
-    "pad": slice(0, None),
     "scatter-add": slice(0, None, 2),
     "scatter-sub": slice(0, None, 2),
     "select_n": slice(1, None),
-    "stack": slice(0, None),
-    "sub": slice(0, None),
 }
 """Linear in several operands together, those of the slice: whole ones among them are made partial. The others (indices,
 a predicate) must be whole."""
@@ -110,21 +102,17 @@ def _is_sound(eqn: Eqn, values: list[Value]) -> bool:
 
 
 def needed_elsewhere(jaxpr: Any, gradients: Collection[int]) -> set[Any]:
-    """Variables of a program that do not flow to its gradients alone, by linear equations alone.
+    """Variables of a program that do not flow to its gradients (outputs, by number) alone, by linear equations alone.
 
     The others may stay partial even where they grow: they are summed once, as gradients.
-
-    Args:
-        jaxpr: the program.
-        gradients: which of its outputs are gradients.
     """
     elsewhere = {a for k, a in enumerate(jaxpr.outvars) if k not in gradients and not isinstance(a, jex.Literal)}
     for eqn in reversed(jaxpr.eqns):
         free = [k for k, a in enumerate(eqn.outvars) if a not in elsewhere]
-        if eqn.primitive.name in calls.CALLS:
-            inner, _ = calls.program(eqn)
+        if eqn.primitive.name in rules.CALLS:
+            inner, _ = rules.program(eqn)
             held = needed_elsewhere(inner, free)
-            given = calls.operands(eqn, eqn.invars)
+            given = rules.operands(eqn, eqn.invars)
             used = [a for a, inside in zip(given, inner.invars, strict=True) if inside in held]
         elif eqn.primitive.name in NAMES and len(free) == len(eqn.outvars):
             used = []

@@ -11,9 +11,7 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.rules.calls import opened
-from jshard.engine.rules.table import rule
-from jshard.engine.values import PARTIAL, Eqn, Shard, State, Value
+from jshard.engine.rules import PARTIAL, Eqn, Shard, State, Value, known, opened, rule
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -32,13 +30,7 @@ def fixed_point(
 
     A whole value becomes split or partial if it comes out so; one that does not stay partial becomes whole again, or
     split. A loop inside of a loop starts from what was found before, so that its body is traced once more and no more.
-
-    Args:
-        p: the partitioner.
-        body: the loop's program.
-        operands: of the loop.
-        states: of the carry, at the start.
-        once: traces the body for states; the states that come out, and what it made.
+    `once` traces the body for states of the carry, and returns those that come out, and what it made.
     """
     never_partial: set[int] = set()
     key = id(body), tuple((v.state, v.is_known) for v in operands), tuple(states)
@@ -71,7 +63,7 @@ def _array(value: Value) -> Any:
 def _inside(p: "Partitioner", values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
     """Values that crossed into a trace whose arrays are `xs`."""
     memo: dict[int, tuple[Value, Value]] = {}
-    return [p.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
+    return [known.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
 
 
 @contextlib.contextmanager
@@ -167,11 +159,8 @@ class Scan:
     ) -> list[Value]:
         """One trip: what is carried on, then what is stacked.
 
-        Args:
-            carry: what is carried in.
-            scanned: the rows of this trip.
-            shared_xs: the arrays of what every trip reads; those outside where not given.
-            trips: how many trips this trace stands for.
+        This trace stands for `trips` of them; `shared_xs` are the arrays of what every trip reads, by default those
+        outside.
         """
         p = self.p
         shared = _inside(p, self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)

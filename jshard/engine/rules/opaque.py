@@ -1,26 +1,22 @@
-"""Calls whose inside is not partitioned: declared per example, kernels, and a `shard_map` of the user's."""
+"""Calls whose inside is not partitioned (declared per example, kernels, a `shard_map` of the user's), and effects."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard.engine.rules.calls import opened
-from jshard.engine.rules.table import free_dim, rule, same
-from jshard.engine.values import PARTIAL, Eqn, State, Value, array_bytes
+from jshard.engine.rules import PARTIAL, Eqn, State, Value, array_bytes, free_dim, opened, rule, same
 from jshard.errors import CallError
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
     from jshard.engine.per_example import Body
-
-
-# ---- declared
 
 
 @rule("per_example", converts_partial=True)
@@ -58,9 +54,6 @@ def _check_shapes(p: "Partitioner", eqn: Eqn, body: "Body", found: Any) -> None:
     if wrong or len(found) != len(wanted):
         why = f"on the examples of one of {p.degree} data shards: {', '.join(wrong) or f'{len(found)} results'}."
         raise body.without_rows(why, _compat.user_place(eqn))
-
-
-# ---- known
 
 
 @rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper", converts_partial=True)
@@ -120,31 +113,24 @@ def scaled_matmul(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value
     return None
 
 
-# ---- with a program that says what they compute
-
-
 @rule("custom_partitioning")
 def custom_partitioning(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """Its function for whole arrays, in place, as JAX itself runs it where all axes are manual."""
     return p.run(*opened(eqn.params["call"]), values)
 
 
-# A `shard_map` that the user has written inside the model.
+# ---- a `shard_map` that the user has written inside the model
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim the axes that it is split over, outermost first; those of degree 1 split nothing and are left out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Axes:
+class _Axes(NamedTuple):
     """The axes of degree above 1: of the region, and those of the user's `shard_map` that are not among them."""
 
     data: tuple[str, ...]
     other: tuple[str, ...]
     sizes: dict[str, int]
-
-    def over(self, dims: Dims, axes: Sequence[str]) -> Dims:
-        return tuple(tuple(a for a in dim if a in axes) for dim in dims)
 
 
 @rule("shard_map", takes_partial=True)
@@ -164,7 +150,8 @@ def shard_map(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
 def _nested(axes: _Axes, ins: Sequence[Dims], outs: Sequence[Dims], body: Callable) -> Callable[..., Sequence[Any]]:
     if not axes.other:
         return body
-    specs = lambda of: [P(*(dim or None for dim in axes.over(dims, axes.other))) for dims in of]
+    over = lambda dim: tuple(a for a in dim if a in axes.other) or None
+    specs = lambda of: [P(*map(over, dims)) for dims in of]
     return jax.shard_map(
         body, in_specs=tuple(specs(ins)), out_specs=specs(outs), axis_names=set(axes.other), check_vma=False
     )
@@ -207,16 +194,13 @@ def _full(p: "Partitioner", value: Value, x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(p.full_shape(value.with_array(x)), x.dtype)
 
 
-# ---- in place
-
-
 def _local(p: "Partitioner", axes: _Axes, value: Value, dims: Dims) -> Any:
     """A shard's part by `in_specs`, over the data axes."""
-    own = axes.over(dims, axes.data)
-    if (dim := _only(own, axes.data)) is not None:
-        return p.split(value, dim).x
+    own = _over_data(axes, dims)
+    if [*own.values()] == [axes.data]:
+        return p.split(value, *own).x
     x = p.whole(value).x
-    for dim, over in _split_dims(own):
+    for dim, over in own.items():
         size = x.shape[dim] // _degree(axes, over)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(over) * size, size, dim)
     return x
@@ -224,27 +208,67 @@ def _local(p: "Partitioner", axes: _Axes, value: Value, dims: Dims) -> Any:
 
 def _result(p: "Partitioner", eqn: Eqn, axes: _Axes, x: Any, dims: Dims) -> Value:
     """The value of which a shard has a part by `out_specs`; one that they do not split is the same on all shards."""
-    own = axes.over(dims, axes.data)
-    if (dim := _only(own, axes.data)) is not None:
-        return Value(x, dim)
-    for dim, over in _split_dims(own):
+    own = _over_data(axes, dims)
+    if [*own.values()] == [axes.data]:
+        return Value(x, *own)
+    for dim, over in own.items():
         with p.sends("whole", eqn, array_bytes(x) * _degree(axes, over)):
             x = lax.all_gather(x, over, axis=dim, tiled=True)
     return Value(x)
 
 
-def _only(own: Dims, data: tuple[str, ...]) -> int | None:
-    """The dim that is split over all data axes, in the region's order, if no other dim is split over them."""
-    split = list(_split_dims(own))
-    return split[0][0] if len(split) == 1 and split[0][1] == data else None
-
-
-def _split_dims(own: Dims) -> Iterator[tuple[int, tuple[str, ...]]]:
-    return ((dim, over) for dim, over in enumerate(own) if over)
+def _over_data(axes: _Axes, dims: Dims) -> dict[int, tuple[str, ...]]:
+    """The dims that are split over data axes; one over all of them is split as the region splits it."""
+    own = {dim: tuple(a for a in over if a in axes.data) for dim, over in enumerate(dims)}
+    return {dim: over for dim, over in own.items() if over}
 
 
 def _degree(axes: _Axes, over: Sequence[str]) -> int:
     return math.prod(axes.sizes[axis] for axis in over)
+
+
+def _axes(p: "Partitioner", eqn: Eqn) -> _Axes:
+    """The axes of the region and of the user's `shard_map`; refuses another mesh, and sums left open in its types."""
+    theirs, here = dict(eqn.params["mesh"].shape), jax.sharding.get_abstract_mesh()
+    sizes = dict(here.shape)
+    wrong = [f"{a} of degree {theirs[a]}" for a in eqn.params["newly_manual_axes"] if sizes.get(a) != theirs[a]]
+    if wrong:
+        raise CallError(
+            "A shard_map inside the model is over another mesh than the model's.",
+            where=_compat.user_place(eqn),
+            why=f"it is over {', '.join(sorted(wrong))}; the model is over "
+            + ", ".join(f"{a}={n}" for a, n in sizes.items())
+            + ".",
+            do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
+        )
+    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+    if any(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None) for spec in specs):
+        raise CallError(
+            "A shard_map inside the model has an unreduced argument or result.",
+            where=_compat.user_place(eqn),
+            why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data shards.",
+            do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
+        )
+    manual = [a for a in eqn.params["newly_manual_axes"] if sizes[a] > 1]
+    data = tuple(a for a in p.axes if sizes[a] > 1)
+    other = tuple(a for a in here.axis_names if a in manual and a not in p.axes)
+    return _Axes(data, other, sizes)
+
+
+def _dims(eqn: Eqn, axes: _Axes, spec: P, ndim: int) -> Dims:
+    """The axes of each dim by a spec; refuses a dim that is split over a data axis inside of another one."""
+    listed = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec]
+    dims = tuple(tuple(a for a in dim if axes.sizes[a] > 1) for dim in listed) + ((),) * (ndim - len(listed))
+    for dim in dims:
+        kinds = [a in axes.data for a in dim]
+        if kinds != sorted(kinds, reverse=True):
+            raise CallError(
+                "A shard_map inside the model splits a dim over a data axis inside of another axis.",
+                where=_compat.user_place(eqn),
+                why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(axes.data)}.",
+                do=f"jax.P({tuple(sorted(dim, key=lambda a: a not in axes.data))!r})  # the data axes first",
+            )
+    return dims
 
 
 # ---- collectives over axes that are not the region's, and over dims, as a vmap that names its axis makes them
@@ -290,59 +314,88 @@ def moving_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[V
     return same(p, eqn, values, value.dim)
 
 
-# ---- what the user has written
+# ---- what a program does besides computing: constraints, memories, barriers, callbacks
 
 
-def _axes(p: "Partitioner", eqn: Eqn) -> _Axes:
-    """The axes of the region and of the user's `shard_map`.
+@rule("sharding_constraint", "reshard", takes_partial=True)
+def constraint(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """`with_sharding_constraint`, `reshard`, and what Flax makes of logical axes: without the data axes."""
+    sharding = eqn.params["sharding" if "sharding" in eqn.params else "dst_sharding"]
+    free = eqn.params.get("unconstrained_dims", frozenset())
+    return [placed(v, sharding, frozenset(free)) for v in values]
 
-    Raises:
-        CallError: it is over another mesh, or sums are left open in its types.
+
+@rule("device_put", takes_partial=True)
+def device_put(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """A memory, or a sharding without the data axes; a single device says nothing here."""
+    return [placed(v, to) for v, to in zip(values, eqn.params["devices"], strict=True)]
+
+
+@rule("layout_constraint", takes_partial=True)
+def layout_constraint(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """The order of dims in memory."""
+    return [v.with_array(p.bind(eqn, [v.x])[0]) for v in values]
+
+
+def placed(value: Value, to: Any, free: frozenset[int] = frozenset()) -> Value:
+    """A value at a place (a memory, a sharding, a device); itself where that says nothing on a shard.
+
+    Its state stays. The user leaves the dims `free` to the compiler.
     """
-    theirs, here = dict(eqn.params["mesh"].shape), jax.sharding.get_abstract_mesh()
-    sizes = dict(here.shape)
-    wrong = [f"{a} of degree {theirs[a]}" for a in eqn.params["newly_manual_axes"] if sizes.get(a) != theirs[a]]
-    if wrong:
+    x, memory = value.x, to if isinstance(to, jax.memory.Space) else None
+    if kind := getattr(to, "memory_kind", None):
+        memory = jax.memory.Space.Host if kind.endswith("_host") else jax.memory.Space.Device
+    if isinstance(to, NamedSharding) and (axes := _compat.automatic_axes()):
+        x = lax.with_sharding_constraint(x, _kept(to.spec, axes, value.ndim, free))
+    if memory is not None and (memory == jax.memory.Space.Host) != _compat.on_host(x):
+        x = jax.device_put(x, memory)
+    return value if x is value.x else value.with_array(x)
+
+
+def _kept(spec: P, axes: dict[str, int], ndim: int, free: frozenset[int]) -> P:
+    """A spec without the axes that are not the compiler's."""
+    dims: list[Any] = []
+    for i in range(ndim):
+        dim = spec[i] if i < len(spec) else None
+        if i in free or dim is P.UNCONSTRAINED:
+            dims.append(P.UNCONSTRAINED)
+        else:
+            dims.append(tuple(a for a in ((dim,) if isinstance(dim, str) else dim or ()) if a in axes) or None)
+    return P(*dims)
+
+
+@rule("optimization_barrier", takes_partial=True)
+def optimization_barrier(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """States stay; known values have nothing to wait for."""
+    values = [p.cross(v) for v in values]
+    tied = iter(lax.optimization_barrier([v.x for v in values if not v.is_known]))
+    return [v if v.is_known else v.with_array(next(tied)) for v in values]
+
+
+@rule("debug_callback", "debug_print", "io_callback", "pure_callback", takes_partial=True)
+def callback(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Called once, on the first shard, with whole values."""
+    name, params = eqn.primitive.name, eqn.params
+    is_ordered = params.get("ordered") or "Ordered" in type(params.get("effect")).__name__
+    if p.degree > 1 and is_ordered and name.startswith("debug"):
         raise CallError(
-            "A shard_map inside the model is over another mesh than the model's.",
+            "An ordered debug callback inside the model cannot run on several devices.",
             where=_compat.user_place(eqn),
-            why=f"it is over {', '.join(sorted(wrong))}; the model is over "
-            + ", ".join(f"{a}={n}" for a, n in sizes.items())
-            + ".",
-            do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
+            why=f"the model runs on {p.degree} data shards, and JAX orders debug callbacks on one device only.",
+            do="jax.experimental.io_callback(f, None, x, ordered=True)  # or ordered=False",
         )
-    if any(_is_open(spec) for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"])):
-        raise CallError(
-            "A shard_map inside the model has an unreduced argument or result.",
-            where=_compat.user_place(eqn),
-            why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data shards.",
-            do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
-        )
-    manual = [a for a in eqn.params["newly_manual_axes"] if sizes[a] > 1]
-    data = tuple(a for a in p.axes if sizes[a] > 1)
-    other = tuple(a for a in here.axis_names if a in manual and a not in p.axes)
-    return _Axes(data, other, sizes)
+    xs = [p.whole(v).x for v in values]
+    nothing = lambda *xs: [jnp.zeros(a.aval.shape, a.aval.dtype) for a in eqn.outvars]
+    found = lax.cond(p.shard == 0, lambda *xs: p.bind(eqn, xs), nothing, *xs)
+    return [_of_first_shard(p, eqn, x) for x in found]
 
 
-def _is_open(spec: P) -> bool:
-    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+@rule("rng_uniform", takes_partial=True)
+def rng_uniform(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Numbers of the device's own generator: those of the first shard, on every shard."""
+    return [_of_first_shard(p, eqn, x) for x in p.bind(eqn, [p.whole(v).x for v in values])]
 
 
-def _dims(eqn: Eqn, axes: _Axes, spec: P, ndim: int) -> Dims:
-    """The axes of each dim by a spec.
-
-    Raises:
-        CallError: a dim is split over a data axis inside of another one.
-    """
-    listed = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec]
-    dims = tuple(tuple(a for a in dim if axes.sizes[a] > 1) for dim in listed) + ((),) * (ndim - len(listed))
-    for dim in dims:
-        kinds = [a in axes.data for a in dim]
-        if kinds != sorted(kinds, reverse=True):
-            raise CallError(
-                "A shard_map inside the model splits a dim over a data axis inside of another axis.",
-                where=_compat.user_place(eqn),
-                why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(axes.data)}.",
-                do=f"jax.P({tuple(sorted(dim, key=lambda a: a not in axes.data))!r})  # the data axes first",
-            )
-    return dims
+def _of_first_shard(p: "Partitioner", eqn: Eqn, x: Any) -> Value:
+    with p.sends("move", eqn, array_bytes(x) * p.degree):
+        return Value(p.gather(x[None], 0)[0])

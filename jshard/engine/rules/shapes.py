@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.engine.rules.table import beside, can_be_partial, rule, same, split_dim
-from jshard.engine.values import PARTIAL, Eqn, Value
+from jshard.engine.rules import PARTIAL, Eqn, Value, beside, can_be_partial, rule, same, split_dim
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
-
 
 ELEMENTWISE = frozenset(
     """
@@ -48,7 +46,7 @@ def tie(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     return [values[1]]
 
 
-# Operations that move elements by their place alone: reshape, transpose, broadcast, pad, slice; and typed keys.
+# ---- operations that move elements by their place alone: reshape, transpose, broadcast, pad, slice; and typed keys
 
 
 @rule("broadcast_in_dim")
