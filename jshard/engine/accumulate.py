@@ -2,7 +2,7 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,41 +51,20 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     return jax.tree.map(cut, batch)
 
 
-# ---- parameters that are gathered once for all microbatches, and whose gradients are reduced once
-
-
 class Copies:
-    """Full copies of parameters, gathered beforehand: found by the stored arrays that they are copies of.
+    """Full copies of parameters, gathered beforehand: found by the ids of the stored arrays that they are copies of.
 
     A parameter that was changed since, or another model's, is another array.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._pairs = pairs
-        self._by_id = {id(stored): copy for stored, copy in pairs}
-        self._taken: set[int] = set()
+    def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
+        self.by_id = dict(zip(map(id, stored), copies, strict=True))
+        self.taken: set[int] = set()  # ids of those that a call has taken
         self.missed = False  # whether a call has gathered for itself
 
-    def of(self, stored: Any) -> Any:
-        """The copy of a stored array; None if there is none."""
-        return self._by_id.get(id(stored))
 
-    def take(self, arrays: Iterable[Any]) -> None:
-        """Notes that a call has taken the copies of these arrays."""
-        self._taken |= set(map(id, arrays))
-
-    @property
-    def left(self) -> list[int]:
-        """Positions of those that no call has taken."""
-        return [i for i, (stored, _) in enumerate(self._pairs) if id(stored) not in self._taken]
-
-
-_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
-
-
-def gathered_copies() -> Copies | None:
-    """Copies gathered beforehand; None if each call gathers for itself."""
-    return _copies.get()
+gathered_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
+"""Copies gathered beforehand; None if each call gathers for itself."""
 
 
 class Once:
@@ -103,27 +82,28 @@ class Once:
         """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
         if not self.at:
             return []
-        mesh, stored, own, layout = self._layout()
+        stored, own, layout = self._layout()
 
         def gather_all(values: list) -> list:
             found = zip(values, self.placements, strict=True)
-            return [gather(Value(x, Shard(p)), mesh, p.gathered_dtype)[None] for x, p in found]
+            return [gather(Value(x, Shard(p)), p.gathered_dtype)[None] for x, p in found]
 
         return jax.shard_map(gather_all, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
-
-    def zeros(self, copies: list[jax.Array]) -> list[jax.Array]:
-        """Sums of the gradients of copies, before the first."""
-        return [jnp.zeros_like(x, p.reduce_dtype) for x, p in zip(copies, self.placements, strict=True)]
 
     def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
         """The gradients of the shards from each data shard's gradients of its copies."""
         if not self.at:
             return []
-        mesh, stored, own, layout = self._layout()
+        stored, own, layout = self._layout()
 
         def reduce_all(values: list, sums: list) -> list:
-            found = zip(values, sums, self.placements, strict=True)
-            return [placed_like(_reduced(g[0], p, mesh).astype(x.dtype), x) for x, g, p in found]
+            found = []
+            for x, g, p in zip(values, sums, self.placements, strict=True):
+                g = reduce_gradient(g[0], p, layout["mesh"])
+                if degree(self.mesh, EXPERT) > 1 and expert_dim(p) is None:
+                    g = lax.psum(g, EXPERT)
+                found.append(placed_like(g.astype(x.dtype), x))
+            return found
 
         return jax.shard_map(reduce_all, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
 
@@ -137,45 +117,29 @@ class Once:
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         return ["/".join(key_texts(paths[i])) for i in self.at]
 
-    def _layout(self) -> tuple[Mesh, list[PartitionSpec], PartitionSpec, dict[str, Any]]:
-        """The mesh, specs of the parameters and of what each data shard has, and where `shard_map` is manual."""
+    def _layout(self) -> tuple[list[PartitionSpec], PartitionSpec, dict[str, Any]]:
+        """Specs of the parameters and of what each data shard has; the mesh, and where `shard_map` is manual."""
         mesh, axes = self.mesh, data_axes(self.mesh)
         assert isinstance(mesh, Mesh), "the model has arrays"
         layout = {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
-        return mesh, [spec_over(axes, placement.spec) for placement in self.placements], PartitionSpec(axes), layout
-
-
-def _reduced(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
-    """The stored shard of a gradient's sum over all data axes; of experts, without `expert`."""
-    found = reduce_gradient(x, placement, mesh)
-    is_summed = degree(mesh, EXPERT) > 1 and expert_dim(placement) is None
-    return lax.psum(found, EXPERT) if is_summed else found
-
-
-# ---- the loop
+        return [spec_over(axes, placement.spec) for placement in self.placements], PartitionSpec(axes), layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """A loss as a function of trees of arrays.
 
-    Args:
-        run: takes parameters, frozen parameters, state and a microbatch; returns the loss, and aux with the new state.
-        params: the parameters to differentiate with respect to.
-        frozen: the other ones.
-        state: what passes from one microbatch to the next.
-        placements: of the leaves of `params`, and of `frozen`; None for what is no parameter.
-        root: record of the root.
-        name: of the model, for messages.
+    `run` takes parameters, frozen ones, state and a microbatch; it returns the loss, and aux with the new state.
     """
 
     run: Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
-    params: Any
-    frozen: Any
-    state: Any
+    params: Any  # to differentiate with respect to
+    frozen: Any  # the other ones
+    state: Any  # what passes from one microbatch to the next
     placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
+    """Of the leaves of `params`, and of `frozen`; None for what is no parameter."""
     root: Unit
-    name: str
+    name: str  # of the model, for messages
 
 
 def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
@@ -186,12 +150,12 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
 
     def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         stored = of_params.picked(params) + of_frozen.picked(loss.frozen)
-        found = Copies(list(zip(stored, copies + frozen_copies, strict=True)))
-        with during(_copies, found if once else None):
+        found = Copies(stored, copies + frozen_copies)
+        with during(gathered_copies, found if once else None):
             out = loss.run(params, loss.frozen, state, part)
-        if found.left:
-            names = of_params.names(params) + of_frozen.names(loss.frozen)
-            _check_left([names[i] for i in found.left], len(names), found.missed, loss.name)
+        names = of_params.names(params) + of_frozen.names(loss.frozen)
+        if left := [name for name, x in zip(names, stored, strict=True) if id(x) not in found.taken]:
+            _check_left(left, len(names), found.missed, loss.name)
         return out
 
     grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
@@ -202,7 +166,8 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
         return (total + value, sums, state), aux
 
-    zeros = jax.tree.map(jnp.zeros_like, loss.params), of_params.zeros(copies)
+    placed = zip(copies, of_params.placements, strict=True)
+    zeros = jax.tree.map(jnp.zeros_like, loss.params), [jnp.zeros_like(x, p.reduce_dtype) for x, p in placed]
     dtype = jax.eval_shape(grad, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0][0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:

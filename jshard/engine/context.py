@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -55,27 +55,9 @@ def shapes_only() -> AbstractContextManager[None]:
     return during(_shapes_only, True)
 
 
-def is_without_update() -> bool:
-    """Whether gradients are made to be looked at: no optimizer gets them."""
-    return bool(_no_update.value)
-
-
 def without_update() -> AbstractContextManager[None]:
     """Inside, gradients of padded parameters need no optimizer that sees logical arrays: there is no update."""
     return _no_update(True)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _guarded(refuse: Callable[[Sequence[bool]], None], arrays: list[Any]) -> list[Any]:
-    return arrays
-
-
-@functools.partial(_guarded.defjvp, symbolic_zeros=True)
-def _differentiated(
-    refuse: Callable[[Sequence[bool]], None], arrays: tuple[list[Any]], tangents: tuple[list[Any]]
-) -> tuple[list[Any], list[Any]]:
-    refuse([not isinstance(tangent, SymbolicZero) for tangent in tangents[0]])
-    return arrays[0], tangents[0]
 
 
 def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimizer]]) -> list[Any]:
@@ -83,13 +65,19 @@ def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimize
 
     `padded` has those by position, each with its name for messages and the optimizer of its model.
     """
-    guards = {i: one for i, one in padded.items() if not one[1].exists and not is_without_update()}
+    guards = {i: one for i, one in padded.items() if not one[1].exists and not _no_update.value}
     if not guards:
         return list(values)
 
-    def refuse(perturbed: Sequence[bool]) -> None:  # late, as a trace may be older than the optimizer
-        given = zip(guards.values(), perturbed, strict=True)
-        if bad := [one for one, is_bad in given if is_bad and not one[1].exists]:
+    @jax.custom_jvp
+    def guarded(arrays: list[Any]) -> list[Any]:
+        return arrays
+
+    @functools.partial(guarded.defjvp, symbolic_zeros=True)
+    def differentiated(arrays: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], list[Any]]:
+        # late, as a trace may be older than the optimizer
+        given = zip(guards.values(), tangents[0], strict=True)
+        if bad := [one for one, ct in given if not isinstance(ct, SymbolicZero) and not one[1].exists]:
             raise AnnotationError(
                 "A padded parameter was differentiated, and js.shard_optimizer was not called for its model.",
                 where=[text for text, _ in bad],
@@ -97,14 +85,13 @@ def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimize
                 " its means over the parameter, and its updates would be wrong.",
                 do=bad[0][1].do,
             )
+        return arrays[0], tangents[0]
 
-    after = dict(zip(guards, _guarded(refuse, [values[i] for i in guards]), strict=True))
+    after = dict(zip(guards, guarded([values[i] for i in guards]), strict=True))
     return [after.get(i, x) for i, x in enumerate(values)]
 
 
 # Attention that is called while a unit is traced: whether backward runs it again, and how often it was called.
-
-
 _attention: contextvars.ContextVar[tuple[bool, list[None]] | None] = contextvars.ContextVar("attention", default=None)
 
 

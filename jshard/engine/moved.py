@@ -33,22 +33,13 @@ _HOW = {
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """A collective that is neither a parameter's gather nor a gradient's reduction, or all that a line sends in a step.
+    """A collective that is no parameter's gather and no gradient's reduction, or all that a line sends in a step."""
 
-    Args:
-        kind: "whole": a split value gathered; "sum", "max": a reduction whose result is needed; "move": split along
-            another dim; "made whole": a constant of which no shard can be made, so that it is cut from the whole.
-        operation: the primitive that needs it; "output" for what the program returns.
-        where: "file:line (function)" of the user's code; empty for what the model returns.
-        times: how many collectives.
-        bytes: of their results on one device, in all trips of the loops around.
-    """
-
-    kind: str
-    operation: str
-    where: str
-    times: int
-    bytes: int
+    kind: str  # a key of `_HOW`; "made whole": of a constant no shard can be made, so that it is cut from the whole
+    operation: str  # the primitive that needs it; "output" for what the program returns
+    where: str  # "file:line (function)" of the user's code; empty for what the model returns
+    times: int  # how many collectives
+    bytes: int  # of their results on one device, in all trips of the loops around
 
     def repeated(self, trips: float) -> "Mixing":
         """The same, as a loop makes it."""
@@ -104,11 +95,10 @@ def scope_of(one: Mixing, size: int) -> str:
 
 def named_in(name: str) -> tuple[Mixing, ...]:
     """The collectives that a name in a compiled program stands for: the innermost, of each name that was joined."""
-    found = [
+    return tuple(
         Mixing(kind, operation, f"{file}:{line} ({function})" if file else "", 1, int(size))
-        for kind, operation, file, line, function, size in _SCOPE.findall(name)
-    ]
-    return tuple(found[-1:])
+        for kind, operation, file, line, function, size in _SCOPE.findall(name)[-1:]
+    )
 
 
 Key = tuple[str, tuple[tuple[str, int], ...], frozenset[tuple[Placement, int]]]
@@ -130,11 +120,8 @@ def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
     """What the last traced calls of a model send of its own; empty if none was traced."""
     keys = {}
     for i, unit in enumerate(plan.units):
-        inside = [
-            leaf.placement
-            for leaf in plan.leaves
-            if i == 0 or any(f"{leaf.path}/".startswith(f"{name}/") for name in unit.name.split("+"))
-        ]
+        is_inside = lambda path, u=unit: any(f"{path}/".startswith(f"{name}/") for name in u.name.split("+"))
+        inside = [leaf.placement for leaf in plan.leaves if i == 0 or is_inside(leaf.path)]
         keys[_key_of(unit.kind, plan.mesh, inside)] = None
     return tuple(_together(one for key in keys for found in _seen.get(key, {}).values() for one in found))
 
@@ -182,13 +169,12 @@ def _shortened(texts: list[str], most: int, kind: str = "") -> list[str]:
 
 def _together(found: Iterable[Mixing]) -> list[Mixing]:
     """One record for each line, operation and kind, the largest first."""
-    alike: dict[tuple[str, str, str], list[Mixing]] = {}
+    alike: dict[tuple[str, str, str], Mixing] = {}
     for one in found:
-        alike.setdefault((one.kind, one.operation, one.where), []).append(one)
-    summed = [
-        Mixing(*key, sum(one.times for one in ones), sum(one.bytes for one in ones)) for key, ones in alike.items()
-    ]
-    return sorted(summed, key=lambda one: -one.bytes)
+        key = one.kind, one.operation, one.where
+        before = alike.get(key, Mixing(*key, 0, 0))
+        alike[key] = Mixing(*key, before.times + one.times, before.bytes + one.bytes)
+    return sorted(alike.values(), key=lambda one: -one.bytes)
 
 
 # ---- the batch of a call: which of its arguments are split over the data shards, and a warning where work is not
@@ -220,9 +206,7 @@ def batch_size(arrays: Sequence[Any], degree: int) -> int:
     return max(votes, key=lambda n: (not is_inner(n), *votes[n]), default=0)
 
 
-def warn_of_whole(
-    call: str, arguments: Sequence[Any], batch: int, degree: int, products: Sequence[LocalProduct]
-) -> None:
+def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, products: list[LocalProduct]) -> None:
     """Warns of large products of forward that every device computes for all examples; once for a call and their lines.
 
     A single example is computed so on any number of devices.
@@ -240,36 +224,32 @@ def warn_of_whole(
     if (key := (call, bool(batch), tuple(listed))) in _warned_whole:
         return
     _warned_whole.add(key)
-    why, do = _beside(others, batch, degree) if batch else _no_batch(rows, degree)
     where = _shortened([f"{line}: {lines[line] / 1e9:,.1f} GFLOP" for line in listed], _SHOWN, " lines")
     what = f"{call}: every device computes products for all examples, {whole / total:.0%} of what it multiplies:"
-    _compat.warn_user("\n  ".join([what, *where, why, do]))
+    _compat.warn_user("\n  ".join([what, *where, *_why_whole(rows, others, batch, degree)]))
 
 
-def _no_batch(rows: Sequence[Any], degree: int) -> tuple[str, str]:
-    size = max(rows, key=lambda x: x.size).shape[0]
-    fewer = size // degree * degree
-    line = f" To leave out the last of {size}: x = x[:{fewer}]" if fewer else ""
-    return (
-        f"No argument has a leading dim that divides by {degree}, the number of data shards: {_shapes(rows)}.",
-        f"A batch of a multiple of {degree} is split.{line}",
-    )
-
-
-def _beside(others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
+def _why_whole(rows: Sequence[Any], others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
+    """Why arguments are not split, and what to do."""
+    shapes = lambda rows: ", ".join(_shortened([f"{x.dtype}{list(x.shape)}" for x in rows], _SHOWN))
+    if not batch:
+        size = max(rows, key=lambda x: x.size).shape[0]
+        fewer = size // degree * degree
+        line = f" To leave out the last of {size}: x = x[:{fewer}]" if fewer else ""
+        why = f"No argument has a leading dim that divides by {degree}, the number of data shards: {shapes(rows)}."
+        return why, f"A batch of a multiple of {degree} is split.{line}"
     largest = max(others, key=lambda x: x.size)
-    why = f"Of the arguments those with a leading dim of {batch} are split, and these are whole: {_shapes(others)}."
-    if batch in largest.shape[1:-1]:
-        dim = largest.shape.index(batch, 1)
-        return why, (
-            f"If dim {dim} is that of the examples, give it first: x = jnp.moveaxis(x, {dim}, 0)"
-            f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
+    why = f"Of the arguments those with a leading dim of {batch} are split, and these are whole: {shapes(others)}."
+    if batch not in largest.shape[1:-1]:
+        return (
+            why,
+            f"If their rows are examples, too: a number of them that all arguments have, a multiple of {degree}.",
         )
-    return why, f"If their rows are examples, too: a number of them that all arguments have, a multiple of {degree}."
-
-
-def _shapes(rows: Sequence[Any]) -> str:
-    return ", ".join(_shortened([f"{x.dtype}{list(x.shape)}" for x in rows], _SHOWN))
+    dim = largest.shape.index(batch, 1)
+    return why, (
+        f"If dim {dim} is that of the examples, give it first: x = jnp.moveaxis(x, {dim}, 0)"
+        f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
+    )
 
 
 def _is_key(x: Any) -> bool:
@@ -292,19 +272,16 @@ def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
     key = _key_of_root(unit)
     _seen_layers.setdefault(key, set()).update(rows)
     unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan says so
-    sizes: dict[str, int] = {}
+    sizes = collections.Counter[str]()
     for path, stack in _stacks(unknown).items():
-        sizes[stack] = sizes.get(stack, 0) + unknown[path].gathered_bytes
+        sizes[stack] += unknown[path].gathered_bytes
     large = {stack: size for stack, size in sizes.items() if size >= _LARGE_BYTES and (key, stack) not in _warned}
     if not large:
         return
     _warned.update((key, stack) for stack in large)
-    listed = "".join(
-        f"\n  {stack}  {size} bytes, by (root), each layer when it is due" for stack, size in large.items()
-    )
-    lines = "".join(
-        f"\n  js.fully_shard({_written(stack)}, mesh=mesh, placement=js.ShardPlacement(stacked=1))" for stack in large
-    )
+    listed = "".join(f"\n  {stack}  {n} bytes, by (root), each layer when it is due" for stack, n in large.items())
+    setting = "mesh=mesh, placement=js.ShardPlacement(stacked=1)"
+    lines = "".join(f"\n  js.fully_shard({_written(stack)}, {setting})" for stack in large)
     _compat.warn_user(
         f"{len(large)} stack(s) of layers of {unit.kind} are no unit, and are not gathered ahead of their use:{listed}"
         f"\n  Before the line of the model:{lines}"

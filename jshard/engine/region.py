@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import jax
 from flax import nnx
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine import moved, stored
+from jshard.engine import moved, stored, units
 from jshard.engine.accumulate import gathered_copies
 from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.call import NnxCall, guarded_inside, is_float, on_device
@@ -25,21 +24,9 @@ from jshard.engine.moved import batch_size, note_layers, warn_of_whole
 from jshard.engine.partitioner import over_experts
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule import ShardedPartitioner
-from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, picked, trace
-from jshard.engine.units import (
-    BACKWARD,
-    FORWARD,
-    UnitSettings,
-    call_unit,
-    called_inside,
-    computes_in,
-    in_region_trace,
-    region_trace,
-    run_as_flax,
-    run_ungathered,
-)
+from jshard.engine.trace import Call, Gradient, Program, abstract, differentiable, evaluate_jaxpr, picked, trace_call
 from jshard.errors import CallError
-from jshard.plans.memories import fetched, placed_like
+from jshard.plans.memories import fetched, placed_like, to_host
 from jshard.plans.mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
 from jshard.plans.placement import axes_of, spec_over
 from jshard.plans.plan import resharded
@@ -51,24 +38,38 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     unit = unit_of(module)
     assert unit is not None
     if in_plain_flax():
-        return run_as_flax(lambda args, kwargs: NnxCall(module, method, args, kwargs), unit, args, kwargs)
+        return units.run_as_flax(module, method, args, kwargs, unit)
     if in_global_view():
         with on_device(module, unit), guarded_inside(module, unit):
             return method(module, *args, **kwargs)
     call = NnxCall(module, method, args, kwargs)
-    if not in_region_trace():
-        _refuse_late(module, call.where)
+    if not units.in_region_trace():
+        inside = [(path, unit_of(inner)) for path, inner in nested_units(module) if path]
+        if late := [dotted(path) for path, one in inside if one is not None and not one.nested]:
+            raise CallError(
+                "A unit was annotated after the module around it.",
+                where=[f"{call.where}: {path}" for path in late],
+                why="the module around it took its parameters as its own, and would gather them a second time.",
+                do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model,"
+                " mesh=mesh).",
+            )
         call.warn(unit)
     return run_call(call, call.name, unit)
 
 
 def run_call(call: Call, name: str, unit: Unit) -> Any:
     """Runs a call that an adapter has taken apart: as the region itself, or as a unit inside it."""
-    if in_region_trace():
+    if units.in_region_trace():
         if not unit.placement.gathered:
-            raise called_inside(f"{name}: {call.where}")
-        settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
-        return call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
+            raise CallError(
+                "A unit that is never gathered was called inside the sharded region.",
+                where=f"{name}: {call.where}",
+                why="inside, a device has its shards of the parameters, and gathering them is what the annotation rules"
+                " out.",
+                do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
+            )
+        settings = units.UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
+        return units.call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
     if manual := _compat.manual_axes() & set(unit.mesh.axis_names):
         raise CallError(
             "An annotated module was called inside a shard_map that is not jshard's.",
@@ -83,27 +84,14 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
             why="its mesh is abstract (js.mesh(devices=<number>)): good for plans, not for calls.",
             do="mesh = js.mesh(fsdp=-1)",
         )
-    return _open_region(call, unit) if unit.placement.gathered else run_ungathered(call, unit)
-
-
-def _refuse_late(module: nnx.Module, where: str) -> None:
-    """Raises for units inside that the annotation of the module around them never saw."""
-    units = [(path, unit_of(inner)) for path, inner in nested_units(module)]
-    if late := [f"{where}: {dotted(path)}" for path, unit in units if path and unit is not None and not unit.nested]:
-        raise CallError(
-            "A unit was annotated after the module around it.",
-            where=late,
-            why="the module around it took its parameters as its own, and would gather them a second time.",
-            do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model,"
-            " mesh=mesh).",
-        )
+    return _open_region(call, unit) if unit.placement.gathered else units.run_ungathered(call, unit)
 
 
 def _open_region(call: Call, unit: Unit) -> Any:
     policy = unit.policy
     copies = _copies_of(call)
     params = call.guarded([x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)])
-    body = computes_in(call, policy.mixed_precision)
+    body = units.computes_in(call, policy.mixed_precision)
 
     def cast_own(params: list[Any], inputs: list[Any]) -> list[Any]:
         gathered = [
@@ -112,22 +100,6 @@ def _open_region(call: Call, unit: Unit) -> Any:
         ]
         return body(gathered, inputs)
 
-    _refuse_padded_layers(call)
-    logical = [
-        x if p is None else jax.ShapeDtypeStruct(stored.without_padding(abstract(of_call), p).shape, x.dtype)
-        for x, of_call, p in zip(map(abstract, params), call.params, call.placements, strict=True)
-    ]
-    with region_trace(cast(Mesh, unit.mesh)):
-        program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=policy.remat)
-    operands = [*params, *call.inputs, *consts]
-    run = _differentiable(Region(unit, call, program, consts, [copy is not None for copy in copies]))
-    eager = not any(_compat.is_tracer(x) for x in operands)
-    outs = (jax.jit(run) if eager else run)(*operands)
-    return call.finish(outs, call.result)
-
-
-def _refuse_padded_layers(call: Call) -> None:
-    """Raises for a row of a stack that is stored with layers of zeros at its end, which the loop would run, too."""
     rows = [
         f"{call.where}: {name}  {p.dtype}{list(p.shape)}, stored {list(p.stored_shape)}"
         for name, x, p in zip(call.names, call.params, call.placements, strict=True)
@@ -140,19 +112,29 @@ def _refuse_padded_layers(call: Call) -> None:
             why="the layers of the padding are zeros, and the loop would run them, too.",
             do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
         )
+    logical = [
+        x if p is None else jax.ShapeDtypeStruct(stored.without_padding(abstract(of_call), p).shape, x.dtype)
+        for x, of_call, p in zip(map(abstract, params), call.params, call.placements, strict=True)
+    ]
+    with units.region_trace(cast(Mesh, unit.mesh)):
+        program, consts = trace_call(call, cast_own, logical, list(map(abstract, call.inputs)), remat=policy.remat)
+    operands = [*params, *call.inputs, *consts]
+    run = _differentiable(Region(unit, call, program, consts, [copy is not None for copy in copies]))
+    eager = not any(_compat.is_tracer(x) for x in operands)
+    outs = (jax.jit(run) if eager else run)(*operands)
+    return call.finish(outs, call.result)
 
 
 def _copies_of(call: Call) -> list[Any]:
     """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
-    copies, none = gathered_copies(), [None] * len(call.params)
+    copies, none = gathered_copies.get(), [None] * len(call.params)
     if copies is None:
         return none
-    found = list(map(copies.of, call.params))
-    wanted = [p is None or p.gathered for p in call.placements]
-    if any(x is None and wants for x, wants in zip(found, wanted, strict=True)):
+    found = [copies.by_id.get(id(x)) for x in call.params]
+    if any(x is None and (p is None or p.gathered) for x, p in zip(found, call.placements, strict=True)):
         copies.missed = True
         return none
-    copies.take(call.params)
+    copies.taken |= {*map(id, call.params)}
     return found
 
 
@@ -223,42 +205,31 @@ class Region:
             return {} if pieces else found
         placements = {one.parameter: one.state.placement for one in self.operands if isinstance(one.state, Shard)}
         shards = {key: Shard(placements[key[0]], pieces) for key in found}
-        return {
-            key: Value(stored.keep_piece(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()
-        }
+        return {key: Value(stored.cut(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()}
 
     def spec(self, one: Crossing, ndim: int) -> PartitionSpec:
         """Where an array that crosses is, over the data axes; `expert` is innermost along its dim."""
-        spec, dim = self._over_batch_axes(one, ndim), 0 if one.is_copy and self.experts > 1 else one.expert_dim
+        if one.is_own:
+            spec = PartitionSpec(self.axes)
+        elif isinstance(one.state, Shard):
+            entries = one.state.placement.spec
+            stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
+            spec = spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
+        else:
+            spec = PartitionSpec() if one.state is None else PartitionSpec(*[None] * cast(int, one.state), self.axes)
+        dim = 0 if one.is_copy and self.experts > 1 else one.expert_dim
         if dim is None:
             return spec
         entries = [*spec, *[None] * (dim + 1 - len(spec))]
         entries[dim] = (*axes_of(entries[dim]), EXPERT)
         return PartitionSpec(*entries)
 
-    def _over_batch_axes(self, one: Crossing, ndim: int) -> PartitionSpec:
-        if one.is_own:
-            return PartitionSpec(self.axes)
-        if isinstance(one.state, Shard):
-            entries = one.state.placement.spec
-            stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
-            return spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
-        return PartitionSpec() if one.state is None else PartitionSpec(*[None] * cast(int, one.state), self.axes)
-
 
 class OnShards:
-    """A program of a region as a function of global arrays.
+    """A program (a closed jaxpr) of a region as a function of global arrays, and how its operands enter.
 
-    Args:
-        region: the region.
-        jaxpr: the program, closed.
-        operands: how its operands enter.
-        gradients_of: of a backward program, the operands whose gradients its results are. None: it is forward.
-        kept: parameters that forward gathered outside of units and kept: the last operands.
-
-    Attributes:
-        found: how its results leave, once it has run.
-        keeps: and how what it keeps beside them does: the last results.
+    Those of a backward program are more: the operands whose gradients its results are, and how parameters enter that
+    forward gathered outside of units and kept; they are the last.
     """
 
     def __init__(
@@ -270,9 +241,9 @@ class OnShards:
         kept: Mapping[Any, Crossing] | None = None,
     ) -> None:
         self.region, self.jaxpr, self.operands, self.given = region, jaxpr, operands, kept or {}
-        self.phase, self.gradients_of = FORWARD if gradients_of is None else BACKWARD, gradients_of or ()
-        self.found = [Crossing(None)] * len(jaxpr.out_avals)
-        self.keeps: dict[Any, Crossing] = {}
+        self.phase, self.gradients_of = units.FORWARD if gradients_of is None else units.BACKWARD, gradients_of or ()
+        self.found = [Crossing(None)] * len(jaxpr.out_avals)  # how its results leave, once it has run
+        self.keeps: dict[Any, Crossing] = {}  # and how what it keeps beside them does: the last results
         self._out_specs: list[PartitionSpec] = []
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -298,7 +269,7 @@ class OnShards:
         p = ShardedPartitioner(region.mesh, [region.batch] if region.batch else [], whole, region.unit.name or "(root)")
         outs, more = self._run(p, values), {}
         moved.note(region.unit, region.name, self.phase, p.moved)
-        if self.phase == FORWARD:
+        if self.phase == units.FORWARD:
             note_layers(region.unit, p.layers_read)
             warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.products)
             more = region.kept(p)
@@ -312,17 +283,17 @@ class OnShards:
 
     def _run(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
         """Its results; gradients as their parameters are stored, those of copies as each device's own part."""
-        if self.phase == BACKWARD:
+        if self.phase == units.BACKWARD:
             gathered = gathered_in(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
             _hold_back(gathered, [v for v in values if not v.is_stored])
         wanted = [PARTIAL if one.is_own else one.state for one in self.gradients_of]
         shards = {i: s for i, s in enumerate(wanted) if isinstance(s, Shard)}
         outs = p.run_root(self.jaxpr.jaxpr, self.jaxpr.consts, values, shards)
-        if self.phase == FORWARD:
+        if self.phase == units.FORWARD:
             return [p.land(p.settle(v)) for v in outs]
-        with jax.named_scope(f"jshard[{p.name}]/{BACKWARD}"):
+        with jax.named_scope(f"jshard[{p.name}]/{units.BACKWARD}"):
             found = dict(zip(shards, p.store_unit([outs[i] for i in shards], [*shards.values()]), strict=True))
-            found = {i: v.with_array(stored.placed(v.x, v.shard.placement)) for i, v in found.items()}
+            found = {i: v.with_array(to_host(v.x) if v.shard.placement.on_host else v.x) for i, v in found.items()}
             return [found[i] if i in found else p.in_state(v, wanted[i]) for i, v in enumerate(outs)]
 
     def _with_experts(self, *xs: Any) -> list[Any]:
@@ -354,33 +325,24 @@ def _hold_back(shards: list[Value], others: list[Value]) -> None:
 
 def _differentiable(region: Region) -> Callable[..., list[Any]]:
     """The region as a function of global arrays whose derivative is a region, too."""
-    program, entering = region.program, region.operands
-    n = program.num_params
+    program, entering, n = region.program, region.operands, region.program.num_params
 
-    @jax.custom_vjp
-    def run(*operands: Any) -> list[Any]:
+    def plain(*operands: Any) -> list[Any]:
         return OnShards(region, program.jaxpr, entering)(*operands)[: len(program.jaxpr.out_avals)]
 
-    def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        values = [x.value for x in operands]
-        gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
+    def forward(gradient: Gradient, operands: list[Any]) -> tuple[list[Any], OnShards]:
         on_shards = OnShards(region, gradient.forward, entering)
-        outs, num_outs = on_shards(*values), len(gradient.is_float)
-        return outs[:num_outs], (values[:n], outs[num_outs:], Static((gradient, on_shards.found, on_shards.keeps)))
+        return on_shards(*operands), on_shards
 
-    def backward(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        params, kept, (gradient, found, keeps) = saved[0], saved[1], saved[2].value
-        num_outs = len(gradient.is_float)
-        live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
-        of_operands = [*entering[:n], *found[num_outs:], *picked(live, found[:num_outs])]
-        at = len(kept) - len(keeps)
-        on_shards = OnShards(region, gradient.backward(live), of_operands, picked(gradient.wrt, entering), keeps)
-        grads = on_shards(*params, *kept[:at], *picked(live, cotangents), *kept[at:])
+    def backward(gradient: Gradient, before: OnShards, live: tuple, params: list, kept: list, cts: list) -> list[Any]:
+        num_outs, at = len(live), len(kept) - len(before.keeps)
+        of_operands = [*entering[:n], *before.found[num_outs:], *picked(live, before.found[:num_outs])]
+        wanted = picked(gradient.wrt, entering)
+        on_shards = OnShards(region, gradient.backward(live), of_operands, wanted, before.keeps)
+        grads = on_shards(*params, *kept[:at], *cts, *kept[at:])
         if region.degree == 1:
             like = picked(gradient.wrt, [*params, *[None] * (len(gradient.wrt) - n)])
             grads = [g if x is None else placed_like(g, x) for g, x in zip(grads, like, strict=True)]
-        found = iter(grads)
-        return tuple(next(found) if is_wanted else None for is_wanted in gradient.wrt)
+        return grads
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+    return differentiable(program, plain, forward, backward)

@@ -18,6 +18,8 @@ from jshard.plans.placement import Placement
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
+else:  # which imports the table
+    Partitioner = Any
 
 T = TypeVar("T")
 Eqn = Any  # jax.extend.core.JaxprEqn
@@ -121,7 +123,7 @@ def array_bytes(x: Any) -> int:
 
 # ---- the table
 
-Rule = Callable[["Partitioner", Eqn, list[Value]], list[Value] | None]
+Rule = Callable[[Partitioner, Eqn, list[Value]], list[Value] | None]
 
 RULES: dict[str, Rule] = {}
 TAKE_PARTIAL: set[str] = set()
@@ -150,19 +152,26 @@ def rule(
     return enter
 
 
-def same(p: "Partitioner", eqn: Eqn, values: Sequence[Value], state: State, **params: Any) -> list[Value]:
+def same(p: Partitioner, eqn: Eqn, values: Sequence[Value], state: State, **params: Any) -> list[Value]:
     """The equation on what the shards hold; all results in one state."""
     return [Value(x, state) for x in p.bind(eqn, [v.x for v in values], **params)]
+
+
+def traced(run: Callable[..., list[Value]], *xs: Any) -> tuple[Any, list[State]]:
+    """A function of arrays that returns values, as a program that returns arrays; and the states of these."""
+    states: list[State] = []
+
+    def arrays(*xs: Any) -> list[Any]:
+        values = run(*xs)
+        states[:] = [v.state for v in values]
+        return [v.x for v in values]
+
+    return jax.make_jaxpr(arrays)(*xs), states
 
 
 def split_dim(values: Sequence[Value]) -> int:
     """The dim that the largest split operand is split along."""
     return max((v for v in values if v.is_split), key=lambda v: v.bytes).dim
-
-
-def all_split(p: "Partitioner", values: Sequence[Value], dim: int) -> list[Value]:
-    """Operands split along a dim; scalars whole."""
-    return [p.split(v, dim) if v.ndim else p.whole(v) for v in values]
 
 
 def shared_dim(left: Value, right: Value, mine: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -179,13 +188,13 @@ def can_be_partial(value: Value) -> bool:
     return jnp.issubdtype(value.x.dtype, jnp.number)
 
 
-def free_dim(p: "Partitioner", shape: Sequence[int], taken: Collection[int]) -> int | None:
+def free_dim(p: Partitioner, shape: Sequence[int], taken: Collection[int]) -> int | None:
     """A dim of an array that can be split, other than those taken."""
     return next((i for i, n in enumerate(shape) if i not in taken and p.divides(n)), None)
 
 
 def beside(
-    p: "Partitioner",
+    p: Partitioner,
     eqn: Eqn,
     values: list[Value],
     taken: Collection[int],
@@ -209,10 +218,9 @@ def beside(
 
 # ---- equations that hold a program
 
-REMAT = frozenset({"remat2"})
-CALLS = REMAT | frozenset(
+CALLS = frozenset(
     """
-    jit closed_call custom_jvp_call custom_vjp_call custom_vmap_call composite custom_linear_solve linear_call
+    remat2 jit closed_call custom_jvp_call custom_vjp_call custom_vmap_call composite custom_linear_solve linear_call
     remat_opt eval_jaxpr
     """.split()
 )
@@ -241,9 +249,9 @@ def operands(eqn: Eqn, given: Sequence[T]) -> list[T]:
 
 
 @rule(*CALLS, keeps_stored=True)
-def call(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """The program, in place: derivatives were taken before, in global view."""
-    if eqn.primitive.name in REMAT:
+    if eqn.primitive.name == "remat2":
         values = _behind_barrier(p, eqn, values)
     gradients = [k for k, a in enumerate(eqn.outvars) if p.is_for_gradients(a)]
     name = eqn.params.get("name")
@@ -251,7 +259,7 @@ def call(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
         return p.run(*program(eqn), operands(eqn, values), gradients=gradients)
 
 
-def _behind_barrier(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def _behind_barrier(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """Operands of a remat in a backward pass: without a barrier XLA would see that forward has computed it."""
     prevents = eqn.params["prevent_cse"]
     if isinstance(prevents, bool):
@@ -266,16 +274,13 @@ def _behind_barrier(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Val
 
 
 @rule("compute_on", "xla_metadata_call", takes_partial=True)
-def annotated_call(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def annotated_call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """Calls that say something of the program that they hold: the same call of what runs on a shard."""
     values = [p.land(v) for v in values]
-    states: list[Any] = []
 
-    def on_shard(*xs: Any) -> list[Any]:
+    def on_shard(*xs: Any) -> list[Value]:
         found = p.run(*program(eqn), [v.with_array(x) for v, x in zip(values, xs, strict=True)])
-        found = [p.land(v) for v in found]
-        states.extend(v.state for v in found)
-        return [v.x for v in found]
+        return [p.land(v) for v in found]
 
-    traced = jax.make_jaxpr(on_shard)(*[v.x for v in values])
-    return [Value(x, s) for x, s in zip(p.bind(eqn, [v.x for v in values], jaxpr=traced), states, strict=True)]
+    jaxpr, states = traced(on_shard, *[v.x for v in values])
+    return [Value(x, s) for x, s in zip(p.bind(eqn, [v.x for v in values], jaxpr=jaxpr), states, strict=True)]

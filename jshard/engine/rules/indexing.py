@@ -1,7 +1,6 @@
 """Gather, scatter and dynamic slices; indices that count a dim, of which a shard finds its own rows."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,8 @@ import numpy as np
 from jax import lax
 
 from jshard._compat import is_tracer
-from jshard.engine.rules import PARTIAL, Eqn, Value, beside, can_be_partial, rule, same, shared_dim
+from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Value, beside, can_be_partial, rule, same, shared_dim
 from jshard.engine.rules.shapes import one_row
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
 
 
 def counted_columns(eqn: Eqn, values: Sequence[Value]) -> dict[int, int]:
@@ -77,18 +73,15 @@ def _is_never(value: Value) -> bool:
     return bool((np.asarray(right.x) <= 0).all())
 
 
-def _on_shard(p: "Partitioner", indices: Value, column: int, size: int) -> jax.Array:
+def _on_shard(p: Partitioner, indices: Value, column: int, size: int) -> jax.Array:
     """Split indices, of which a column counts from the first row of this shard, which has `size` of them."""
     start, dtype = p.shard * size, indices.x.dtype
     is_column = jnp.arange(indices.shape[-1]).reshape((1,) * (indices.ndim - 1) + (-1,)) == column
     return indices.x - jnp.where(is_column, start.astype(dtype), 0).astype(dtype)
 
 
-# ---- gather, scatter and dynamic slices
-
-
 @rule("dynamic_slice")
-def dynamic_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def dynamic_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is taken whole. Of one row of it, the shard that has it is the sum."""
     value, *starts = values[0], *map(p.whole, values[1:])
     if not value.is_split:
@@ -109,7 +102,7 @@ def dynamic_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value
 
 
 @rule("dynamic_update_slice")
-def dynamic_update_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def dynamic_update_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is written whole."""
     operand, update, *starts = *values[:2], *map(p.whole, values[2:])
     if not operand.is_split and not update.is_split:
@@ -128,7 +121,7 @@ def dynamic_update_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> lis
 
 
 @rule("gather")
-def gather(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def gather(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Batched dims, dims taken whole, or rows of a table that is whole."""
     operand, indices = values
     dims, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
@@ -155,9 +148,7 @@ def gather(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     return None
 
 
-def _counted(
-    p: "Partitioner", operand: Value, indices: Value, indexed: Sequence[int | None]
-) -> tuple[int, int, int] | None:
+def _counted(p: Partitioner, operand: Value, indices: Value, indexed: list[int | None]) -> tuple[int, int, int] | None:
     """A column of the indices that counts, the dim that it counts, and the operand's dim that it indexes.
 
     The two dims have one size and divide, so that a shard of the indices indexes the same shard of the operand.
@@ -175,7 +166,7 @@ def _counted(
 
 
 @rule(*"scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
-def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def scatter(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Batched dims, windows that are written whole, or rows added to a table, which is partial then."""
     operand, indices, updates = values
     dims = eqn.params["dimension_numbers"]
@@ -204,7 +195,7 @@ def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     return None if indices.is_split else _scatter_windows(p, eqn, values)
 
 
-def _scatter_windows(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def _scatter_windows(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is a dim of the windows, and written whole."""
     operand, indices, updates = values
     dims = eqn.params["dimension_numbers"]

@@ -6,7 +6,7 @@ needs for a result that is split along a dim; then the rule of the table is appl
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.rules import RULES, Eqn, MadeFrom, Value
+from jshard.engine.rules import RULES, Eqn, MadeFrom, Partitioner, Value
 from jshard.engine.rules.reductions import free_dims
 from jshard.engine.rules.shapes import ELEMENTWISE, draws_alone
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
 
 MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"})
 """Their result is known without data, or as large as it is without need."""
@@ -68,7 +65,7 @@ def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
     return memo[id(value)][0]
 
 
-def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
+def land(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value:
     """A value as an array that leaves this trace; a known one is not split along the dims to skip.
 
     A known one leaves as a shard, if it was asked for as one, or has a dim of the size of the batch.
@@ -82,41 +79,37 @@ def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
     return value if dim is None else p.split(value, dim)
 
 
-def shard_of(p: "Partitioner", value: Value, dim: int) -> Any | None:
+def shard_of(p: Partitioner, value: Value, dim: int) -> Any | None:
     """This shard's part of a known value, made from its equation; None if it cannot be."""
     assert value.source is not None
-    with _compat.running(value.source.eqn):
-        return _shard_of(p, value, value.source, dim)
+    eqn, values, index = value.source
+    with _compat.running(eqn):
+        name = eqn.primitive.name
+        shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
+        if name == "iota":
+            if dim != eqn.params["dimension"]:
+                return lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
+            # rounded once, as it is on one device
+            return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
+        if name == "iota_2x32_shape":
+            return positions(shape, value.shape, dim, p.shard * shape[dim])[index]
+        if name == "broadcast_in_dim":
+            dims, (operand, *_) = eqn.params["broadcast_dimensions"], values
+            if dim in dims and operand.shape[dims.index(dim)] == value.shape[dim]:
+                operand = p.split(operand, dims.index(dim))
+            return lax.broadcast_in_dim(operand.x, shape, dims)
+        if name == "random_bits":
+            return _random_bits(p, value, dim)
+        wanted = backwards(p, eqn, values, dim)
+        if wanted is None or all(w is None for w in wanted):
+            return None
+        if any(w is not None and not p.divides(v.shape[w]) for v, w in zip(values, wanted, strict=True)):
+            return None
+        found = RULES[name](p, eqn, [v if w is None else p.split(v, w) for v, w in zip(values, wanted, strict=True)])
+        return found[index].x if found is not None and found[index].state == dim else None
 
 
-def _shard_of(p: "Partitioner", value: Value, source: MadeFrom, dim: int) -> Any | None:
-    eqn, values, index = source
-    name = eqn.primitive.name
-    shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
-    if name == "iota":
-        if dim != eqn.params["dimension"]:
-            return lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
-        # rounded once, as it is on one device
-        return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
-    if name == "iota_2x32_shape":
-        return positions(shape, value.shape, dim, p.shard * shape[dim])[index]
-    if name == "broadcast_in_dim":
-        dims, (operand, *_) = eqn.params["broadcast_dimensions"], values
-        if dim in dims and operand.shape[dims.index(dim)] == value.shape[dim]:
-            operand = p.split(operand, dims.index(dim))
-        return lax.broadcast_in_dim(operand.x, shape, dims)
-    if name == "random_bits":
-        return _random_bits(p, value, dim)
-    wanted = backwards(p, eqn, values, dim)
-    if wanted is None or all(w is None for w in wanted):
-        return None
-    if any(w is not None and not p.divides(v.shape[w]) for v, w in zip(values, wanted, strict=True)):
-        return None
-    found = RULES[name](p, eqn, [v if w is None else p.split(v, w) for v, w in zip(values, wanted, strict=True)])
-    return found[index].x if found is not None and found[index].state == dim else None
-
-
-def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
+def _random_bits(p: Partitioner, value: Value, dim: int) -> Any | None:
     assert value.source is not None
     eqn, (key, *_), _ = value.source
     if value.ndim == 0 or not draws_alone(key):
@@ -162,7 +155,7 @@ def positions(shape: Sequence[int], whole: Sequence[int], dim: int, start: Any) 
     return high, low
 
 
-def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list[int | None] | None:
+def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> list[int | None] | None:
     """Along which dim each operand is wanted, for the result to be split along `dim`; None: it cannot be."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
     one = values[0]

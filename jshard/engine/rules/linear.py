@@ -12,7 +12,7 @@ proof that f(x + y) = f(x) + f(y) for all x and y, with the other operands whole
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +20,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard.engine import rules
-from jshard.engine.rules import PARTIAL, Eqn, Value, same
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
+from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Value, same
 
 MOVES = frozenset(
     """
@@ -54,34 +51,28 @@ TAKES = frozenset("dynamic_slice gather".split())
 NAMES = MOVES | SUMS | JOINED.keys() | BILINEAR | TAKES | {"div", "convert_element_type"}
 
 
-def apply(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def apply(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The equation on partial values, if it is linear in them; None: they are to be summed before."""
     if not eqn.outvars or any(v.is_split for v in values) or not _is_sound(eqn, values):
         return None
-    ready = _ready(p, eqn, values)
-    if ready is None:
-        return None
-    grows = math.prod(eqn.outvars[0].aval.shape) > sum(math.prod(v.shape) for v in values if v.is_partial)
-    if grows and not p.is_for_gradients(eqn.outvars[0]):
-        return None  # sum before it grows
-    return same(p, eqn, ready, PARTIAL)
-
-
-def _ready(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The operands, made partial where the equation is linear in several; None where it is not linear."""
-    name, partial = eqn.primitive.name, [v.is_partial for v in values]
-    if name in MOVES or name in SUMS or name == "convert_element_type":
-        return values
+    name, partial = eqn.primitive.name, [k for k, v in enumerate(values) if v.is_partial]
+    grows = math.prod(eqn.outvars[0].aval.shape) > sum(math.prod(values[k].shape) for k in partial)
     if name in JOINED:
         joined = range(len(values))[JOINED[name]]
-        if any(is_partial and k not in joined for k, is_partial in enumerate(partial)):
-            return None
-        return [p.partial(v) if k in joined else v for k, v in enumerate(values)]
-    if name in BILINEAR:
-        return values if sum(partial) == 1 else None
-    if name in TAKES or name == "div":
-        return values if partial[0] and sum(partial) == 1 else None
-    return None
+        is_linear = all(k in joined for k in partial)
+    elif name in BILINEAR:
+        is_linear = len(partial) == 1
+    elif name in TAKES or name == "div":
+        is_linear = partial == [0]
+    else:
+        is_linear = name in MOVES or name in SUMS or name == "convert_element_type"
+    if not is_linear:
+        return None
+    if name in JOINED:
+        values = [p.partial(v) if k in joined else v for k, v in enumerate(values)]
+    if grows and not p.is_for_gradients(eqn.outvars[0]):  # sum before it grows
+        return None
+    return same(p, eqn, values, PARTIAL)
 
 
 def _is_sound(eqn: Eqn, values: list[Value]) -> bool:

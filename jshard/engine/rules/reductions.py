@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,8 @@ from jax import lax
 from jshard.engine.rules import (
     PARTIAL,
     Eqn,
+    Partitioner,
     Value,
-    all_split,
-    array_bytes,
     beside,
     can_be_partial,
     rule,
@@ -22,9 +21,6 @@ from jshard.engine.rules import (
     split_dim,
 )
 from jshard.engine.rules.indexing import counted_columns
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
 
 
 def free_dims(ndim: int, *taken: Sequence[int]) -> list[int]:
@@ -46,7 +42,7 @@ def flops(eqn: Eqn) -> float:
 
 
 @rule("dot_general")
-def dot_general(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def dot_general(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Batch dims: each shard its part. Contracted dims: partial. A free dim: the other operand is whole."""
     left, right = values
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
@@ -58,13 +54,13 @@ def dot_general(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] 
             both = [p.split(left, mine[at]), p.split(right, theirs[at])]
             return same(p, eqn, both, at if mine is lb else PARTIAL)
     free_left, free_right = free_dims(left.ndim, lc, lb), free_dims(right.ndim, rc, rb)
-    if left.is_split and (not right.is_split or array_bytes(left.x) >= array_bytes(right.x)):
+    if left.is_split and (not right.is_split or left.bytes >= right.bytes):
         return same(p, eqn, [left, p.whole(right)], len(lb) + free_left.index(left.dim))
     return same(p, eqn, [p.whole(left), right], len(lb) + len(free_left) + free_right.index(right.dim))
 
 
 @rule("conv_general_dilated")
-def conv_general_dilated(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def conv_general_dilated(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The batch, or a kernel's output features, as they are; contracted input features: partial."""
     (left, right), params = values, eqn.params
     dims, groups = params["dimension_numbers"], params["feature_group_count"]
@@ -80,7 +76,7 @@ def conv_general_dilated(p: "Partitioner", eqn: Eqn, values: list[Value]) -> lis
 
 
 @rule("ragged_dot_general", "ragged_dot", converts_partial=True)
-def ragged_dot(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def ragged_dot(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Rows split: each shard multiplies its own, with the part of each group that is among them.
 
     The same for the gradient of the groups' matrices, which contracts the rows: partial. The rows are tokens sorted by
@@ -106,7 +102,7 @@ def ragged_dot(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] |
     return None
 
 
-def _own_part(p: "Partitioner", sizes: Value, num_rows: int) -> Value:
+def _own_part(p: Partitioner, sizes: Value, num_rows: int) -> Value:
     """How many rows of each group are on this shard."""
     ends: jax.Array = jnp.cumsum(sizes.x)
     start = (p.shard * num_rows).astype(ends.dtype)
@@ -114,11 +110,13 @@ def _own_part(p: "Partitioner", sizes: Value, num_rows: int) -> Value:
     return Value((inside(ends) - inside(ends - sizes.x)).astype(sizes.x.dtype))
 
 
-# ---- reductions, sorts, windows, linear algebra
+def _all_split(p: Partitioner, values: Sequence[Value], dim: int) -> list[Value]:
+    """Operands split along a dim; scalars whole."""
+    return [p.split(v, dim) if v.ndim else p.whole(v) for v in values]
 
 
 @rule(*"reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor".split())
-def reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def reduce(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Over other dims: split as before. Over the split dim: first on each shard, then over the shards."""
     (value,), axes, name = values, eqn.params["axes"], eqn.primitive.name
     if value.dim not in axes:
@@ -135,7 +133,7 @@ def reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     return [Value(x) for x in p.bind(eqn, [every], axes=(0,))]
 
 
-def extreme(p: "Partitioner", name: str, x: Any) -> jax.Array:
+def extreme(p: Partitioner, name: str, x: Any) -> jax.Array:
     """The largest or the smallest of the shards' arrays; NaN where one of them has NaN.
 
     An all-reduce of floats may lose a NaN. So integers are compared, in the order of the floats, with NaN at the end.
@@ -152,7 +150,7 @@ def extreme(p: "Partitioner", name: str, x: Any) -> jax.Array:
 
 
 @rule("argmax", "argmin")
-def arg_reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def arg_reduce(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Along the split dim: the best of each shard, then the first of the best."""
     (value,), (axis,) = values, eqn.params["axes"]
     if value.dim != axis:
@@ -162,7 +160,7 @@ def arg_reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] |
     index = jnp.expand_dims(index + (p.shard * value.shape[axis]).astype(index.dtype), axis)
     gathered = []
     for x in (best, index):
-        with p.sends("whole", eqn, array_bytes(x) * p.degree):
+        with p.sends("whole", eqn, Value(x).bytes * p.degree):
             gathered.append(p.gather(x, axis))
     bests, indices = gathered
     (shard,) = p.bind(eqn, [bests])
@@ -170,16 +168,16 @@ def arg_reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] |
 
 
 @rule("reduce")
-def reduce_by(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def reduce_by(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """A reduction of the user's own, over other dims."""
     dim, dims = split_dim(values), eqn.params["dimensions"]
     if dim in dims:
         return None
-    return same(p, eqn, all_split(p, values, dim), dim - sum(d < dim for d in dims))
+    return same(p, eqn, _all_split(p, values, dim), dim - sum(d < dim for d in dims))
 
 
-@rule(*"cumsum cumprod cummax cummin cumlogsumexp sort split concatenate top_k approx_top_k rev fft".split())
-def along(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+@rule(*"cumsum cumprod cummax cummin cumlogsumexp sort split concatenate top_k approx_top_k rev fft tile pad".split())
+def along(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Operations along some dims. Along the split one: split along another for as long as it takes."""
     found = beside(p, eqn, values, acts_along(eqn))
     if found is not None and eqn.primitive.name == "concatenate":
@@ -195,6 +193,10 @@ def acts_along(eqn: Eqn) -> tuple[int, ...]:
             return tuple(range(ndim - len(params["fft_lengths"]), ndim))
         case "rev":
             return tuple(params["dimensions"])
+        case "tile":
+            return tuple(d for d, n in enumerate(params["reps"]) if n != 1)
+        case "pad":
+            return tuple(d for d, config in enumerate(params["padding_config"]) if tuple(config) != (0, 0, 0))
         case "sort" | "concatenate":
             return (params["dimension"] % ndim,)
         case "approx_top_k":
@@ -206,20 +208,20 @@ def acts_along(eqn: Eqn) -> tuple[int, ...]:
     *"reduce_window_sum reduce_window_max reduce_window_min reduce_window".split(),
     *"select_and_scatter select_and_scatter_add select_and_gather_add".split(),
 )
-def window(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def window(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Windows of one element along the split dim."""
     dim = split_dim(values)
     alone = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}
     if any(eqn.params.get(name) and eqn.params[name][dim] != one for name, one in alone.items()):
         return None
-    return same(p, eqn, all_split(p, values, dim), dim)
+    return same(p, eqn, _all_split(p, values, dim), dim)
 
 
 @rule(
     *"cholesky eigh eig qr geqrf geqp3 svd lu triangular_solve householder_product tridiagonal_solve".split(),
     *"tridiagonal schur hessenberg ormqr symmetric_product lu_pivots_to_permutation cholesky_update".split(),
 )
-def linalg(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def linalg(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Batched over leading dims: those that all operands and results have."""
     dim, vectors = split_dim(values), _VECTORS.get(eqn.primitive.name, ())
     if dim >= min(a.aval.ndim - (1 if k in vectors else 2) for k, a in enumerate(eqn.invars)):
