@@ -61,8 +61,7 @@ class Level:
         self.plan, self.at = plan, 0  # the position is that of the next unit
         self.gathered: dict[int, list[Any]] = {}  # parameters gathered ahead, by position
         self.reduced: list[Value] = []  # results of the reduction before
-        # Results of the reductions of the loop before: what it left is reduced beside the loop after it.
-        self.stacked: list[Value] = []
+        self.stacked: list[Value] = []  # and of those of the loop before; what it left is reduced beside the next loop
         # What is reduced over shards, and left to be summed over the replicas while the next unit computes; with its
         # dtype. Whoever reads it first finishes it.
         self.unfinished: dict[Value, Any] = {}
@@ -80,19 +79,6 @@ class Level:
                 self.at = i + 1
                 return i
         return None
-
-    def find_loop(self, eqn: Eqn, count: int) -> range:
-        """Positions of the units of a loop's first trips, if they were planned; they and all before are done with."""
-        start = next((i for i in range(self.at, len(self.plan)) if self.plan[i].loop is eqn), None)
-        if start is None:
-            return range(0)
-        self.at = start + count
-        return range(start, self.at)
-
-    def unstack(self, stack: Value, rows: Sequence[Value]) -> None:
-        """Its ends stand for a stack among what was reduced: a loop in reverse stores the first row last."""
-        unstacked = lambda values: [v for one in values for v in ((rows[0], rows[-1]) if one is stack else [one])]
-        self.reduced, self.stacked = unstacked(self.reduced), unstacked(self.stacked)
 
     def ahead(self, at: int) -> list[int]:
         """Positions of the units to gather while unit `at` computes."""
@@ -234,10 +220,7 @@ def _rows(stacks: list[Any], at: Any) -> list[Any]:
 
 def row_start(x: Any, at: Any) -> tuple[Any, ...]:
     """Where a row begins. It is never negative: to leave that open, as `lax.dynamic_slice` does, costs equations."""
-    return (at, *[_ZERO] * (x.ndim - 1))
-
-
-_ZERO = np.zeros((), np.int32)
+    return (at, *[np.zeros((), np.int32)] * (x.ndim - 1))
 
 
 def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:

@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -148,8 +147,9 @@ class Before:
     def changed(self, live: Live, where: str) -> Kept:
         """Variables that the method changed or made, parameters among them; refuses a plain attribute."""
         variables, attributes = live.contents()
-        before = self.attributes
-        if lost := [p for p, x in attributes.items() if p not in before or not _same_setting(before[p], x)]:
+        before, made_anew = self.attributes, (str, bytes, int, float, complex)  # such may be equal and another object
+        same = lambda a, b: a is b or (type(a) is type(b) and isinstance(a, made_anew) and a == b)
+        if lost := [p for p, x in attributes.items() if p not in before or not same(before[p], x)]:
             raise CallError(
                 "A plain attribute was written inside the call.",
                 where=[f"{where}: {dotted(path[1:])}" for path in lost],
@@ -170,11 +170,6 @@ def refuse_written(places: Sequence[str]) -> None:
         )
 
 
-def _same_setting(a: Any, b: Any) -> bool:
-    """Whether a plain attribute holds what it held; a text or a number may be made anew."""
-    return a is b or (type(a) is type(b) and isinstance(a, (str, bytes, int, float, complex)) and a == b)
-
-
 def _same(a: Any, b: Any) -> bool:
     old, new = jax.tree.leaves(a), jax.tree.leaves(b)
     return len(old) == len(new) and all(x is y for x, y in zip(old, new, strict=True))
@@ -183,6 +178,7 @@ def _same(a: Any, b: Any) -> bool:
 # ---- the adapter: a call of an annotated module as the engine takes it
 
 _names: contextvars.ContextVar[Mapping[Any, str]] = contextvars.ContextVar("names")
+"""Paths of units from the root; of one of equal layers, with `*` for its number."""
 
 
 class NnxCall:
@@ -190,7 +186,8 @@ class NnxCall:
 
     def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self._parts = parts = MethodCall(module, method, args, kwargs)
-        self.where, self._path = parts.where, _path_of(module)
+        names = _names.get({})
+        self.where, self._path = parts.where, names.get(id(module)) or names.get(type(module), "")
         self.name = self._path or plain_class(module).__name__
         around = [_unit_around(parts, path) for path, _ in parts.params]
         members: list[Any] = [None if unit is None else unit.by_path.get(path) for unit, path in around]
@@ -271,12 +268,6 @@ def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
     return found
 
 
-def _path_of(module: nnx.Module) -> str:
-    """Path of a unit from the root; of one of equal layers, with `*` for its number. Empty for the root."""
-    names = _names.get({})
-    return names.get(id(module)) or names.get(type(module), "")
-
-
 def _unit_around(parts: MethodCall, path: tuple) -> tuple[Unit | None, tuple]:
     """The module that a parameter is of, the called one or one among the arguments, and the path from there."""
     module, relative = (parts.graph[0], path[1:]) if path[0] == 0 else (parts.graph[1][path[1]], path[2:])
@@ -294,36 +285,28 @@ def _guarded(model: str, values: Sequence[Any], params: Sequence[tuple[Any, Unit
     return guard(values, padded)
 
 
-# ---- a module that runs in global view
-
-
-def on_device(module: nnx.Module, unit: Unit) -> AbstractContextManager[None]:
-    """Inside, the parameters of a unit's module are on the device: products do not take arrays of both memories."""
-    if not any(member.placement.on_host for member in unit.members):
-        return contextlib.nullcontext()
-    params = [v for _, v in walk(module) if isinstance(v, nnx.Param) and _compat.on_host(v.get_raw_value())]
-    return _holding(params, [fetched(v.get_raw_value()) for v in params])
-
-
-def guarded_inside(module: nnx.Module, unit: Unit) -> AbstractContextManager[None]:
-    """Inside, to differentiate a padded parameter raises as long as an optimizer would see the padding."""
-    found = [(v, unit, path) for path, v in walk(module) if isinstance(v, nnx.Param) and padding_of(v) is not None]
-    found = [one for one in found if _compat.is_tracer(one[0].get_raw_value())]
-    if unit.optimizer is None or not found:
-        return contextlib.nullcontext()
-    arrays = [v.get_raw_value() for v, *_ in found]
-    return _holding([v for v, *_ in found], _guarded(plain_class(module).__name__, arrays, found))
-
-
 @contextlib.contextmanager
-def _holding(variables: Sequence[nnx.Variable], arrays: Sequence[Any]) -> Iterator[None]:
-    """Inside, variables hold these arrays; those that nobody wrote hold what they held again."""
-    before = [v.get_raw_value() for v in variables]
-    for v, x in zip(variables, arrays, strict=True):
+def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
+    """Inside, a unit's module runs in global view; variables that nobody wrote hold what they held again.
+
+    Its parameters are on the device: products do not take arrays of both memories. To differentiate a padded one raises
+    as long as an optimizer would see the padding.
+    """
+    params = [(v, unit, path) for path, v in walk(module) if isinstance(v, nnx.Param)]
+    before = [v.get_raw_value() for v, *_ in params]
+    arrays = list(before)
+    if any(member.placement.on_host for member in unit.members):
+        arrays = [fetched(x) if _compat.on_host(x) else x for x in arrays]
+    at = [i for i, (v, *_) in enumerate(params) if padding_of(v) is not None and _compat.is_tracer(arrays[i])]
+    guarded = _guarded(plain_class(module).__name__, [arrays[i] for i in at], [params[i] for i in at])
+    for i, x in zip(at, guarded, strict=True):
+        arrays[i] = x
+    held = [(v, old, x) for (v, *_), old, x in zip(params, before, arrays, strict=True) if x is not old]
+    for v, _, x in held:
         v.set_raw_value(x, _unsafe_bypass_check=True)
     try:
         yield
     finally:
-        for v, old, x in zip(variables, before, arrays, strict=True):
+        for v, old, x in held:
             if v.get_raw_value() is x:
                 v.set_raw_value(old, _unsafe_bypass_check=True)

@@ -103,7 +103,6 @@ def named_in(name: str) -> tuple[Mixing, ...]:
 
 Key = tuple[str, tuple[tuple[str, int], ...], frozenset[tuple[Placement, int]]]
 _seen: dict[Key, dict[Hashable, list[Mixing]]] = {}
-_MAX_SEEN = 64
 _warned: set[tuple[Key, str]] = set()
 
 
@@ -142,7 +141,7 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing]) -> None:
             'js.fully_shard(model, mesh=mesh, fallback="warn")',
         )
     key = _key_of_root(unit)
-    if len(_seen) >= _MAX_SEEN and key not in _seen:
+    if len(_seen) >= 64 and key not in _seen:
         _seen.pop(next(iter(_seen)))
     _seen.setdefault(key, {})[call, part] = found
     sent = 3 * sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
@@ -206,17 +205,20 @@ def batch_size(arrays: Sequence[Any], degree: int) -> int:
     return max(votes, key=lambda n: (not is_inner(n), *votes[n]), default=0)
 
 
-def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, products: list[LocalProduct]) -> None:
+def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, noted: list[Any]) -> None:
     """Warns of large products of forward that every device computes for all examples; once for a call and their lines.
 
     A single example is computed so on any number of devices.
     """
+    products = [one for one in noted if isinstance(one, LocalProduct)]
     lines: dict[str, float] = collections.defaultdict(float)
     for one in products:
         if one.is_whole:
             lines[one.where or "the model"] += one.flops
     total, whole = sum(one.flops for one in products), sum(lines.values())
-    rows = [x for x in arguments if x.ndim and x.shape[0] > 1 and not _is_key(x)]
+    is_old_key = lambda x: x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)
+    is_key = lambda x: is_old_key(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    rows = [x for x in arguments if x.ndim and x.shape[0] > 1 and not is_key(x)]
     others = [x for x in rows if x.shape[0] != batch]
     if not others or whole < max(WARNED_FLOPS, WARNED_PART * total) or in_shapes_only():
         return
@@ -250,12 +252,6 @@ def _why_whole(rows: Sequence[Any], others: Sequence[Any], batch: int, degree: i
         f"If dim {dim} is that of the examples, give it first: x = jnp.moveaxis(x, {dim}, 0)"
         f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
     )
-
-
-def _is_key(x: Any) -> bool:
-    """Whether an array is a random key, typed or of the old kind."""
-    old = x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)
-    return old or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 # ---- layers of a loop that are no unit: the root gathers each when it is due, which a plan cannot know before a trace
@@ -292,16 +288,15 @@ def as_traced(plan: ShardPlan) -> ShardPlan:
     """A plan that knows the layers that the last traced calls of its model gathered one at a time."""
     key = _key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
     stacks = _stacks(_seen_layers.get(key, ()))
-    return dataclasses.replace(plan, leaves=tuple(_by_layer(leaf, stacks.get(leaf.path, "")) for leaf in plan.leaves))
 
+    def by_layer(leaf: LeafPlan) -> LeafPlan:
+        placement, stack = leaf.placement, stacks.get(leaf.path, "")
+        if not stack or leaf.stack or leaf.owner != ():
+            return leaf
+        layers = placement.shape[0] if placement.layers == 1 else placement.layers
+        return dataclasses.replace(leaf, stack=stack, placement=dataclasses.replace(placement, layers=layers))
 
-def _by_layer(leaf: LeafPlan, stack: str) -> LeafPlan:
-    if not stack or leaf.stack or leaf.owner != ():
-        return leaf
-    placement = leaf.placement
-    if placement.layers == 1:
-        placement = dataclasses.replace(placement, layers=placement.shape[0])
-    return dataclasses.replace(leaf, stack=stack, placement=placement)
+    return dataclasses.replace(plan, leaves=tuple(map(by_layer, plan.leaves)))
 
 
 def _stacks(paths: Iterable[str]) -> dict[str, str]:

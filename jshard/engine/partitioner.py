@@ -32,13 +32,10 @@ if TYPE_CHECKING:
 
 
 class Partitioner:
-    """Interprets programs on one data shard.
+    """Interprets programs on one data shard, inside of a `shard_map` over axes such as ("replica", "fsdp").
 
-    Args:
-        axes: the data axes of the `shard_map` around, such as ("replica", "fsdp").
-        degree: product of their sizes.
-        batch_sizes: a constant with a dim of such a size is kept as a shard where it is stored; without any, one is
-            only where a split of it was asked for.
+    A constant with a dim of one of `batch_sizes` is kept as a shard where it is stored; without any, one is only where
+    a split of it was asked for.
     """
 
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
@@ -105,11 +102,6 @@ class Partitioner:
         """What was sent."""
         return [one for one in self.noted if isinstance(one, Mixing)]
 
-    @property
-    def products(self) -> list[LocalProduct]:
-        """What was multiplied."""
-        return [one for one in self.noted if isinstance(one, LocalProduct)]
-
     def place(self, eqn: Eqn | None) -> str:
         """The user's line of an equation; of what the library traced once, that of its call. Empty if none is known."""
         places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)) if e is not None)
@@ -131,10 +123,6 @@ class Partitioner:
     def sum(self, x: Any) -> Any:
         """The sum over the shards, on every shard."""
         return lax.psum(x, self.axes)
-
-    def reduce_scatter(self, x: Any, dim: int) -> Any:
-        """The sum over the shards, each with its part along `dim`."""
-        return lax.psum_scatter(x, self.axes, scatter_dimension=dim, tiled=True)
 
     def cut(self, x: Any, dim: int) -> Any:
         """This shard's part of a whole array."""
@@ -170,7 +158,7 @@ class Partitioner:
     def _part(self, value: Value, dim: int) -> Any:
         if value.is_partial and None not in value.done:
             with self.sends("sum", self.eqn, value.bytes // self.degree):
-                return self.reduce_scatter(value.x, dim)
+                return lax.psum_scatter(value.x, self.axes, scatter_dimension=dim, tiled=True)
         if value.is_split and None not in value.done:
             with self.sends("move", self.eqn, value.bytes):
                 return lax.all_to_all(value.x, self.axes, split_axis=dim, concat_axis=value.dim, tiled=True)
@@ -253,8 +241,10 @@ class Partitioner:
         except FourPartError:
             raise
         except Exception as error:
+            whole_or_sum = {None: "whole", PARTIAL: "a sum over the shards"}
+            how = lambda v: f"split along dim {v.dim}" if v.is_split else whole_or_sum.get(v.state, "stored")
             given = zip(eqn.invars, values, strict=True)
-            operands = ", ".join(f"{a.aval.str_short()} ({_in_words(v)})" for a, v in given) or "none"
+            operands = ", ".join(f"{a.aval.str_short()} ({how(v)})" for a, v in given) or "none"
             raise CallError(
                 f"The engine cannot run {eqn.primitive.name} on a data shard.",
                 where=self.place(eqn) or "in the model",
@@ -314,13 +304,6 @@ class Partitioner:
     def divides(self, size: int) -> bool:
         """Whether a dim of this size can be split."""
         return size > 0 and size % self.degree == 0
-
-
-def _in_words(value: Value) -> str:
-    """How the shards have a value, for messages."""
-    if value.is_split:
-        return f"split along dim {value.dim}"
-    return {None: "whole", PARTIAL: "a sum over the shards"}.get(value.state, "stored")
 
 
 # ---- the `expert` axis: a program on one data shard, run once more on its part of the experts
@@ -405,7 +388,9 @@ def over_experts(program: Callable, arrays: Sequence, dims: list, wanted: list[S
     for i, (v, dim) in enumerate(zip(outs, wanted, strict=False)):
         if not v.is_partial or dim == PARTIAL:
             outs[i] = p.in_state(v, dim)
-        else:  # a gradient's sum is planned, and no mixing of the model's own
-            outs[i] = Value(p.sum(v.x)) if dim is None else Value(p.reduce_scatter(v.x, cast(int, dim)), dim)
+        elif dim is None:  # a gradient's sum is planned, and no mixing of the model's own
+            outs[i] = Value(p.sum(v.x))
+        else:
+            outs[i] = Value(lax.psum_scatter(v.x, p.axes, scatter_dimension=cast(int, dim), tiled=True), dim)
     outs[len(wanted) :] = [p.land(p.settle(v)) for v in outs[len(wanted) :]]
     return [v.x for v in outs], [v.dim if v.is_split else None for v in outs], p.moved

@@ -18,7 +18,7 @@ from jshard import _compat
 from jshard.engine import moved, stored, units
 from jshard.engine.accumulate import gathered_copies
 from jshard.engine.ahead import gathered_in, tied
-from jshard.engine.call import NnxCall, guarded_inside, is_float, on_device
+from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.moved import batch_size, note_layers, warn_of_whole
 from jshard.engine.partitioner import over_experts
@@ -40,7 +40,7 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     if in_plain_flax():
         return units.run_as_flax(module, method, args, kwargs, unit)
     if in_global_view():
-        with on_device(module, unit), guarded_inside(module, unit):
+        with as_plain(module, unit):
             return method(module, *args, **kwargs)
     call = NnxCall(module, method, args, kwargs)
     if not units.in_region_trace():
@@ -225,24 +225,20 @@ class Region:
         return PartitionSpec(*entries)
 
 
+@dataclasses.dataclass(eq=False)
 class OnShards:
-    """A program (a closed jaxpr) of a region as a function of global arrays, and how its operands enter.
+    """A program (a closed jaxpr) of a region as a function of global arrays, and how its operands enter."""
 
-    Those of a backward program are more: the operands whose gradients its results are, and how parameters enter that
-    forward gathered outside of units and kept; they are the last.
-    """
+    region: Region
+    jaxpr: Any
+    operands: Sequence[Crossing]
+    phase: str = units.FORWARD
+    gradients_of: Sequence[Crossing] = ()  # of backward, the operands whose gradients its results are
+    given: Mapping[Any, Crossing] = dataclasses.field(default_factory=dict)
+    """Parameters that forward gathered outside of units and kept, the last operands."""
 
-    def __init__(
-        self,
-        region: Region,
-        jaxpr: Any,
-        operands: Sequence[Crossing],
-        gradients_of: Sequence[Crossing] | None = None,
-        kept: Mapping[Any, Crossing] | None = None,
-    ) -> None:
-        self.region, self.jaxpr, self.operands, self.given = region, jaxpr, operands, kept or {}
-        self.phase, self.gradients_of = units.FORWARD if gradients_of is None else units.BACKWARD, gradients_of or ()
-        self.found = [Crossing(None)] * len(jaxpr.out_avals)  # how its results leave, once it has run
+    def __post_init__(self) -> None:
+        self.found = [Crossing(None)] * len(self.jaxpr.out_avals)  # how its results leave, once it has run
         self.keeps: dict[Any, Crossing] = {}  # and how what it keeps beside them does: the last results
         self._out_specs: list[PartitionSpec] = []
 
@@ -271,7 +267,7 @@ class OnShards:
         moved.note(region.unit, region.name, self.phase, p.moved)
         if self.phase == units.FORWARD:
             note_layers(region.unit, p.layers_read)
-            warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.products)
+            warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.noted)
             more = region.kept(p)
         own = [one.is_own for one in self.gradients_of] or [False] * len(outs)
         leaving = [Crossing.of(v, is_own=is_own) for v, is_own in zip(outs, own, strict=True)]
@@ -285,14 +281,20 @@ class OnShards:
         """Its results; gradients as their parameters are stored, those of copies as each device's own part."""
         if self.phase == units.BACKWARD:
             gathered = gathered_in(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
-            _hold_back(gathered, [v for v in values if not v.is_stored])
+            shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
+            others = [v for v in values if not v.is_stored]
+            if shards:  # nothing is gathered before the other operands are there
+                first, last = tied([v.x for v in shards], [v.x for v in others])
+                for v, x in zip([*shards, *others], [*first, *last], strict=True):
+                    v.x = x
         wanted = [PARTIAL if one.is_own else one.state for one in self.gradients_of]
-        shards = {i: s for i, s in enumerate(wanted) if isinstance(s, Shard)}
-        outs = p.run_root(self.jaxpr.jaxpr, self.jaxpr.consts, values, shards)
+        stored_as = {i: s for i, s in enumerate(wanted) if isinstance(s, Shard)}
+        outs = p.run_root(self.jaxpr.jaxpr, self.jaxpr.consts, values, stored_as)
         if self.phase == units.FORWARD:
             return [p.land(p.settle(v)) for v in outs]
         with jax.named_scope(f"jshard[{p.name}]/{units.BACKWARD}"):
-            found = dict(zip(shards, p.store_unit([outs[i] for i in shards], [*shards.values()]), strict=True))
+            found = p.store_unit([outs[i] for i in stored_as], [*stored_as.values()])
+            found = dict(zip(stored_as, found, strict=True))
             found = {i: v.with_array(to_host(v.x) if v.shard.placement.on_host else v.x) for i, v in found.items()}
             return [found[i] if i in found else p.in_state(v, wanted[i]) for i, v in enumerate(outs)]
 
@@ -313,16 +315,6 @@ class OnShards:
         self._out_specs[:] = map(self.region.spec, leaving, ndims)
 
 
-def _hold_back(shards: list[Value], others: list[Value]) -> None:
-    """Nothing is gathered before the other operands are there."""
-    shards = [v for v in shards if not v.shard.pieces and not _compat.on_host(v.x)]
-    if not shards:
-        return
-    first, last = tied([v.x for v in shards], [v.x for v in others])
-    for v, x in zip([*shards, *others], [*first, *last], strict=True):
-        v.x = x
-
-
 def _differentiable(region: Region) -> Callable[..., list[Any]]:
     """The region as a function of global arrays whose derivative is a region, too."""
     program, entering, n = region.program, region.operands, region.program.num_params
@@ -338,7 +330,7 @@ def _differentiable(region: Region) -> Callable[..., list[Any]]:
         num_outs, at = len(live), len(kept) - len(before.keeps)
         of_operands = [*entering[:n], *before.found[num_outs:], *picked(live, before.found[:num_outs])]
         wanted = picked(gradient.wrt, entering)
-        on_shards = OnShards(region, gradient.backward(live), of_operands, wanted, before.keeps)
+        on_shards = OnShards(region, gradient.backward(live), of_operands, units.BACKWARD, wanted, before.keeps)
         grads = on_shards(*params, *kept[:at], *cts, *kept[at:])
         if region.degree == 1:
             like = picked(gradient.wrt, [*params, *[None] * (len(gradient.wrt) - n)])

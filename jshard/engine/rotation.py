@@ -137,7 +137,8 @@ class Rotation:
     def _first(self, p: "ShardedPartitioner") -> tuple[list[list[Any]], list[Any]]:
         """What the first units gather, before the loop where that can be, and the carry at the start."""
         level, start = p.level, self.scan.start
-        positions = level.find_loop(self.scan.eqn, self.count)
+        positions = [i for i in range(level.at, len(level.plan)) if level.plan[i].loop is self.scan.eqn][: self.count]
+        level.at = max([level.at, *(i + 1 for i in positions)])  # those before are done with
         found = [level.gathered.pop(i, None) for i in positions] or [None] * self.count
         first = [level.plan[i] for i in positions] or [self._unit(i, 0) for i in range(self.count)]
         missing = [k for k, xs in enumerate(found) if xs is None]

@@ -6,7 +6,6 @@ and no earlier. Every output of the barrier is used, so nothing of it is pruned.
 the reduction of unit i waits for that of the unit before.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -128,10 +127,9 @@ class ShardedPartitioner(Partitioner):
         level.gathered |= {i: outer.gathered[at] for i, at in after.items() if at in outer.gathered}
         outs = self.run(jaxpr, consts, args)
         self._reduce_handed_over(())
-        found = [level.gathered.get(end + i) for i in range(len(handover.later))]
-        handover.passed_on = [
-            self.gather_planned(one) if full is None else full for one, full in zip(handover.later, found, strict=True)
-        ]
+        for i, one in enumerate(handover.later, end):
+            full = level.gathered.get(i)
+            handover.passed_on.append(self.gather_planned(one) if full is None else full)
         outer.gathered |= {at: level.gathered[i] for i, at in after.items() if i in level.gathered}
         return outs
 
@@ -145,10 +143,12 @@ class ShardedPartitioner(Partitioner):
 
     def gather_planned(self, one: Planned, xs: Sequence[Any] | None = None) -> list[Any]:
         """Gathers what a unit gathers, from other arrays if given."""
-        shards = one.gathers if xs is None else [v.with_array(x) for v, x in zip(one.gathers, xs, strict=True)]
-        dtypes = [one.eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(one.eqn)]
+        if not one.gathers:
+            return []
+        xs = [v.x for v in one.gathers] if xs is None else list(xs)
+        dtypes = tuple(one.eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(one.eqn))
         with jax.named_scope(f"jshard[{one.eqn.params['settings'].name}]"):
-            return stored.gather_unit(shards, self.mesh, dtypes) if shards else []
+            return stored.gather_unit(xs, tuple(v.shard for v in one.gathers), self.mesh, dtypes)
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a unit's, or one that leaves a stored shard a stored shard, or any other."""
@@ -166,7 +166,9 @@ class ShardedPartitioner(Partitioner):
             return [one.with_array(self.bind(eqn, [v.x for v in values])[0])]
         if name == "unstack" and eqn.params["axis"] == 0 and one.ndim > len(one.shard.placement.shape):
             rows = [one.with_array(x) for x in self.bind(eqn, [one.x])]  # of several parameters that are stored alike
-            self.level.unstack(one, rows)
+            level, ends = self.level, [rows[0], rows[-1]]  # of a loop in reverse, which stores the first row last
+            with_ends = lambda values: [v for other in values for v in (ends if other is one else [other])]
+            level.reduced, level.stacked = with_ends(level.reduced), with_ends(level.stacked)
             return rows
         if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
             dtype = eqn.outvars[0].aval.dtype
@@ -197,10 +199,8 @@ class ShardedPartitioner(Partitioner):
         which, recent = [i for i in at if values[i].is_stored], self.level.recent
         shards = [values[i] for i in which]
         if eqn.params["phase"] == BACKWARD and recent and any(id(v) in recent for v in shards):
-            full = [
-                recent[id(v)][1] if id(v) in recent else stored.gather(v, avals[i].dtype)
-                for i, v in zip(which, shards, strict=True)
-            ]
+            given = [(id(v), v, avals[i].dtype) for i, v in zip(which, shards, strict=True)]
+            full = [recent[key][1] if key in recent else stored.gather(v, dtype) for key, v, dtype in given]
             self.level.recent = None
         else:
             full = self._gathered_in_time(eqn, values, which, [avals[i].dtype for i in which])
@@ -225,7 +225,7 @@ class ShardedPartitioner(Partitioner):
             if is_bounded or (is_backward and not at):
                 xs, moved = tied(xs, [values[i].x for i in inputs])
                 self._replace(values, inputs, moved)
-            full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, dtypes)
+            full = stored.gather_unit(xs, tuple(v.shard for v in shards), self.mesh, tuple(dtypes))
         full = full or []
         ahead = level.ahead(at) if at is not None and prefetch is not None else []
         if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with what is there first
@@ -306,22 +306,19 @@ class ShardedPartitioner(Partitioner):
             return self._cast(outs, eqn.params["out_dtypes"])
         rest = [i for i, v in enumerate(outs) if i not in at and not v.is_stored]
         level, outs = self.level, [self.land(v) for v in outs]
-        gradients, others, before = tied(
-            [outs[i].x for i in at], [outs[i].x for i in rest], [v.x for v in level.reduced]
-        )
+        arrays = lambda which: [outs[i].x for i in which]
+        gradients, others, before = tied(arrays(at), arrays(rest), [v.x for v in level.reduced])
         self._replace(outs, at, gradients)
         self._replace(outs, rest, others)
-        late = level.trip and level.trip.late
-        is_late = [eqn is late and i in at and v.is_partial for i, v in enumerate(outs)]
-        dtypes = [
-            v.x.dtype if lates else d for v, lates, d in zip(outs, is_late, eqn.params["out_dtypes"], strict=True)
-        ]
-        outs = self._cast(outs, dtypes)
+        is_late = level.trip is not None and eqn is level.trip.late
+        late = {i for i in at if is_late and outs[i].is_partial}
+        dtypes = enumerate(eqn.params["out_dtypes"])
+        outs = self._cast(outs, [outs[i].x.dtype if i in late else dtype for i, dtype in dtypes])
         for v, x in zip(level.reduced, before, strict=True):
             v.x = x  # whoever reads the reduction before reads behind this
             v.done.clear()
         self._finish(level.reduced)
-        at = [i for i in at if not is_late[i]]
+        at = [i for i in at if i not in late]
         found = self.store_unit([outs[i] for i in at], [wrt[i].shard for i in at], unfinished=level.unfinished)
         for i, v in zip(at, found, strict=True):
             outs[i] = v
@@ -342,12 +339,8 @@ class ShardedPartitioner(Partitioner):
         level, trip = self.level, self.level.trip
         if trip is None or not trip.left:
             return
-        small = [
-            (i, k)
-            for i in ahead
-            for k, x in enumerate(level.gathered[i])
-            if x.size * x.dtype.itemsize < stored.SMALL_BYTES
-        ]
+        is_small = lambda x: x.size * x.dtype.itemsize < stored.SMALL_BYTES
+        small = [(i, k) for i in ahead for k, x in enumerate(level.gathered[i]) if is_small(x)]
         first, last = tied([level.gathered[i][k] for i, k in small], [x for x, *_ in trip.left])
         for (i, k), x in zip(small, first, strict=True):
             level.gathered[i][k] = x
@@ -357,6 +350,8 @@ class ShardedPartitioner(Partitioner):
 
     def reduce_left(self, left: Sequence[tuple[Any, Any, Shard]], unit: Eqn | None) -> list[Value]:
         """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and as what they are stored."""
+        if unit is None:
+            return []
         with _scope_of(unit):
             values = [Value(x.astype(dtype), PARTIAL) for x, dtype, _ in left]
             return self.store_unit(values, [state for *_, state in left])
@@ -370,8 +365,8 @@ class ShardedPartitioner(Partitioner):
     def store_unit(self, values: list[Value], states: list[Shard], unfinished: dict | None = None) -> list[Value]:
         """Values as stored shards; `unfinished` takes those left to be summed over the replicas, with their dtypes."""
         at = [i for i, v in enumerate(values) if v.is_partial]
-        found, xs, placements = list(values), [values[i].x for i in at], [states[i].placement for i in at]
-        summed = stored.reduce_unit(xs, placements, self.mesh, first_step=unfinished is not None) if at else []
+        found, xs, placements = list(values), [values[i].x for i in at], tuple(states[i].placement for i in at)
+        summed = stored.reduce_unit(xs, placements, self.mesh, unfinished is not None) if at else []
         for i, x, before, placement in zip(at, summed, xs, placements, strict=True):
             found[i] = Value(x, states[i])
             if unfinished is not None and stored.has_two_steps(before, placement, self.mesh):
@@ -379,9 +374,7 @@ class ShardedPartitioner(Partitioner):
         return [self.store(v, state) for v, state in zip(found, states, strict=True)]
 
 
-def _scope_of(unit: Eqn | None) -> AbstractContextManager[Any]:
+def _scope_of(unit: Eqn) -> AbstractContextManager[Any]:
     """Inside, operations are named after a unit and its phase."""
-    if unit is None:
-        return contextlib.nullcontext()
     backward = "/backward" if unit.params["phase"] == BACKWARD else ""
     return jax.named_scope(f"jshard[{unit.params['settings'].name}]{backward}")

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,38 +35,29 @@ def gather(value: Value, dtype: Any = None) -> jax.Array:
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
 
 
-def gather_unit(values: Sequence[Value], mesh: Mesh, dtypes: Sequence[Any]) -> list[jax.Array]:
-    """The parameters of a unit, gathered, the small ones first.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tuple[Any, ...]) -> list[Any]:
+    """The parameters of a unit, gathered, the small ones first; of units stored alike it is one function in a program.
 
     Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
-    for it early; behind a large one it is not.
+    for it early; behind a large one it is not. A TPU fuses gathers into products; pieces are quick between neighbours,
+    and the compiler joins the small ones.
     """
-    return _gathering(tuple(v.shard for v in values), mesh, tuple(dtypes))([v.x for v in values])
-
-
-@functools.lru_cache(maxsize=1024)
-def _gathering(shards: tuple[Shard, ...], mesh: Mesh, dtypes: tuple[Any, ...]) -> Callable[[list[Any]], list[Any]]:
-    """The same as one function for all units that are stored alike: it stands in the program once."""
-    # A TPU fuses gathers into products; pieces are quick between neighbours, and the compiler joins the small ones.
     is_tpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
     sizes = [s.placement.gathered_bytes // s.placement.layers for s in shards]
     first = [i for i, size in enumerate(sizes) if size < SMALL_BYTES <= max(sizes)]
     if is_tpu or any(s.pieces for s in shards):
         first = []
-
-    def gather_unit(xs: list[Any]) -> list[Any]:
-        gathered = lambda i: gather(Value(xs[i], shards[i]), dtypes[i])
-        full = {i: gathered(i) for i in first}
-        rest = [i for i in range(len(xs)) if i not in full]
-        if first:
-            small, behind = lax.optimization_barrier(([full[i] for i in first], [xs[i] for i in rest]))
-            full = dict(zip(first, small, strict=True))
-            for i, x in zip(rest, behind, strict=True):
-                xs[i] = x
-        full |= {i: gathered(i) for i in rest}
-        return [full[i] for i in range(len(xs))]
-
-    return jax.jit(gather_unit)
+    gathered = lambda i: gather(Value(xs[i], shards[i]), dtypes[i])
+    full = {i: gathered(i) for i in first}
+    rest = [i for i in range(len(xs)) if i not in full]
+    if first:
+        small, behind = lax.optimization_barrier(([full[i] for i in first], [xs[i] for i in rest]))
+        full = dict(zip(first, small, strict=True))
+        for i, x in zip(rest, behind, strict=True):
+            xs[i] = x
+    full |= {i: gathered(i) for i in rest}
+    return [full[i] for i in range(len(xs))]
 
 
 def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -75,13 +66,14 @@ def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array
     It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` with it.
     """
     if _dim(x, placement) is None:
-        return _summed(x.astype(placement.reduce_dtype), batch_axes(mesh), mesh).astype(x.dtype)
+        return sum_replicas(x.astype(placement.reduce_dtype), mesh, but="").astype(x.dtype)
     return sum_replicas(reduce_scatter(x, placement, mesh), mesh).astype(x.dtype)
 
 
 def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
     """Whether a gradient is reduced over shards, then over replicas."""
-    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in (*_replica_axes(mesh), EXPERT))
+    others = [a for a in (*batch_axes(mesh), EXPERT) if a != FSDP]
+    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in others)
 
 
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -93,51 +85,36 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     return _keep_other_axes(run, x, placement)(x)
 
 
-def sum_replicas(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The second step: the sum over the replicas, and over `expert` with it."""
-    return _summed(x, _replica_axes(mesh), mesh)
-
-
-def _summed(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
-    axes = tuple(a for a in axes if degree(mesh, a) > 1)
+def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
+    """The second step: the sum over the replicas, or all axes of the batch but one, and over `expert` with it."""
+    axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
     return over_expert_p.bind(x, dim=None) if degree(mesh, EXPERT) > 1 else x
 
 
-def _replica_axes(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(a for a in batch_axes(mesh) if a != FSDP)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> list[Any]:
+    """The gradients of a unit, summed: stored shards; those with two steps may be left after the first.
 
-
-def reduce_unit(xs: list[Any], placements: Sequence[Placement], mesh: Mesh, *, first_step: bool = False) -> list[Any]:
-    """The gradients of a unit, summed: stored shards; those with two steps may be left after the first."""
-    return _reducing(tuple(placements), mesh, first_step)(list(xs))
-
-
-@functools.lru_cache(maxsize=1024)
-def _reducing(placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> Callable[[list[Any]], list[Any]]:
-    """The same as one function for all units that are stored alike: it stands in the program once."""
-
-    def reduce_unit(xs: list[Any]) -> list[Any]:
-        # Small ones that are summed whole are copied together sooner than they are sent alone. What is split over other
-        # axes, too, is not: it could not be joined without being gathered over them.
-        together: dict[Any, list[int]] = {}
-        for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-            if one.shards == 1 and x.size * x.dtype.itemsize < _JOINED_BYTES:
-                together.setdefault((x.dtype, one.reduce_dtype), []).append(i)
-        found = {}
-        for (dtype, reduce_dtype), at in together.items():
-            if len(at) > 1:
-                joined = jnp.concatenate([xs[i].astype(reduce_dtype).ravel() for i in at])
-                whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
-                parts = jnp.split(whole, list(itertools.accumulate(xs[i].size for i in at))[:-1])
-                found |= {i: part.reshape(xs[i].shape) for i, part in zip(at, parts, strict=True)}
-        for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-            if i not in found:
-                run = reduce_scatter if first_step and has_two_steps(x, one, mesh) else reduce_gradient
-                found[i] = run(x, one, mesh)
-        return [found[i] for i in range(len(xs))]
-
-    return jax.jit(reduce_unit)
+    Small ones that are summed whole are copied together sooner than they are sent alone. What is split over other axes,
+    too, is not: it could not be joined without being gathered over them.
+    """
+    together: dict[Any, list[int]] = {}
+    for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
+        if one.shards == 1 and x.size * x.dtype.itemsize < _JOINED_BYTES:
+            together.setdefault((x.dtype, one.reduce_dtype), []).append(i)
+    found = {}
+    for (dtype, reduce_dtype), at in together.items():
+        if len(at) > 1:
+            joined = jnp.concatenate([xs[i].astype(reduce_dtype).ravel() for i in at])
+            whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
+            parts = jnp.split(whole, list(itertools.accumulate(xs[i].size for i in at))[:-1])
+            found |= {i: part.reshape(xs[i].shape) for i, part in zip(at, parts, strict=True)}
+    for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
+        if i not in found:
+            run = reduce_scatter if first_step and has_two_steps(x, one, mesh) else reduce_gradient
+            found[i] = run(x, one, mesh)
+    return [found[i] for i in range(len(xs))]
 
 
 def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:

@@ -47,19 +47,15 @@ class Call(Protocol):
     @property
     def key(self) -> Hashable:
         """Equal for calls that run the same program on arrays of the same types."""
-        ...
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
-        ...
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the method on a plain copy of the module: arrays of its result, and of the state it changed or made."""
-        ...
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
         """Writes the state back to the caller's objects, and returns what the method returned."""
-        ...
 
 
 @jax.tree_util.register_static
@@ -392,17 +388,14 @@ def _is_same_parameter(x: Any, y: Any) -> bool:
         return False
 
 
-Bind = Callable[[Any, list[Any]], list[Any]]  # how an equation runs on values
-
-
-def evaluate_jaxpr(closed: Any, operands: Sequence[Any], bind: Bind = _compat.bind) -> list[Any]:
+def evaluate_jaxpr(closed: Any, operands: Sequence[Any], bind: Callable = _compat.bind) -> list[Any]:
     """Runs a closed jaxpr where it is called, as `jax.core.eval_jaxpr`, keeping the user's lines and names."""
     jaxpr = closed.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
     return _evaluate(jaxpr.eqns, env, jaxpr.outvars, bind)
 
 
-def _evaluate(equations: list[Any], env: dict, wanted: Sequence[Any], bind: Bind = _compat.bind) -> list[Any]:
+def _evaluate(equations: list[Any], env: dict, wanted: Sequence[Any], bind: Callable = _compat.bind) -> list[Any]:
     """Runs equations on the values in `env`; the values of some variables."""
     read = lambda a: a.val if isinstance(a, jex.Literal) else env[a]
     for e in equations:

@@ -7,7 +7,7 @@ None where a shard cannot compute its part alone: then the operands are gathered
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 else:  # which imports the table
     Partitioner = Any
 
-T = TypeVar("T")
 Eqn = Any  # jax.extend.core.JaxprEqn
 PARTIAL = "partial"
 
@@ -239,7 +238,7 @@ def opened(jaxpr: Any) -> tuple[Any, Any]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def operands(eqn: Eqn, given: Sequence[T]) -> list[T]:
+def operands(eqn: Eqn, given: Sequence[Any]) -> list[Any]:
     """Which of a call's operands its program takes."""
     if eqn.primitive.name != "custom_linear_solve":
         return list(given)

@@ -42,8 +42,12 @@ def counted_dim(value: Value) -> int | None:
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == "iota":
         return eqn.params["dimension"]
-    if name == "select_n":  # where(i < 0, i + n, i)
-        return counted_dim(values[1]) if _is_never(values[0]) else None
+    if name == "select_n":  # where(i < 0, i + n, i): never
+        test = values[0].source
+        if test is None or test.eqn.primitive.name != "lt" or counted_dim(test.values[0]) is None:
+            return None
+        bound = test.values[1].x
+        return counted_dim(values[1]) if not is_tracer(bound) and (np.asarray(bound) <= 0).all() else None
     if (inner := counted_dim(values[0])) is None:
         return None
     match name:
@@ -61,16 +65,6 @@ def counted_dim(value: Value) -> int | None:
                 return None
             return [i for i, n in enumerate(shape) if n != 1][[i for i, n in enumerate(old) if n != 1].index(inner)]
     return None
-
-
-def _is_never(value: Value) -> bool:
-    """Whether a predicate is `index < 0`."""
-    if value.source is None or value.source.eqn.primitive.name != "lt":
-        return False
-    left, right = value.source.values
-    if is_tracer(right.x) or counted_dim(left) is None:
-        return False
-    return bool((np.asarray(right.x) <= 0).all())
 
 
 def _on_shard(p: Partitioner, indices: Value, column: int, size: int) -> jax.Array:

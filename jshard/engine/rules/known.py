@@ -193,16 +193,11 @@ def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> list[i
             rows = [k for k in range(len(shape)) if k not in dims.offset_dims]
             return [None, rows.index(dim)] if dim in rows and not dims.operand_batching_dims else None
         case "dot_general":
-            return _backwards_dot(params["dimension_numbers"], values, dim)
+            (lc, rc), (lb, rb) = params["dimension_numbers"]
+            left, right = free_dims(one.ndim, lc, lb), free_dims(values[1].ndim, rc, rb)
+            if (at := dim - len(lb)) < 0:
+                return [lb[dim], rb[dim]]
+            return [left[at], None] if at < len(left) else [None, right[at - len(left)]]
     if name.startswith(("reduce_", "arg")):
         return [[i for i in range(one.ndim) if i not in params["axes"]][dim]]
     return None
-
-
-def _backwards_dot(numbers: Any, values: list[Value], dim: int) -> list[int | None]:
-    (lc, rc), (lb, rb) = numbers
-    if dim < len(lb):
-        return [lb[dim], rb[dim]]
-    left, right = (free_dims(v.ndim, c, b) for v, c, b in zip(values, (lc, rc), (lb, rb), strict=True))
-    at = dim - len(lb)
-    return [left[at], None] if at < len(left) else [None, right[at - len(left)]]

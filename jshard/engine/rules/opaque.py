@@ -314,22 +314,16 @@ def placed(value: Value, to: Any, free: frozenset[int] = frozenset()) -> Value:
     if kind := getattr(to, "memory_kind", None):
         memory = jax.memory.Space.Host if kind.endswith("_host") else jax.memory.Space.Device
     if isinstance(to, NamedSharding) and (axes := _compat.automatic_axes()):
-        x = lax.with_sharding_constraint(x, _kept(to.spec, axes, value.ndim, free))
+        dims: list[Any] = [*to.spec, *[None] * (value.ndim - len(to.spec))]
+        for i, dim in enumerate(dims):  # without the axes that are not the compiler's
+            if i in free or dim is P.UNCONSTRAINED:
+                dims[i] = P.UNCONSTRAINED
+            else:
+                dims[i] = tuple(a for a in axes_of(dim) if a in axes) or None
+        x = lax.with_sharding_constraint(x, P(*dims))
     if memory is not None and (memory == jax.memory.Space.Host) != _compat.on_host(x):
         x = jax.device_put(x, memory)
     return value if x is value.x else value.with_array(x)
-
-
-def _kept(spec: P, axes: dict[str, int], ndim: int, free: frozenset[int]) -> P:
-    """A spec without the axes that are not the compiler's."""
-    dims: list[Any] = []
-    for i in range(ndim):
-        dim = spec[i] if i < len(spec) else None
-        if i in free or dim is P.UNCONSTRAINED:
-            dims.append(P.UNCONSTRAINED)
-        else:
-            dims.append(tuple(a for a in axes_of(dim) if a in axes) or None)
-    return P(*dims)
 
 
 @rule("optimization_barrier", takes_partial=True)
