@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard.engine.context import region_mesh
-from jshard.engine.experts import exchanged
+from jshard.engine.partitioner import exchanged
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.mesh import AXES, DATA_AXES, EXPERT, degree
 from jshard.plans.placement import Entry, axes_of, spec_over

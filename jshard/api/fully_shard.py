@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jshard import _compat
-from jshard.engine.route import route
+from jshard.engine.region import route
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
 from jshard.plans import checks

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import human_bytes
-from jshard.engine.stacks import as_traced
+from jshard.engine.moved import as_traced
 from jshard.errors import ShardingError
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo.collectives import KINDS

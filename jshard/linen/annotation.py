@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jshard import _compat
 from jshard._compat import LINEN_CALL
 from jshard.engine.context import in_global_view
-from jshard.engine.route import run_call
+from jshard.engine.region import run_call
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested
 from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit
