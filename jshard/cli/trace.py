@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from jshard.cli._arguments import answer, check_writable, parse, parse_steps, remark
-from jshard.inspect.profile.trace import trace
+from jshard.inspect.profile import trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +28,17 @@ class TraceArgs:
     """Only the steps after step A, up to step B."""
     json: bool = False
     """Print JSON and nothing else."""
-    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report with a timeline of one step into one file, too, and the timeline beside it as *.trace.json."""
+    timeline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the timeline of the middle step on its most exposed device, too, as JSON for https://ui.perfetto.dev."""
 
 
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard trace`."""
     args = parse(TraceArgs, argv, command="jshard trace")
-    check_writable(args.html, option="--html")
+    check_writable(args.timeline, option="--timeline")
     found = trace(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
-    if args.html is not None:
-        texts = {args.html: found.to_html(), args.html.with_suffix(".trace.json"): found.to_chrome_trace()}
-        for path, text in texts.items():
-            path.write_text(text)
-            remark(f"written: {path}")
+    if args.timeline is not None:
+        args.timeline.write_text(found.to_chrome_trace())
+        remark(f"written: {args.timeline}")
     answer(found, json=args.json)
     return 0

@@ -1,157 +1,18 @@
-"""What a plan and a traced program send: the collectives of one step, leaf by leaf, before anything is compiled."""
+"""What a plan sends in a step, and which collectives of a compiled program that plan is about."""
 
 import collections
 import dataclasses
 import math
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
-from jshard import _compat
-from jshard.inspect.hlo.collectives import KINDS, asked_group, axes_of_groups, ring_bytes
+from jshard.inspect.hlo import Window
+from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
 from jshard.plans.mesh import DATA_AXES, FSDP
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
-
-_AXES_IN = "reduction_axes", "gathering_axes", "reduce_scatter_axes", "params", "reduction", "out_sharding"
-_TYPE = re.compile(r"tensor<((?:\d+x)*)([^>]+)>")
-_DIMS = re.compile(r"<@[\w.]+, \[(.*?)\]")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """Collectives of one kind."""
-
-    kind: str  # one of `jshard.inspect.hlo.collectives.KINDS`
-    axes: tuple[str, ...]  # the mesh axes that it runs over, in the order of the mesh
-
-
-Amounts = Mapping[Sent, tuple[int, float]]
-"""How often each runs in one run of the program, and the sum of the whole arrays' bytes (`Collective.full_bytes`)."""
-
-
-def partitioned_collectives(lowered: Any, mesh: Mesh | AbstractMesh) -> Amounts | None:
-    """The collectives of a lowered program after its shardings are followed; None where that cannot be known."""
-    module = _compat.partitioned(lowered)
-    if module is None:
-        return None
-    with module.context:
-        return _TrafficReader(module, mesh).of_function("main")
-
-
-class _TrafficReader:
-    """Walks the functions of a module from its first, through loops, branches and calls."""
-
-    def __init__(self, module: Any, mesh: Mesh | AbstractMesh) -> None:
-        self._functions = {op.attributes["sym_name"].value: op for op in module.body.operations if _name(op) == _FUNC}
-        self._mesh, self._degrees = mesh, dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        self._known: dict[str, Amounts] = {}
-
-    def of_function(self, name: str) -> Amounts:
-        """What one call of a function sends."""
-        if name not in self._known:
-            self._known[name] = self._of_regions(self._functions[name])
-        return self._known[name]
-
-    def _of_regions(self, op: Any) -> Amounts:
-        return _added(self._of(inner) for region in op.regions for block in region.blocks for inner in block.operations)
-
-    def _of(self, op: Any) -> Amounts:
-        dialect, _, what = _name(op).partition(".")
-        kind = what.replace("_", "-")
-        if kind in KINDS and dialect in ("sdy", "stablehlo"):
-            axes = self._named(op) if dialect == "sdy" else self._grouped(op, kind)
-            return {Sent(kind, axes): (1, self._full_bytes(op, kind, axes))} if axes else {}
-        if what == "add" and (twice := self._summed(op)) is not None:
-            return {twice[0]: (-1, -twice[1])}
-        if _name(op).endswith("func.call"):
-            return self.of_function(op.attributes["callee"].value)
-        if what == "case":  # the branch that sends most: which one runs is not known
-            branches = [_added(map(self._of, block.operations)) for r in op.regions for block in r.blocks]
-            return max(branches, key=lambda found: sum(size for _, size in found.values()), default={})
-        inner = self._of_regions(op)
-        return _times(inner, _rounds(op)) if what == "while" and inner else inner
-
-    def _summed(self, op: Any) -> tuple[Sent, float] | None:
-        """The all-reduce that a value is, or a sum of such: XLA adds first, and reduces what is added once."""
-        if op is None or _name(op) not in ("sdy.all_reduce", "stablehlo.add"):
-            return None
-        if _name(op) == "sdy.all_reduce":
-            axes = self._named(op)
-            return Sent("all-reduce", axes), self._full_bytes(op, "all-reduce", axes)
-        parts = [self._summed(_maker(value)) for value in op.operands]
-        return parts[0] if parts[0] == parts[1] else None
-
-    def _named(self, op: Any) -> tuple[str, ...]:
-        """Axes of a collective that the partitioner made."""
-        text = next((str(op.attributes[name]) for name in _AXES_IN if name in op.attributes), "")
-        return tuple(axis for axis, n in self._degrees.items() if n > 1 and f'"{axis}"' in text)
-
-    def _grouped(self, op: Any, kind: str) -> tuple[str, ...]:
-        """Axes of a collective that the program had."""
-        named = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
-        meshes = {"@mesh": ", ".join(f'"{axis}"={n}' for axis, n in self._degrees.items())}
-        group = asked_group(_name(op), kind, f"{named} = {op.attributes[named]}", meshes)
-        return axes_of_groups(group, self._mesh)
-
-    def _full_bytes(self, op: Any, kind: str, axes: tuple[str, ...]) -> float:
-        """Bytes of the whole arrays, as of `Collective.full_bytes`: of those, what one device has part in."""
-        value = op.operands[0] if kind == "reduce-scatter" else op.results[0]
-        sizes, dtype = _TYPE.match(str(value.type)).groups()  # type: ignore[union-attr]
-        size = math.prod(int(n) for n in sizes.split("x") if n) * item_bytes(dtype)
-        split = [axis for axis in self._degrees if f'"{axis}"' in _sharding(op)]
-        whole = kind not in ("all-to-all", "collective-permute")  # of those one device's array counts
-        return size / math.prod(self._degrees[a] for a in split if not (whole and a in axes))
-
-
-_FUNC = "func.func"
-
-
-def _name(op: Any) -> str:
-    return op.operation.name
-
-
-def _sharding(op: Any) -> str:
-    """How the dims of an operation's result are split, as text."""
-    text = next((str(op.attributes[name]) for name in ("out_sharding", "sdy.sharding") if name in op.attributes), "")
-    found = _DIMS.search(text)
-    return found.group(1) if found else ""
-
-
-def _rounds(loop: Any) -> int:
-    """How often a loop runs that counts up to a constant from 0, as those of `lax.scan`; 1 for others."""
-    compared = _maker(list(loop.regions[0].blocks[0].operations)[-1].operands[0])
-    limit = _maker(compared.operands[1]) if compared is not None and len(compared.operands) == 2 else None
-    if limit is None or not _name(limit).endswith(".constant"):
-        return 1
-    found = re.match(r"dense<(\d+)>", str(limit.attributes["value"]))
-    return int(found.group(1)) if found else 1
-
-
-def _maker(value: Any) -> Any:
-    """The operation that made a value; None for an argument of a block."""
-    return value.owner if hasattr(value.owner, "attributes") else None
-
-
-def _times(found: Amounts, rounds: int) -> Amounts:
-    return {one: (count * rounds, size * rounds) for one, (count, size) in found.items()}
-
-
-def _added(parts: Iterator[Amounts]) -> Amounts:
-    counts: collections.Counter[Sent] = collections.Counter()
-    sizes: dict[Sent, float] = collections.defaultdict(float)
-    for part in parts:
-        for one, (count, size) in part.items():
-            counts[one] += count
-            sizes[one] += size
-    return {one: (count, sizes[one]) for one, count in counts.items()}
-
-
-# What a plan sends: the collectives of one step of training, leaf by leaf, before anything is compiled.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,3 +75,114 @@ def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, 
     """The data axes along which the stored shard is the same."""
     on = {name for entry in placement.spec for name in axes_of(entry)}
     return tuple(axis for axis in DATA_AXES if degrees.get(axis, 1) > 1 and axis not in on)
+
+
+# What units that are never gathered send is the model's own, and so is what its lines that mix examples send.
+
+Array = tuple[str, tuple[int, ...]]
+
+
+def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window], list[Window]]:
+    """The collectives that the plan is about, and those of units that are never gathered.
+
+    A compiler joins collectives: there the arrays are distinguished by their shapes. Of units that are gathered all
+    count but what has the shape of a parameter that never is; of both together, and of what has no unit, those that
+    have the shape of a parameter that is. All-reduces count as the former: small arrays are reduced as one, so that no
+    shape is left.
+    """
+    names = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
+    if not names:
+        return list(windows), []
+    known, theirs = _shapes_of(plan, gathered=True), _shapes_of(plan, gathered=False)
+    planned, own = [], []
+    for window in windows:
+        if window.units and names.issuperset(window.units):
+            own.append(window)
+            continue
+        is_known = window.kind == "all-reduce" or (bool(window.units) and names.isdisjoint(window.units))
+        is_ours = lambda dims, is_known=is_known: dims in known or (is_known and dims not in theirs)
+        ours = [array for array in window.arrays if is_ours(comparable(array[1]))]
+        rest = [array for array in window.arrays if array not in ours]
+        planned += [with_arrays(window, ours) if rest else window] if ours or not rest else []
+        own += [with_arrays(window, rest)] if rest else []
+    return planned, own
+
+
+def gathered_anyway(windows: Iterable[Window], plan: ShardPlan) -> list[tuple[Window, list[Array]]]:
+    """The collectives of units that are never gathered that hold a whole parameter or gradient, with these arrays."""
+    wholes, shards = set(), set()
+    for placement in (leaf.placement for leaf in plan.leaves):
+        if not placement.gathered and placement.dim is not None:
+            whole, shard = shapes_on_device(placement, plan)
+            wholes |= {comparable(whole), comparable(placement.shape)}
+            shards.add(comparable(shard))
+    of_kind = lambda kind: shards if kind == "reduce-scatter" else wholes
+    found = [(w, [a for a in w.arrays if comparable(a[1]) in of_kind(w.kind)]) for w in windows]
+    return [(window, arrays) for window, arrays in found if arrays]
+
+
+def summed_over_copies(plan: ShardPlan) -> dict[tuple[str, ...], int]:
+    """Elements that a compiler may all-reduce over the axes along which parameters that are never gathered are copies.
+
+    Those are the gradients of their shards.
+    """
+    sums: dict[tuple[str, ...], int] = collections.defaultdict(int)
+    for leaf in plan.leaves:
+        placement = leaf.placement
+        if leaf.trained and not placement.gathered and (axes := copied_over(placement, dict(plan.mesh))):
+            sums[axes] += placement.stored_size // placement.shards
+    return sums
+
+
+def _shapes_of(plan: ShardPlan, *, gathered: bool) -> set[tuple[int, ...]]:
+    """Shapes of the parameters that are gathered, or of those that never are: whole, shards, and layers of a stack."""
+    placements = [leaf.placement for leaf in plan.leaves if leaf.placement.gathered == gathered]
+    shapes = {shape for p in placements for shape in (p.shape, *shapes_on_device(p, plan))}
+    return {comparable(shape[i:]) for shape in shapes for i in range(len(shape))}
+
+
+def comparable(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape in the form in which it is compared: a compiler transposes what it gathers."""
+    return tuple(sorted(n for n in dims if n != 1))
+
+
+def shapes_on_device(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """On one device: of the parameter gathered over `fsdp`, and of its shard."""
+    degrees = dict(plan.mesh)
+    cut = lambda axes: math.prod(degrees[axis] for axis in axes)
+    dims = [(n, axes_of(entry)) for n, entry in zip(placement.stored_shape, placement.spec, strict=True)]
+    whole = tuple(n // cut(a for a in axes if a != FSDP) for n, axes in dims)
+    return whole, tuple(n // cut(axes) for n, axes in dims)
+
+
+def with_arrays(window: Window, arrays: Sequence[Array]) -> Window:
+    """A collective with some of its arrays; one that scatters has parts of them in its result."""
+    parts = window.full_bytes // sum(map(array_bytes, window.arrays))
+    sizes: dict[str, int] = collections.defaultdict(int)
+    for array in arrays:
+        sizes[array[0]] += array_bytes(array) * parts
+    return dataclasses.replace(window, arrays=tuple(arrays), sizes=tuple(sizes.items()))
+
+
+def array_bytes(array: Array) -> int:
+    """Bytes of an array of a collective's result."""
+    dtype, dims = array
+    return math.prod(dims) * math.ceil(item_bytes(dtype))
+
+
+def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window]]:
+    """The collectives of parameters and whatever else, and those of the model's own mixing.
+
+    A compiler joins small ones of both. There, arrays are the model's own if they have the bytes that it asked for.
+    """
+    others, own = [], []
+    for window in windows:
+        if not window.mixing or window.is_mixing:
+            (own if window.mixing else others).append(window)
+            continue
+        sizes = {m.bytes for m in window.mixing}
+        mine = [array for array in window.arrays if array_bytes(array) in sizes]
+        rest = [array for array in window.arrays if array_bytes(array) not in sizes]
+        own += [dataclasses.replace(with_arrays(window, mine), is_mixing=True)] if mine else []
+        others += [dataclasses.replace(with_arrays(window, rest), mixing=())] if rest else []
+    return others, own

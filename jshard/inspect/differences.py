@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard._text import folded_names, human_bytes
-from jshard.inspect.communication import traffic_of
-from jshard.inspect.hlo.collectives import KINDS, ring_bytes
-from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.schedule import Window
-from jshard.inspect.model_traffic import (
+from jshard.inspect.communication import (
     Array,
+    array_bytes,
     comparable,
     gathered_anyway,
-    resized,
     shapes_on_device,
     split_by_plan,
     summed_over_copies,
+    traffic_of,
     without_mixing,
 )
+from jshard.inspect.hlo import Window
+from jshard.inspect.hlo.collectives import KINDS, ring_bytes
+from jshard.inspect.hlo.module import item_bytes
 from jshard.plans.mesh import DATA_AXES, EXPERT, FSDP
 from jshard.plans.plan import ShardPlan
 
@@ -230,7 +230,11 @@ def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, lea
 def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
     """Collectives of lines that mix examples, larger than those lines ask for."""
     found = []
-    for window, compiled, asked in resized(windows):
+    for window in windows:
+        sizes = [m.bytes for m in window.mixing]
+        compiled, asked = sum(map(array_bytes, window.arrays)), sum(sizes)
+        if compiled <= asked or all(array_bytes(array) in sizes for array in window.arrays):
+            continue
         place, lines = _kind(window), ", ".join(dict.fromkeys(m.line for m in window.mixing))
         words = f"{place.kind} of {human_bytes(compiled)} compiled for {lines}, which asks for {human_bytes(asked)}"
         by_cpu = _WIDENED if on_cpu and set(dict(window.sizes)) == {"f32"} and compiled <= 2 * asked else ""

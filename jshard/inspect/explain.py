@@ -18,7 +18,6 @@ from jshard.engine.stacks import as_traced
 from jshard.errors import AnnotationError
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
-from jshard.inspect.model_traffic import traced_table
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.linen.annotation import annotation_of
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
@@ -179,7 +178,7 @@ class Explanation(Printed):
         if self.leaves:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
-        tables += [traced_table(self.mixing)] if self.mixing else []
+        tables += [_mixing_table(self.mixing)] if self.mixing else []
         chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
         notes = [*chosen, *_notes_of(self.plan), *_notes_of_others(self.others)]
         spaced = [part for table in tables for part in (Text(), table)]
@@ -333,4 +332,15 @@ def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> FittedTable
     total = sum(t.wire_bytes for t in traffic)
     sent = f"{total / whole:.2f} P"
     add_row(table, "total", "", "", "", "", human_bytes(total), sent, style="bold")
+    return table
+
+
+def _mixing_table(found: Sequence[Mixing]) -> FittedTable:
+    caption = "Of the calls traced last, in forward and backward. bytes: of the results on one device, loops counted."
+    columns = "line", "operation", "how", "times>?", "bytes>"
+    table = made_table("Communication of the model's own mixing of examples", *columns, caption=caption)
+    for one in found:
+        add_row(table, one.line, one.operation, one.how, str(one.times), human_bytes(one.bytes))
+    total = sum(one.bytes for one in found)
+    add_row(table, "total", "", "", str(sum(one.times for one in found)), human_bytes(total), style="bold")
     return table

@@ -79,8 +79,8 @@ def test_compiled_bytes_are_those_of_the_plan(asked: dict):
         key = traffic.kind, traffic.axes, traffic.group_size
         planned[key] = planned.get(key, 0) + traffic.full_bytes
     compiled: dict[tuple, int] = {}
-    for one in collectives(made.compiled):
-        key = one.kind, one.axes(made.mesh), len(one.group)
+    for one in collectives(made.compiled, mesh=made.mesh):
+        key = one.kind, one.axes, len(one.group)
         if len(one.group) > 1:
             compiled[key] = compiled.get(key, 0) + one.total_bytes
     assert compiled.keys() == planned.keys()
@@ -93,14 +93,14 @@ def test_compiled_bytes_are_those_of_the_plan(asked: dict):
 def test_no_large_all_reduce_except_over_replica(replica: int):
     made = program(DECODER, replica=replica)
     assert max(leaf.placement.logical_bytes for leaf in made.plan.leaves) > 3 * MEGABYTE
-    all_reduces = [c for c in collectives(made.compiled) if c.kind == "all-reduce" and len(c.group) > 1]
-    large = {c.axes(made.mesh) for c in all_reduces if c.total_bytes > MEGABYTE}
+    all_reduces = [c for c in collectives(made.compiled, mesh=made.mesh) if c.kind == "all-reduce" and len(c.group) > 1]
+    large = {c.axes for c in all_reduces if c.total_bytes > MEGABYTE}
     assert large == ({("replica",)} if replica > 1 else set())
 
 
 def test_hsdp_reduces_only_the_shard_over_replica():
     made = program(DECODER, replica=2)
-    over_replica = [c for c in collectives(made.compiled) if c.axes(made.mesh) == ("replica",)]
+    over_replica = [c for c in collectives(made.compiled, mesh=made.mesh) if c.axes == ("replica",)]
     assert {c.kind for c in over_replica} == {"all-reduce"}
     total = sum(c.total_bytes for c in over_replica) / made.plan.logical_bytes
     assert total == pytest.approx(1 / 4, abs=0.01)

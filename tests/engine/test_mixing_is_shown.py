@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 import jshard as js
 from jshard.engine.moved import Mixing
 from jshard.inspect.audit import audit
+from jshard.inspect.communication import without_mixing
 from jshard.inspect.differences import differences
-from jshard.inspect.hlo.forms import mixing_in, unit_and_phase
-from jshard.inspect.hlo.schedule import Window
-from jshard.inspect.model_traffic import without_mixing
+from jshard.inspect.hlo import Window
+from jshard.inspect.hlo.collectives import mixing_in, unit_and_phase
 from tests.helpers import Config, abstract, program
 
 BATCH, INPUTS, WIDTH = 1024, 16, 256  # the whole batch of features is 1 MiB

@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard.api.fully_shard import repeated_layers, revise
 from jshard.errors import CallError
-from jshard.inspect.communication import traffic_of
-from jshard.inspect.hlo.schedule import Window
+from jshard.inspect.communication import gathered_anyway, split_by_plan, traffic_of
+from jshard.inspect.hlo import Window
 from jshard.inspect.memory import activations, memory_of
-from jshard.inspect.model_traffic import gathered_anyway, split_by_plan
 from tests.helpers import compile_to_read, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, assert_parity, compare, train
 
@@ -211,17 +210,6 @@ def test_an_array_that_travels_with_its_rows_is_told_apart():
     assert (ours.arrays, ours.sizes) == (arrays[:1], (("f32", WIDTH * WIDTH * 4),))
     assert apart.arrays == arrays[1:]
     assert gathered_anyway([apart], plan) == [(apart, [arrays[2]])]
-
-
-def test_what_has_no_name_is_told_by_who_reads_it():
-    """Of the shape of a kernel, and yet the table's: the gradients of its rows, from a compiler that names no unit."""
-    plan = js.plan(abstract(js.mesh()))
-    array = ("f32", (WIDTH, WIDTH))
-    sent = Window("c", "all-gather", (("f32", 4 * WIDTH**2),), tuple(range(8)), ("fsdp",), arrays=(array,))
-    read_by = lambda *units: dataclasses.replace(sent, read_by=units)
-    assert split_by_plan([read_by("table")], plan) == ([], [read_by("table")])
-    for units in ((), ("(root)", "table"), ("(root)",)):
-        assert split_by_plan([read_by(*units)], plan) == ([read_by(*units)], [])
 
 
 # ---- What changes the others leaves it as it is ------------------------------------------------

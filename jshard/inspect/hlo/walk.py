@@ -8,16 +8,21 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard._kernel_names import kernels_of
+from jshard.inspect.hlo import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.collectives import (
     KINDS,
-    Collective,
+    Forms,
+    Role,
     axes_of_groups,
+    base_opcode,
     cannot,
+    channel,
     group_of,
+    mixing_in,
     results_of,
     sizes_of,
+    unit_and_phase,
 )
-from jshard.inspect.hlo.forms import Forms, Readers, Role, base_opcode, channel, mixing_in, unit_and_phase
 from jshard.inspect.hlo.module import (
     Computation,
     Instruction,
@@ -27,7 +32,6 @@ from jshard.inspect.hlo.module import (
     trip_count,
     tuple_index,
 )
-from jshard.inspect.hlo.schedule import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.work import CUDNN, MOSAIC, OpWork, Worker, added
 
 _ARRIVING = " state"
@@ -88,7 +92,7 @@ class Walk:
 
     def __init__(self, module: Module, mesh: Mesh | AbstractMesh | None) -> None:
         self._module, self._mesh = module, mesh
-        self._forms, self._worker, self._readers = Forms(module), Worker(module), Readers(module)
+        self._forms, self._worker = Forms(module), Worker(module)
         self._seen: set[str] = set()  # names of the collectives that were walked over
         self._channels: set[str | None] = set()  # theirs
         self._again: list[Instruction] = []  # printed again where something computes beside one of them
@@ -145,7 +149,7 @@ class Walk:
         if len(group) <= 1:
             body.under_way[token] = None
             return
-        self.windows.append(self._window(body.home, instruction, role, group))
+        self.windows.append(self._window(instruction, role, group))
         place = len(self.windows) - 1
         if role.stage == "start":
             body.steps.append(Start(place, token))
@@ -154,7 +158,7 @@ class Walk:
             body.steps.append(Blocking(place))
             body.under_way[token] = None
 
-    def _window(self, home: Computation, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
+    def _window(self, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
         collective = role.collective
         assert collective is not None
         sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
@@ -167,7 +171,6 @@ class Walk:
             group=group,
             axes=None if self._mesh is None else axes_of_groups(group, self._mesh),
             units=units,
-            read_by=() if units else self._readers.units(home, instruction),
             phase=phase,
             loop=self._loop,
             executions=self._executions,
@@ -286,22 +289,19 @@ def _passed(operations: int, work: OpWork) -> _Passed:
     return collections.Counter(operations=operations, matmuls=work.matmuls, flops=work.total_flops)  # type: ignore[arg-type]
 
 
-def collectives(program: Any) -> tuple[Collective, ...]:
+def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
     """The collectives of a compiled program, those in loops with their trip counts; groups of one device send nothing.
 
     Args:
         program: a `jax.stages.Compiled`, or its text.
+        mesh: for the axes of groups.
 
     Raises:
         ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
     """
-    walk = Walk(parse_module(program if isinstance(program, str) else program.as_text()), None)
+    walk = Walk(parse_module(program if isinstance(program, str) else program.as_text()), mesh)
     walk.run()
-    return tuple(
-        Collective(w.name, w.kind, dtype, w.group, w.executions, size, w.conditional)
-        for w in walk.windows
-        for dtype, size in w.sizes
-    )
+    return tuple(walk.windows)
 
 
 def kernels_in(module: Module) -> tuple[KernelUse, ...]:
