@@ -206,11 +206,9 @@ def _unknown(text: str, name: str) -> TopologyError:
 
 
 def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
-    form = (
-        f"{'XxYxZ'[: 2 * device.dims - 1]}, the extents of a slice"
-        if device.dims
-        else "HOSTSxGPUS or SLICESxHOSTSxGPUS"
-    )
+    form = "HOSTSxGPUS or SLICESxHOSTSxGPUS"
+    if device.dims:
+        form = f"{'XxYxZ'[: 2 * device.dims - 1]}, the extents of a slice"
     return TopologyError(
         "The topology cannot be read.",
         where=f"--topology {text}",

@@ -36,17 +36,10 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """The description of a GPU for the compiler, in the proto's own names where they differ by device.
+    """The description of a GPU for the compiler, in the proto's own names where they differ by device."""
 
-    Attributes:
-        description: the name that the driver gives it.
-        major: of its compute capability; the minor is 0.
-        rates: of its units; None where no published description has them.
-        links: its NVLinks.
-    """
-
-    description: str
-    major: int
+    description: str  # the name that the driver gives it
+    major: int  # of its compute capability; the minor is 0
     core_count: int
     clock_rate_ghz: float
     memory_bandwidth: int
@@ -56,19 +49,15 @@ class GpuTarget:
     shared_memory_per_core: int = 228 * 1024
     shared_memory_per_block_optin: int = 227 * 1024
     pcie_bandwidth: int = 32 * 2**30
-    rates: Rates | None = None
-    links: int = 0
+    rates: Rates | None = None  # None where no published description has them
+    links: int = 0  # NVLinks
 
 
 def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int) -> Rates:
-    """The units of a GPU since Hopper.
+    """The units of a GPU since Hopper: scalar ones at `clock` GHz, and matrix ones.
 
-    Args:
-        clock: of the scalar units, in GHz.
-        matrix_clock: of the matrix units.
-        f32_ops: half-precision operations of a float32 lane and clock.
-        f16: multiply-adds of a matrix unit and clock on 16 bits; on 8 bits twice, on TF32 half as many.
-        f64: the same on float64.
+    `f32_ops` are half-precision operations of a float32 lane and clock, `f16` and `f64` multiply-adds of a matrix unit
+    and clock; on 8 bits there are twice as many as on 16, on TF32 half as many.
     """
     scalar = {kind: Rate(clock, 64, 1) for kind in (_S32, _U32, _F64)}
     scalar |= {_F16: Rate(clock, 128, f32_ops), _F32: Rate(clock, 128, 1), _BF16: Rate(clock, 128, f32_ops)}
@@ -79,12 +68,7 @@ def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int
 
 
 def target_config_text(target: GpuTarget) -> str:
-    """The text proto of a GPU, for `topologies.get_topology_desc(target_config=...)`.
-
-    Example:
-        >>> "core_count: 132" in target_config_text(DEVICES["h100"].target)
-        True
-    """
+    """The text proto of a GPU, for `topologies.get_topology_desc(target_config=...)`."""
     whole: list[Field] = [
         ("gpu_device_info", _device_info(target)),
         ("platform_name", "CUDA"),
@@ -102,9 +86,9 @@ _ALLOCATED, _UNSTATED = 0.95, 0.80
 
 def _device_info(target: GpuTarget) -> list[Field]:
     capability: list[Field] = [("major", target.major)]
-    if target.major >= 9:
-        capability.append(("feature_extension", _Word("ACCELERATED_FEATURES")))
     extension = "a" if target.major >= 9 else ""
+    if extension:
+        capability.append(("feature_extension", _Word("ACCELERATED_FEATURES")))
     fields: list[Field] = [
         ("threads_per_block_limit", 1024),
         ("threads_per_warp", 32),

@@ -385,9 +385,8 @@ def _mixing_table(rows: Iterable[TrafficRow]) -> FittedTable:
     table = made_table("Collectives of the model's own mixing of examples (compiled)", *columns, caption=caption)
     for row in rows:
         lines = [list(dict.fromkeys(texts)) for texts in zip(*((m.line, m.operation) for m in row.mixing), strict=True)]
-        add_row(
-            table, *lines, row.kind, _over(row), row.phase or "-", str(row.executions), human_bytes(row.total_bytes)
-        )
+        counts = str(row.executions), human_bytes(row.total_bytes)
+        add_row(table, *lines, row.kind, _over(row), row.phase or "-", *counts)
     return table
 
 
