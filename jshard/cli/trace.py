@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from jshard.cli._arguments import answer, check_writable, parse, parse_steps, remark
+from jshard.cli._arguments import answer, check_writable, parse, remark
 from jshard.inspect.profile import trace
 
 
@@ -24,8 +24,6 @@ class TraceArgs:
 
     path: tyro.conf.Positional[Path]
     """Folder of a run, folder of a profile, or one *.xplane.pb file."""
-    steps: Annotated[str, tyro.conf.arg(metavar="A:B")] = ""
-    """Only the steps after step A, up to step B."""
     json: bool = False
     """Print JSON and nothing else."""
     timeline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -36,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard trace`."""
     args = parse(TraceArgs, argv, command="jshard trace")
     check_writable(args.timeline, option="--timeline")
-    found = trace(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
+    found = trace(args.path)
     if args.timeline is not None:
         args.timeline.write_text(found.to_chrome_trace())
         remark(f"written: {args.timeline}")

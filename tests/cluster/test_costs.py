@@ -134,6 +134,18 @@ def test_settings_of_the_units_are_those_of_all_ways():
     assert cost(asked, remat="none").memory == cost(plain, prefetch=2).memory
 
 
+@pytest.mark.parametrize(
+    ("settings", "mesh", "told"),
+    [
+        ((), {"fsdp": 4, "tensor": 2}, "collectives over tensor and expert"),
+        (("model.offload=optimizer",), {"fsdp": 8, "tensor": 1}, "copies to and from the host"),
+    ],
+)
+def test_what_has_no_price_is_told(settings, mesh, told):
+    found = costs_of(HOST, *SETTINGS, *settings)
+    assert found.of(Variant(name="", mesh={"replica": 1, **mesh})).left_out == (told,)
+
+
 def test_what_a_mesh_needs_at_least(costs):
     whole, halves = costs.held_bytes(mesh_of(HOST)), costs.held_bytes(mesh_of(HOST, replica=2))
     found = cost(costs).memory

@@ -1,7 +1,6 @@
 """The replay of a schedule takes the time that can be worked out by hand, and hides what the order allows to hide."""
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from jshard.cluster.estimate import Estimate, estimate, estimate_range
 from jshard.cluster.replay import Assumptions
 from jshard.cluster.report import timeline
-from jshard.inspect.drawing import chrome_trace, html_page
 from jshard.inspect.hlo.walk import read_schedule
 from jshard.inspect.hlo.work import EqualProducts, OpWork
 from tests.scheduled_text import body, dot, gather, gathered, half_dot, loop, program, scatter, scattered
@@ -226,28 +224,17 @@ def test_a_range_goes_from_all_well_to_all_badly():
 
 
 def test_the_timeline_shows_a_loop_once_and_marks_what_is_exposed():
-    layer = body("layer", dot("a"), scatter("rs", 1, unit="blocks & more"), half_dot_in_body(), scattered("part", "rs"))
+    layer = body("layer", dot("a"), scatter("rs", 1), half_dot_in_body(), scattered("part", "rs"))
     schedule = read_schedule(
         program(gather("ag", 2), gathered("f", "ag"), *loop("layer", 12, "%shard"), dot("z"), computations=layer)
     )
     bars = timeline(schedule, MACHINE)
-    assert sum(bar.tip.startswith("reduce-scatter") for bar in bars) == 1
-    assert sum(bar.tip.startswith("waits for ") for bar in bars) == 2
-    assert [bar.label for bar in bars if bar.lane == "loops"] == ["x 12"]
-    lengths = {bar.tip.split(" ")[0]: bar.end_s - bar.begin_s for bar in bars if "waits" not in bar.tip}
+    assert sum(bar.name.startswith("reduce-scatter") for bar in bars) == 1
+    assert sum(bar.name.startswith("waits for ") for bar in bars) == 2
+    assert [": x 12 " in bar.name for bar in bars if bar.lane == "loops"] == [True]
+    lengths = {bar.name.split(" ")[0]: bar.end_s - bar.begin_s for bar in bars if "waits" not in bar.name}
     assert lengths["a:"] == pytest.approx(2 * lengths["b:"], rel=0.01)
-    page = html_page("micro <gpt>", "", bars, "")
-    assert "micro &lt;gpt&gt;" in page and "blocks &amp; more" in page
-    assert not any(external in page for external in ("http:", "https:", "href", "url("))
 
 
 def half_dot_in_body() -> str:
     return "%half = bf16[500,1000]{1,0} constant({...})\n  " + half_dot("b")
-
-
-def test_a_picture_of_thousands_of_operations_stays_small():
-    lines = [dot(f"d{i}") for i in range(5000)]
-    schedule = read_schedule(program(gather("ag", 1), *lines, gathered("full", "ag")))
-    bars = timeline(schedule, MACHINE)
-    assert html_page("", "", bars, "").count("title=") < 3000
-    assert sum(event["ph"] == "X" for event in json.loads(chrome_trace(bars))["traceEvents"]) == len(bars) > 5000

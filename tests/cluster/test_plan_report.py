@@ -9,9 +9,8 @@ import pytest
 
 from jshard._text import duration
 from jshard.cli.plan import PlanReport
-from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare, variants_for
 from jshard.cluster.compile import Variant, command_line
-from jshard.cluster.report import ClusterPlan
+from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare, variants_for
 from jshard.cluster.search import choose
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
@@ -96,6 +95,19 @@ def test_of_what_fits_nothing_is_suggested():
     assert not {"suggestions", "comparison", "chosen"} & json.loads(report.to_json()).keys()
 
 
+def test_a_replay_of_a_compiled_step_tells_that_it_follows_no_copies():
+    step = step_of(request_of(HOST), peak_bytes=2**30)
+    away = dataclasses.replace(step.memory, host_arguments_bytes=2**31, host_temporaries_bytes=2**30)
+    plans = [ClusterPlan.of(one, cluster=HOST, name="x") for one in (step, dataclasses.replace(step, memory=away))]
+    assert plans[0].left_out == () and "not in the estimate" not in str(plans[0])
+    (line,) = plans[1].left_out
+    assert line == (
+        "not in the estimate: copies to and from the host, where 3.00 GiB are;"
+        " to move that once takes 62.9 ms at 51.2 GB/s"
+    )
+    assert line in " ".join(str(plans[1]).split()) and plans[1].to_dict()["left_out"] == [line]
+
+
 # ---- side by side -----------------------------------------------------------------------------------------------
 
 
@@ -127,7 +139,7 @@ def test_strategies_side_by_side(monkeypatch):
         "why: it says no.",
         "do: try again.",
     ]
-    replicate, zero3, gspmd = found.to_dicts()
+    replicate, zero3, gspmd = (row.to_dict() for row in found.rows)
     assert (replicate["compiled"]["fits"], zero3["compiled"]["fits"]) == (False, True)
     assert gspmd == {"name": "gspmd", "mesh": ASKED.mesh, "command": None, "error": str(found.rows[2].error)}
     assert zero3["command"].endswith("--unit reshard_after_forward=true")
@@ -140,7 +152,7 @@ def test_the_quickest_comes_first_and_is_marked():
     shown = [row for row in lines_from(found, "Side by side") if " fsdp=8 " in row]
     assert [row.partition(" fsdp=8 ")[0] for row in shown] == ["quick*", "slow", "large"]
     assert [re.search(r"[\d.]+ [mu]s", row)[0] for row in shown[:2]] == ["46.3 us", "10.1 ms"]
-    assert [row["name"] for row in found.to_dicts()] == ["large", "slow", "quick"]
+    assert [row.to_dict()["name"] for row in found.rows] == ["large", "slow", "quick"]
     assert "9.20-11.3 ms 100.0-100.0%" in lines_from(found, "Side by side")  # the range, in a line of its own
 
 

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from jshard.cluster.compare import VariantCompiler
 from jshard.cluster.compile import Variant
+from jshard.cluster.report import VariantCompiler
 from jshard.cluster.search import suggestions
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.inspect import ProgramError, collectives
-from jshard.inspect.hlo.schedule import Loop, Schedule, Wait
+from jshard.inspect.hlo import Loop, Schedule, Wait
 from jshard.inspect.hlo.walk import read_schedule
 from tests.golden_texts import GoldenTexts
 from tests.scheduled_text import (

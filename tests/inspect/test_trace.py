@@ -12,8 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.errors import RunError, ShardingError
-from jshard.inspect.profile.ops import Ops
-from jshard.inspect.profile.planes import Event
+from jshard.inspect.profile.events import Event, Ops
 from tests.golden_texts import GoldenTexts
 from tests.inspect.made_up_profiles import event, kernel, marks, plane, thunk, write
 from tests.scheduled_text import body, dot, gather, gathered, loop, program, scatter, scattered
@@ -116,15 +115,16 @@ def test_gpus_by_streams(tmp_path):
 
 
 def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
-    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150, 300)))
-    assert [s.number for s in found.steps] == [1, 2, 3]
+    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0)))
+    assert [s.number for s in found.steps] == [1]
     assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 30, 20, 10), (40, 25, 25, 10)}
     assert {(r.kind, r.unit) for r in found.by_unit} == {("all-gather", None), ("reduce-scatter", None)}
     text = str(found)
     assert "By kind only" in text
     assert "Units are not known" in text
     assert "Steps are counted from 1" in text
-    assert "less sure" in text
+    several = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150)))
+    assert len(several.steps) == 1 and "does not say where a step begins" in str(several)
 
 
 def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
@@ -241,11 +241,6 @@ def test_the_timeline_of_a_step(tmp_path):
     scatter = drawn["reduce-scatter blocks/1 backward (reduce-scatter.1): 30.0 us"]
     assert gather == ("communication", pytest.approx(20)) and scatter == ("communication", pytest.approx(30))
     assert drawn["computing: 40.0 us"][0] == drawn["exposed: 15.0 us"][0] == "computation"
-    page = found.to_html()
-    assert all(f'title="{tip}"' in page for tip in drawn)
-    assert "Step 2 of step on gpu:0, measured" in page  # gpu:1 hides more
-    assert "A step (measured" in page
-    assert not any(external in page for external in ("http:", "https:", "href", "url("))
 
 
 @pytest.mark.parametrize(
@@ -272,9 +267,7 @@ def test_steps_that_are_cut_off_are_left_out(tmp_path):
     found = js.trace(write(tmp_path / FILE, *planes, marks(1, 2, 3, 4), program=PROGRAM))
     assert [s.number for s in found.steps] == [2, 3]
     assert "Left out, as the profile does not have all of them: 2 steps." in found.notes
-    chosen = js.trace(tmp_path / FILE, steps=[3])
-    assert [s.number for s in chosen.steps] == [3]
-    assert chosen.between_s == pytest.approx(50e-6)
+    assert found.between_s == pytest.approx(50e-6)
 
 
 # ---- files
@@ -334,7 +327,6 @@ MISTAKES = {
         write(folder / FILE, *gpu_planes(0, 150), marks(7, 8)),
         {"program": PROGRAM.replace("HloModule step", "HloModule eval")},
     ),
-    "other steps": lambda folder: (write(folder / FILE, *gpu_planes(0, 150), marks(7, 8)), {"steps": [8, 9]}),
 }
 GOLDEN = GoldenTexts("trace_errors.txt", MISTAKES)
 
@@ -419,13 +411,13 @@ def test_a_real_profile(profiled):
 
 def test_text_and_json_of_a_real_profile(profiled):
     folder, compiled = profiled
-    found = js.trace(folder, program=compiled.as_text(), steps=range(12, 14))
+    found = js.trace(folder, program=compiled.as_text())
     text = str(found)
-    assert re.match(r"Measured: 2 steps \(12\.\.13\) of jit_step on 8 CPU devices, [\d.,]+ ms a step", text)
+    assert re.match(r"Measured: 3 steps \(11\.\.13\) of jit_step on 8 CPU devices, [\d.,]+ ms a step", text)
     assert "both: communication that is hidden" in text
     assert "blocks/0..1 backward" in text
     reported = json.loads(found.to_json())
-    assert [step["number"] for step in reported["steps"]] == [12, 13]
+    assert [step["number"] for step in reported["steps"]] == [11, 12, 13]
     assert len(reported["steps"][0]["devices"]) == 8
     for whole in (reported["mean"], *reported["steps"], *reported["steps"][0]["devices"].values()):
         four = (whole[name] for name in ("computing_s", "communicating_s", "both_s", "idle_s"))

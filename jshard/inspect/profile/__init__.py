@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ _AGAIN = "record it again, with whole steps inside: jshard train gpt --profile 1
 _PS_PER_S = 10**12
 
 
-def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None, program: Any = None) -> Trace:
+def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
     """Reads a profile: of each step, the time in which devices compute, communicate, do both, or neither.
 
     Times are unions of intervals on a device's timeline, never sums over kernels. A step begins and ends with its
@@ -113,7 +113,6 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
     Args:
         path: the folder of a run that was trained with `--profile`, a folder that `jax.profiler` wrote into, or one
             `*.xplane.pb`. The newest profile in a folder is read; of several processes all files.
-        steps: numbers of the steps to keep; all by default.
         program: the step's compiled program, or its text, which names the unit of each collective; by default
             program.txt beside the profile.
 
@@ -121,7 +120,7 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
         A `Trace`: print it, show it in a notebook, take its JSON, or look at `shares`.
 
     Raises:
-        ShardingError: there is no profile, or it does not have these steps or this program.
+        ShardingError: there is no profile, or it does not have this program.
         RunError: the profile is cut off, is empty, or has no whole step.
 
     Example:
@@ -148,7 +147,28 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
     timelines = [t for t in timelines if t.runs]
     if not timelines:
         raise _no_run(found, name, named)
-    return _traced(found, timelines, [p.marks for p in processes], name, ops, steps)
+    places, is_marked = _numbered(timelines, [p.marks for p in processes])
+    lacking = ops.not_in_text(e for t in timelines for e in t.device.events)
+    # A text of another compilation says nothing about what is missing.
+    complete = _complete(timelines, places, None if lacking else ops)
+    if not complete:
+        raise _no_step(found, places)
+    steps = tuple(TraceStep(n, tuple(_device_step(t, places[n][t.name], ops) for t in timelines)) for n in complete)
+    notes = []
+    if not is_marked:
+        notes.append("Steps are counted from 1: the profile does not mark them one by one.")
+    if len(complete) < len(places):
+        notes.append(f"Left out, as the profile does not have all of them: {len(places) - len(complete)} steps.")
+    if not ops.has_text:
+        if any(run.id is None and not t.device.runs for t in timelines for run in t.runs):
+            notes.append("The profile does not say where a step begins; without the program's text it is taken as one.")
+        notes.append("Units are not known: give program=, the compiled step; `jshard train --profile` writes it down.")
+    if found.others:
+        notes.append(f"The newest of {found.others + 1} profiles; for another one name its folder.")
+    if lacking:
+        which = f"{len(lacking)} collectives, such as {min(lacking)}"
+        notes.append(f"The text is of another compilation: it lacks {which}.")
+    return Trace(tuple(_places(found)), name, timelines[0].device.platform, steps, ops.has_text, tuple(notes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,108 +181,53 @@ class _Timeline:
     process: int
 
 
-def _traced(
-    found: ProfileFiles,
-    timelines: Sequence[_Timeline],
-    marks: Sequence[tuple[int, ...]],
-    name: str,
-    ops: Ops,
-    chosen: Collection[int] | None,
-) -> Trace:
-    lacking = ops.not_in_text(e for t in timelines for e in t.device.events)
-    numbered, is_marked = _numbered(timelines, marks)
-    places: dict[int, dict[str, int]] = collections.defaultdict(dict)  # of a step's run on each device
-    for t in timelines:
-        for place, run in enumerate(t.runs):
-            places[numbered[t.name, run]][t.name] = place
-    # A text of another compilation says nothing about what is missing.
-    cut = _cut_off(timelines, numbered, None if lacking else ops)
-    complete = [n for n in sorted(places) if n not in cut and len(places[n]) == len(timelines)]
-    if not complete:
-        raise _no_step(found, places)
-    steps = tuple(
-        TraceStep(n, tuple(_device_step(t, places[n][t.name], ops) for t in timelines))
-        for n in _kept(found, complete, chosen)
-    )
-    notes = [*_notes_of_steps(timelines, ops, is_marked=is_marked, num_cut=len(places) - len(complete))]
-    if found.others:
-        notes.append(f"The newest of {found.others + 1} profiles; for another one name its folder.")
-    if lacking:
-        notes.append(
-            f"The text is of another compilation: it lacks {len(lacking)} collectives, such as {min(lacking)}."
-        )
-    sources = tuple(str(file) for file, _ in found.files)
-    return Trace(sources, name, timelines[0].device.platform, steps, ops.has_text, tuple(notes))
-
-
-def _cut_off(timelines: Sequence[_Timeline], numbered: dict[tuple[str, Run], int], ops: Ops | None) -> set[int]:
-    """Numbers of the steps that a device has in part only."""
-    expected = expected_ops((run for t in timelines for run in t.runs), ops)
-    # A single run can be held against the program's text alone.
-    lacks_an_end = lambda t: ops is not None and len(t.runs) == 1 and ops.lacks_an_end(t.runs[0].ops)
-    is_whole = lambda t, run: expected <= run.ops and not lacks_an_end(t)
-    return {numbered[t.name, run] for t in timelines for run in t.runs if not is_whole(t, run)}
-
-
-def _notes_of_steps(timelines: Sequence[_Timeline], ops: Ops, *, is_marked: bool, num_cut: int) -> Iterator[str]:
-    if not is_marked:
-        yield "Steps are counted from 1: the profile does not mark them one by one."
-    if num_cut:
-        yield f"Left out, as the profile does not have all of them: {num_cut} steps."
-    if not ops.has_text:
-        if any(run.id is None and not t.device.runs for t in timelines for run in t.runs):
-            yield "The profile does not say where a step begins, and without the program's text it is taken as one."
-        yield "Units are not known: give program=, the compiled step; `jshard train --profile` writes it down."
-
-
 def _numbered(
     timelines: Sequence[_Timeline], marks: Sequence[tuple[int, ...]]
-) -> tuple[dict[tuple[str, Run], int], bool]:
-    """The number of each run: that of its mark, if every run has one, or else counted from 1; and whether all have."""
-    numbers: dict[tuple[str, Run], int] = {}
+) -> tuple[dict[int, dict[str, int]], bool]:
+    """By the number of a step the places of its runs on the devices; and whether the profile marks all steps.
+
+    The number is that of a mark, if every run has one, or else counted from 1.
+    """
+    places: dict[int, dict[str, int]] = collections.defaultdict(dict)
     all_marked = True
     for process in sorted({t.process for t in timelines}):
-        order = _order([t for t in timelines if t.process == process])
-        count = max(order.values()) + 1
+        own = [t for t in timelines if t.process == process]
+        order = _order(own)
+        count = max(map(max, order)) + 1
         # Processes run the same steps: the marks of one will do for another.
         marked = next((m for m in (marks[process], *marks) if len(m) == count), None)
         all_marked &= marked is not None
-        numbers |= {key: place + 1 if marked is None else marked[place] for key, place in order.items()}
-    return numbers, all_marked
+        for t, steps in zip(own, order, strict=True):
+            for place, step in enumerate(steps):
+                places[step + 1 if marked is None else marked[step]][t.name] = place
+    return places, all_marked
 
 
-def _order(timelines: Sequence[_Timeline]) -> dict[tuple[str, Run], int]:
-    """The place of each run among those of its process: by what the profile calls them, or one after another."""
+def _order(timelines: Sequence[_Timeline]) -> list[list[int]]:
+    """Which step of its process each run is: by what the profile calls them, or one after another."""
     ids = [{run.id for run in t.runs} for t in timelines]
     if None in set.union(*ids) or not set.intersection(*ids):
-        return {(t.name, run): place for t in timelines for place, run in enumerate(t.runs)}
+        return [list(range(len(t.runs))) for t in timelines]
     begins: dict[int | None, int] = {}
     for run in (run for t in timelines for run in t.runs):
         begins[run.id] = min(run.begin_ps, begins.get(run.id, run.begin_ps))
-    places = {id: place for place, id in enumerate(sorted(begins, key=lambda id: begins[id]))}
-    return {(t.name, run): places[run.id] for t in timelines for run in t.runs}
+    order = sorted(begins, key=lambda id: begins[id])
+    return [[order.index(run.id) for run in t.runs] for t in timelines]
+
+
+def _complete(timelines: Sequence[_Timeline], places: Mapping[int, Mapping[str, int]], ops: Ops | None) -> list[int]:
+    """Numbers of the steps that every device has from begin to end."""
+    expected = expected_ops((run for t in timelines for run in t.runs), ops)
+    # A single run can be held against the program's text alone.
+    lacks_an_end = lambda t: ops is not None and len(t.runs) == 1 and ops.lacks_an_end(t.runs[0].ops)
+    is_whole = lambda t, place: place is not None and expected <= t.runs[place].ops and not lacks_an_end(t)
+    return [n for n in sorted(places) if all(is_whole(t, places[n].get(t.name)) for t in timelines)]
 
 
 def _device_step(timeline: _Timeline, place: int, ops: Ops) -> DeviceStep:
     run = timeline.runs[place]
-    measured = measure(timeline.device.events, ops, run.begin_ps, run.end_ps)
-    before = timeline.runs[place - 1].end_ps if place else None
-    since = None if before is None else max(0, run.begin_ps - before) / _PS_PER_S
-    return DeviceStep(timeline.name, measured, since)
-
-
-def _kept(found: ProfileFiles, complete: Sequence[int], chosen: Collection[int] | None) -> list[int]:
-    if chosen is None:
-        return list(complete)
-    missing = sorted(set(chosen) - set(complete))
-    if missing or not chosen:
-        raise ShardingError(
-            "The profile does not have these steps.",
-            where=_places(found),
-            why=f"asked for {_listed(sorted(chosen))}; whole in it: {_listed(complete)}.",
-            do=f"steps=range({complete[0]}, {complete[-1] + 1}), or --steps {complete[0] - 1}:{complete[-1]}",
-        )
-    return [n for n in complete if n in chosen]
+    since = max(0, run.begin_ps - timeline.runs[place - 1].end_ps) / _PS_PER_S if place else None
+    return measure(timeline.name, timeline.device.events, ops, run.begin_ps, run.end_ps, since_last_s=since)
 
 
 def _read(file: Path) -> ProcessEvents:
@@ -323,10 +288,3 @@ def _no_step(found: ProfileFiles, runs: Collection[int]) -> RunError:
 
 def _places(found: ProfileFiles) -> list[str]:
     return [str(file) for file, _ in found.files]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return "none"
-    is_range = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}..{numbers[-1]}" if is_range and len(numbers) > 1 else ", ".join(map(str, numbers))

@@ -57,18 +57,23 @@ class MeasuredCollective:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasuredSpan:
-    """A span of time of one device."""
+class DeviceStep:
+    """One step on one device."""
 
-    shares: Shares  # how it was spent
-    collectives: tuple[MeasuredCollective, ...]  # those in it, in the order in which they begin
-    computing: tuple[Seconds, ...] = ()  # when something computed, in seconds from the begin of the span
-    # When collectives were in flight, in seconds from the same moment, with their places in `collectives`.
+    device: str  # such as `gpu:3`, or `process 1 gpu:3`
+    shares: Shares  # how it spent the step
+    collectives: tuple[MeasuredCollective, ...]  # those that it took part in, in the order in which they begin
+    since_last_s: float | None  # from the end of the step before; None if that is not in the profile
+    # Spans in seconds from the begin of the step: when something computed, when something communicated and nothing
+    # computed, and when collectives were in flight, with their places in `collectives`.
+    computing: tuple[Seconds, ...] = ()
+    exposed: tuple[Seconds, ...] = ()
     flights: tuple[tuple[Seconds, int], ...] = ()
-    exposed: tuple[Seconds, ...] = ()  # when something communicated and nothing computed
 
 
-def measure(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> MeasuredSpan:
+def measure(
+    device: str, events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int, *, since_last_s: float | None = None
+) -> DeviceStep:
     """Measures a span of time of one device; its events come by their begin, and others may be among them."""
     totals: collections.Counter[tuple[bool, bool]] = collections.Counter()  # by whether it computes, communicates
     computing, exposed, flights = _Spans(), _Spans(), collections.defaultdict[Op, _Spans](_Spans)
@@ -91,12 +96,14 @@ def measure(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> Me
     )
     from_begin = lambda span: ((span[0] - begin_ps) / _PER_S, (span[1] - begin_ps) / _PER_S)
     owned = sorted((span, place) for place, spans in enumerate(flights.values()) for span in spans.found)
-    return MeasuredSpan(
+    return DeviceStep(
+        device,
         Shares(*(part / _PER_S for part in parts)),
         tuple(times),
+        since_last_s,
         tuple(map(from_begin, computing.found)),
-        tuple((from_begin(span), place) for span, place in owned),
         tuple(map(from_begin, exposed.found)),
+        tuple((from_begin(span), place) for span, place in owned),
     )
 
 
@@ -144,25 +151,6 @@ _CPU = (
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceStep:
-    """One step on one device."""
-
-    device: str  # such as `gpu:3`, or `process 1 gpu:3`
-    measured: MeasuredSpan  # its time
-    since_last_s: float | None = None  # from the end of the step before; None if that is not in the profile
-
-    @property
-    def shares(self) -> Shares:
-        """How it spent the step."""
-        return self.measured.shares
-
-    @property
-    def collectives(self) -> tuple[MeasuredCollective, ...]:
-        """The collectives that it took part in."""
-        return self.measured.collectives
-
-
-@dataclasses.dataclass(frozen=True)
 class TraceStep:
     """One step on all devices."""
 
@@ -190,23 +178,14 @@ class TraceRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Trace(Printed):
-    """What `js.trace` read. `print` it; in a notebook it shows itself; `to_json` for programs.
+    """What `js.trace` read. `print` it; in a notebook it shows itself; `to_json` for programs."""
 
-    Args:
-        source: the files that were read.
-        program: name of the step's program.
-        platform: `cpu`, `gpu` or `tpu`.
-        steps: those that are whole in the profile, in order.
-        has_units: the program's text was there, and names the unit of each collective.
-        notes: what else is to be said.
-    """
-
-    source: tuple[str, ...]
-    program: str
-    platform: str
-    steps: tuple[TraceStep, ...]
-    has_units: bool
-    notes: tuple[str, ...] = ()
+    source: tuple[str, ...]  # the files that were read
+    program: str  # name of the step's program
+    platform: str  # `cpu`, `gpu` or `tpu`
+    steps: tuple[TraceStep, ...]  # those that are whole in the profile, in order
+    has_units: bool  # the program's text was there, and names the unit of each collective
+    notes: tuple[str, ...] = ()  # what else is to be said
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -270,7 +249,7 @@ class Trace(Printed):
     def to_chrome_trace(self) -> str:
         """The timeline of the middle step on its most exposed device, as JSON for https://ui.perfetto.dev."""
         step = self.steps[len(self.steps) // 2]
-        return chrome_trace(_timeline(max(step.devices, key=lambda d: d.shares.communicating_s).measured))
+        return chrome_trace(_timeline(max(step.devices, key=lambda d: d.shares.communicating_s)))
 
     def __rich__(self) -> Group:
         by_step = [(str(step.number), step.shares) for step in self.steps]
@@ -310,7 +289,7 @@ class Trace(Printed):
         return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.in_flight_s)))
 
 
-def _timeline(measured: MeasuredSpan) -> list[Bar]:
+def _timeline(measured: DeviceStep) -> list[Bar]:
     """A measured step as bars to be drawn: what the device did itself, and the collectives in flight."""
     bars = [
         Bar("computation", begin_s, end_s, kind, f"{kind}: {duration(end_s - begin_s)}")
