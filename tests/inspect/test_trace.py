@@ -142,36 +142,6 @@ def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
     }
 
 
-def tpu_plane(*, runs=((0, 100), (120, 220)), name="/device:TPU:0"):
-    lines = {"Steps": [], "XLA Modules": [], "XLA Ops": [], "Async XLA Ops": []}
-    for number, (at, end) in enumerate(runs):
-        lines["Steps"].append(event(str(number), at, end))
-        lines["XLA Modules"].append(event("step(77)", at, end, run_id=number))
-        lines["XLA Ops"] += [
-            event("%all-gather-start.1 = (f32[1]) all-gather-start(%x)", at, at + 1),
-            event("%fusion.1 = f32[] fusion(%y)", at + 1, at + 30),
-            event("%all-gather-done.1 = f32[] all-gather-done(%z)", at + 30, at + 45),  # waits
-            event("%while.1 = (s32[]) while(%t)", at + 45, at + 95),
-            event("%fusion.2 = f32[] fusion(%y)", at + 50, at + 70),
-            event("%fusion.3 = f32[] fusion(%y)", at + 75, at + 95),
-        ]
-        lines["Async XLA Ops"] += [
-            event("%all-gather-start.1", at, at + 1, flow=number, hlo_op="all-gather-start.1"),
-            event("%all-gather-done.1", at + 40, at + 45, flow=number, hlo_op="all-gather-done.1"),
-            event("%copy-start.3", at + 60, at + 80),
-        ]
-    return plane(name, lines)
-
-
-def test_tpus_by_their_lines(tmp_path):
-    found = js.trace(write(tmp_path / "host.xplane.pb", tpu_plane(), tpu_plane(name="/device:TPU:1"), marks(4, 5)))
-    assert (found.platform, [s.number for s in found.steps]) == ("tpu", [4, 5])
-    # The loop is what it holds: idle are 45..50, 95..100, and 70..75 though memory is copied meanwhile.
-    assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 16, 29, 15)}
-    (row,) = found.by_instruction
-    assert (row.kind, row.name, row.runs, round(row.in_flight_s * 1e6)) == ("all-gather", "all-gather.1", 1, 45)
-
-
 def cpu_run(at, run, device=0):
     return [
         thunk("all_gather.1", at, at + 10, run=run, device=device),
@@ -247,7 +217,7 @@ def test_the_timeline_of_a_step(tmp_path):
     ("kind", "names"),
     {
         "all-gather": "all-gather-start.12 all_gather.3",
-        "reduce-scatter": "reduce-scatter.4.call-done all-reduce-scatter.1",  # the last one is a TPU's fusion
+        "reduce-scatter": "reduce-scatter.4.call-done all-reduce-scatter.1",
         "all-reduce": "psum_invariant.7",
         "collective-permute": "ppermute",
         "ragged-all-to-all": "ragged-all-to-all-start",

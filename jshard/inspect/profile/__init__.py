@@ -160,7 +160,7 @@ def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
     if len(complete) < len(places):
         notes.append(f"Left out, as the profile does not have all of them: {len(places) - len(complete)} steps.")
     if not ops.has_text:
-        if any(run.id is None and not t.device.runs for t in timelines for run in t.runs):
+        if any(run.id is None for t in timelines for run in t.runs):
             notes.append("The profile does not say where a step begins; without the program's text it is taken as one.")
         notes.append("Units are not known: give program=, the compiled step; `jshard train --profile` writes it down.")
     if found.others:
@@ -261,14 +261,14 @@ def _no_device(found: ProfileFiles, processes: Sequence[ProcessEvents]) -> RunEr
     return RunError(
         "The profile has no events of devices.",
         where=_places(found),
-        why=f"it has {marked} marks of steps of the host, and nothing that a CPU, GPU or TPU did: it is empty, or the"
+        why=f"it has {marked} marks of steps of the host, and nothing that a CPU or GPU did: it is empty, or the"
         " tracer of the devices was not on.",
         do="block_until_ready() before jax.profiler.stop_trace(); on a GPU see that CUPTI is installed.\n" + _AGAIN,
     )
 
 
 def _no_run(found: ProfileFiles, name: str, devices: Sequence[DeviceEvents]) -> ShardingError:
-    there = sorted({e.module for d in devices for e in d.runs or d.events if e.module})
+    there = sorted({e.module for d in devices for e in d.events if e.module})
     return ShardingError(
         "The profile has no run of this program.",
         where=_places(found),

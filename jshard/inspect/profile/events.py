@@ -4,7 +4,6 @@ Read with `jax.profiler.ProfileData`, JAX's own reader. What each platform write
 
 CPU  host threads; an event per operation with `hlo_op`, `hlo_module`, `run_id` and `device_ordinal`
 GPU  a plane `/device:GPU:0` with a line per stream (`Stream #14(Compute)`); kernels, most with `hlo_op`, `hlo_module`
-TPU  a plane `/device:TPU:0` with `XLA Modules` (the runs), `XLA Ops` and `Async XLA Ops` (from start to done)
 """
 
 import bisect
@@ -19,12 +18,10 @@ from jshard.inspect.hlo.collectives import KINDS, OTHERS, Forms, base_opcode, gr
 from jshard.inspect.hlo.module import Computation, Instruction, Module, parse_module
 
 _HOST = "/host:CPU"
-_DEVICE = re.compile(r"^/device:(GPU|TPU):(\d+)$")
-_RUNS, _OPS, _ASYNC = "XLA Modules", "XLA Ops", "Async XLA Ops"
+_DEVICE = re.compile(r"^/device:GPU:(\d+)$")
 _STREAM = re.compile(r"^Stream\b")
 # Copies between host and device: the device neither computes nor talks to another one.
 _HOST_COPY = re.compile(r"^Memcpy\s?(H2D|D2H|HtoD|DtoH)\b", re.IGNORECASE)
-_PROGRAM_ID = re.compile(r"\(\d+\)$")  # as in `jit_step(123)`
 _SKIPPED = ("Threadpool", "Wait", "Rendezvous", "$")  # most of what a CPU's threads report; $ are frames of Python
 _END = "end: "
 _NEXT = "ThunkExecutor::Execute"  # the thread that ends an operation begins the next ones before it says so
@@ -43,8 +40,7 @@ class Event:
     end_ps: int  # when it ended
     module: str = ""  # name of the program; empty if the profile does not say
     run: int | None = None  # which run of the program, where the profile says so
-    # It computes if it does not communicate. Not so what has other events inside, and copies beside them.
-    computes: bool = True
+    computes: bool = True  # if it does not communicate; not so what has other events inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +48,8 @@ class DeviceEvents:
     """What a profile has of one device."""
 
     name: str  # such as `gpu:0`; as counted by the process
-    platform: str  # `cpu`, `gpu` or `tpu`
+    platform: str  # `cpu` or `gpu`
     events: tuple[Event, ...]  # of all its lines, by their begin
-    runs: tuple[Event, ...] = ()  # whole runs of programs, where the profile has a line of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +64,7 @@ class ProcessEvents:
 def process_events(data: Any) -> ProcessEvents:
     """Reads the events of devices."""
     planes = list(data.planes)
-    devices = [_device(plane, match) for plane in planes if (match := _DEVICE.match(plane.name))]
+    devices = [_gpu(plane, int(match[1])) for plane in planes if (match := _DEVICE.match(plane.name))]
     host = [plane for plane in planes if plane.name == _HOST]
     found = tuple(d for d in devices if d.events)
     if not found:
@@ -77,19 +72,9 @@ def process_events(data: Any) -> ProcessEvents:
     return ProcessEvents(found, tuple(sorted({n for plane in host for n in _marks(plane)})))
 
 
-def _device(plane: Any, match: re.Match[str]) -> DeviceEvents:
-    platform = match[1].lower()
-    events, runs = list[Event](), list[Event]()
-    for line in plane.lines:
-        if line.name == _RUNS:
-            runs += (dataclasses.replace(e, module=_PROGRAM_ID.sub("", e.label)) for e in _plain(line))
-        elif line.name == _OPS and platform == "tpu":
-            events += _nested(_plain(line))
-        elif line.name == _ASYNC and platform == "tpu":
-            events += (dataclasses.replace(e, computes=False) for e in _paired(line))
-        elif _STREAM.match(line.name) and platform == "gpu":
-            events += (e for e in _plain(line) if not _HOST_COPY.match(e.label))
-    return DeviceEvents(f"{platform}:{match[2]}", platform, _by_begin(events), _by_begin(runs))
+def _gpu(plane: Any, number: int) -> DeviceEvents:
+    events = [_event(raw, _details(raw)) for line in plane.lines if _STREAM.match(line.name) for raw in line.events]
+    return DeviceEvents(f"gpu:{number}", "gpu", _by_begin(e for e in events if not _HOST_COPY.match(e.label)))
 
 
 def _cpu_devices(plane: Any) -> Iterator[DeviceEvents]:
@@ -139,42 +124,17 @@ def _marks(plane: Any) -> Iterator[int]:
                     yield int(number)
 
 
-def _plain(line: Any) -> list[Event]:
-    return [_event(raw, _details(raw)) for raw in line.events]
-
-
-def _paired(line: Any) -> list[Event]:
-    """Asynchronous operations: where start and done are two events with one `flow`, from the one to the other."""
-    single, pairs = list[Event](), dict[Any, list[Event]]()
-    for raw in line.events:
-        details = _details(raw)
-        event = _event(raw, details)
-        if details.get("flow") is None:
-            single.append(event)
-        else:
-            pairs.setdefault((details["flow"], re.sub("-(start|done)", "", event.op)), []).append(event)
-    for events in pairs.values():
-        first = min(events, key=lambda e: e.begin_ps)
-        single.append(dataclasses.replace(first, end_ps=max(e.end_ps for e in events)))
-    return single
-
-
 def _event(raw: Any, details: dict[str, Any]) -> Event:
     begin = round(raw.start_ns * _TICKS)
     run = details.get("run_id")
     return Event(
-        op=str(details.get("hlo_op", "")) or _op_name(raw.name),
+        op=str(details.get("hlo_op", "")) or raw.name.partition(" ")[0],
         label=raw.name,
         begin_ps=begin,
         end_ps=begin + round(raw.duration_ns * _TICKS),
         module=str(details.get("hlo_module", "")),
         run=None if run is None else int(run),
     )
-
-
-def _op_name(name: str) -> str:
-    """`all-gather.3` of `%all-gather.3 = f32[8]{0} all-gather(...)`."""
-    return name.lstrip("%").partition(" ")[0]
 
 
 def _details(raw: Any) -> dict[str, Any]:
@@ -361,7 +321,7 @@ def busiest_program(devices: Iterable[DeviceEvents]) -> str:
     """The program whose operations take the most time on the devices."""
     busy_ps: dict[str, int] = collections.defaultdict(int)
     for device in devices:
-        for event in device.runs or device.events:
+        for event in device.events:
             if event.module and event.computes:
                 busy_ps[event.module] += event.end_ps - event.begin_ps
     return max(busy_ps, key=lambda name: busy_ps[name], default="")
@@ -369,12 +329,6 @@ def busiest_program(devices: Iterable[DeviceEvents]) -> str:
 
 def runs_of(device: DeviceEvents, program: str, ops: Ops) -> list[Run]:
     """The runs of a program on a device, in order, those included that are cut off."""
-    if device.runs:
-        return [
-            Run(r.begin_ps, r.end_ps, r.run, _names(_between(device.events, r.begin_ps, r.end_ps), ops))
-            for r in device.runs
-            if r.module == program
-        ]
     own = [e for e in device.events if e.module in ("", program) or not program]
     if any(e.run is not None for e in own):
         by_id: dict[int, list[Event]] = collections.defaultdict(list)
@@ -394,17 +348,8 @@ def expected_ops(runs: Iterable[Run], ops: Ops | None) -> frozenset[str]:
 
 
 def _run(events: Sequence[Event], ops: Ops, id: int | None) -> Run:
-    return Run(min(e.begin_ps for e in events), max(e.end_ps for e in events), id, _names(events, ops))
-
-
-def _names(events: Iterable[Event], ops: Ops) -> frozenset[str]:
-    return frozenset(ops.of(e).name for e in events)
-
-
-def _between(events: Sequence[Event], begin: int, end: int) -> Sequence[Event]:
-    first = bisect.bisect_left(events, begin, key=lambda e: e.begin_ps)
-    last = bisect.bisect_left(events, end, key=lambda e: e.begin_ps)
-    return events[first:last]
+    names = frozenset(ops.of(e).name for e in events)
+    return Run(min(e.begin_ps for e in events), max(e.end_ps for e in events), id, names)
 
 
 def _repeated(events: Sequence[Event], ops: Ops) -> list[list[Event]]:

@@ -182,7 +182,7 @@ class Trace(Printed):
 
     source: tuple[str, ...]  # the files that were read
     program: str  # name of the step's program
-    platform: str  # `cpu`, `gpu` or `tpu`
+    platform: str  # `cpu` or `gpu`
     steps: tuple[TraceStep, ...]  # those that are whole in the profile, in order
     has_units: bool  # the program's text was there, and names the unit of each collective
     notes: tuple[str, ...] = ()  # what else is to be said
