@@ -41,7 +41,6 @@ def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -
 
 # What is compiled, and what comes of it.
 
-PROGRAM = "step.hlo"  # what the child leaves beside its result
 _OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # flags of no accelerator
 
 
@@ -166,24 +165,17 @@ def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> Compile
         TooLargeError: the program does not fit, and the compiler says so. Compilers of GPUs do not.
         CompileError: the child has crashed, or taken too long.
     """
-    with tempfile.TemporaryDirectory(prefix="jshard-plan-") as name:
-        found = run_child(
+    with tempfile.TemporaryDirectory(prefix="jshard-plan-") as folder:
+        return run_child(
             "jshard.cluster.compile_process",
             dataclasses.asdict(request),
-            Path(name),
+            Path(folder),
             subject=f"{request.model} for {request.topology}",
             timeout_s=timeout_s,
             environ=child_environment(os.environ, flags_of(request)),
             more_time="give more seconds, --timeout N; or fewer layers, as deep models of unrolled layers take longest:"
             " --set model.n_layer=4 shows most of the schedule.",
             do="--debug shows all of it; an error in the model file is to be corrected there.",
-        )
-        return CompiledStep(
-            text=(Path(name) / PROGRAM).read_text(),
-            memory=CompiledMemory(**found.pop("memory")),
-            plan=ShardPlan.from_json(json.dumps(found.pop("plan"))),
-            notes=tuple(found.pop("notes")),
-            **found,
         )
 
 
@@ -205,8 +197,7 @@ def unused_flags(environ: Mapping[str, str]) -> str | None:
 
 # A process that compiles: it is started with a request, and leaves a result or an error in a folder.
 
-_RESULT, _ERROR = "result.json", "error.pickle"  # what the child leaves
-_OUTPUT = "output.txt"  # what it says
+_RESULT, _OUTPUT = "result.pickle", "output.txt"  # what the child leaves, and what it says
 _LAST_LINES = 8
 
 
@@ -252,11 +243,12 @@ def run_child(
                 why=f"it was stopped after {timeout_s:g} s.",
                 do=more_time,
             ) from error
-    if (folder / _ERROR).exists():
-        raise pickle.loads((folder / _ERROR).read_bytes())
-    if done.returncode or not (folder / _RESULT).exists():
+    if not (folder / _RESULT).exists():
         raise _crashed(subject, done.returncode, folder, do)
-    return json.loads((folder / _RESULT).read_text())
+    result = pickle.loads((folder / _RESULT).read_bytes())
+    if isinstance(result, FourPartError):
+        raise result
+    return result
 
 
 def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
@@ -265,10 +257,9 @@ def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
     try:
         result = work(json.loads(argv[0]), folder)
     except FourPartError as error:
-        (folder / _ERROR).write_bytes(pickle.dumps(_portable(error)))
-        return 1
-    (folder / _RESULT).write_text(json.dumps(result))
-    return 0
+        result = _portable(error)
+    (folder / _RESULT).write_bytes(pickle.dumps(result))
+    return int(isinstance(result, FourPartError))
 
 
 def _portable(error: FourPartError) -> FourPartError:

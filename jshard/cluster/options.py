@@ -115,12 +115,6 @@ def options_for(
 
 def _entries(profile: str | None, platform: str, family: str) -> tuple[Entry, ...]:
     by_device = PROFILES[profile] if profile is not None else {}
-    if platform == TPU and TPU not in by_device and len(by_device) > 1:
-        warnings.warn(
-            f"The profile {profile!r} has options for {', '.join(name for name in by_device if name != GPU)} and none "
-            'for any TPU; platform="v5p" says which it is.',
-            stacklevel=4,
-        )
     entries = by_device.get(platform, by_device.get(family, ()))
     target = DEVICES[platform].target if platform in DEVICES else None
     return (*entries, *_AMPERE) if entries and target is not None and target.major < _HOPPER else entries

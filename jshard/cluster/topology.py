@@ -86,7 +86,7 @@ def parse_topology(text: str) -> Topology:
     if device.platform == "gpu":
         extents = (1,) * (3 - len(extents)) + extents
         if extents[-1] > device.fast_group:
-            raise _crowded(text, device, extents)
+            raise _unreadable(text, device, shape)
     return Topology(text.strip(), device, extents)
 
 
@@ -206,7 +206,7 @@ def _unknown(text: str, name: str) -> TopologyError:
 
 
 def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
-    form = "HOSTSxGPUS or SLICESxHOSTSxGPUS"
+    form = f"HOSTSxGPUS or SLICESxHOSTSxGPUS, with at most {device.fast_group} GPUs in a host"
     if device.dims:
         form = f"{'XxYxZ'[: 2 * device.dims - 1]}, the extents of a slice"
     return TopologyError(
@@ -214,16 +214,6 @@ def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
         where=f"--topology {text}",
         why=f"after {device.name}: comes {form}, whole numbers from 1; this is {shape or 'nothing'!r}.",
         do=f"--topology {_example(device)}",
-    )
-
-
-def _crowded(text: str, device: DeviceFacts, extents: tuple[int, ...]) -> TopologyError:
-    hosts = math.ceil(math.prod(extents) / device.fast_group)
-    return TopologyError(
-        "There are more GPUs in a host than its links join.",
-        where=f"--topology {text}",
-        why=f"{extents[-1]} GPUs by host; {device.title}: {device.fast_group} in one NVLink domain.",
-        do=f"--topology {device.name}:{hosts}x{device.fast_group}",
     )
 
 

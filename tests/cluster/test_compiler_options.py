@@ -106,11 +106,6 @@ def test_other_platforms():
     assert v6e["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] is False
 
 
-def test_a_tpu_of_no_known_kind_is_told():
-    with pytest.warns(UserWarning, match='options for v5p, v6e and none for any TPU; platform="v5p"'):
-        assert compiler_options("fastest", platform="tpu") == {}
-
-
 def test_nothing_goes_through_the_environment():
     before = dict(os.environ)
     compiler_options("fastest", platform="gpu")
