@@ -88,6 +88,10 @@ class PlanReport(Printed):
             whole["chosen"] = self.chosen.to_dict()
         return json.dumps(whole, indent=1)
 
+    def to_html(self) -> str:
+        """One page that needs nothing else."""
+        return self.plan.to_html(str(self))
+
     def _advice(self) -> str:
         assert self.tried is not None
         found = [row for row in self.tried if row.fits]
@@ -135,8 +139,9 @@ class PlanArgs(RecipeArgs):
     the estimates are compiled, and the quickest that fits is chosen."""
     json: bool = False
     """Print JSON and nothing else."""
-    timeline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the estimated timeline of a step, too, as JSON for https://ui.perfetto.dev. Needs --topology."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the report with its timeline into one file, too, and the timeline beside it as *.trace.json. Needs
+    --topology."""
     timeout: Seconds = 3600
     """How long the compiler may take."""
 
@@ -172,9 +177,9 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
         if (done := job.done()) is not None:
             answer(done, json=args.json)
         raise
-    if args.timeline is not None:
-        args.timeline.write_text(report.plan.to_chrome_trace())
-        remark(f"written: {args.timeline}")
+    if args.html is not None:
+        _write(args.html, report.to_html())
+        _write(args.html.with_suffix(".trace.json"), report.plan.to_chrome_trace())
     answer(report, json=args.json)
     return 0 if report.fits else 1
 
@@ -253,7 +258,7 @@ def _variants(args: PlanArgs, request: Request, mesh: AnyMesh, topology: Topolog
 
 def _check(args: PlanArgs) -> None:
     check_profile_name(args.options)
-    needing = [name for name in ("compare", "auto", "assume", "xla_flags", "timeline") if getattr(args, name)]
+    needing = [name for name in ("compare", "auto", "assume", "xla_flags") if getattr(args, name)]
     if needing and not args.topology:
         raise ShardingError(
             "There is nothing to estimate without a cluster.",
@@ -261,4 +266,16 @@ def _check(args: PlanArgs) -> None:
             why="strategies are compared as they compile for a cluster; nothing is compiled without --topology.",
             do="--topology h100:1x8",
         )
-    check_writable(args.timeline, option="--timeline")
+    if args.html is not None and not args.topology:
+        raise ShardingError(
+            "There is no timeline without a cluster.",
+            where=f"--html {args.html}",
+            why="it shows a compiled step; nothing is compiled without --topology.",
+            do="--topology h100:1x8",
+        )
+    check_writable(args.html, option="--html")
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    remark(f"written: {path}")

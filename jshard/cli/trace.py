@@ -26,17 +26,19 @@ class TraceArgs:
     """Folder of a run, folder of a profile, or one *.xplane.pb file."""
     json: bool = False
     """Print JSON and nothing else."""
-    timeline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the timeline of the middle step on its most exposed device, too, as JSON for https://ui.perfetto.dev."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the report with a timeline of one step into one file, too, and the timeline beside it as *.trace.json."""
 
 
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard trace`."""
     args = parse(TraceArgs, argv, command="jshard trace")
-    check_writable(args.timeline, option="--timeline")
+    check_writable(args.html, option="--html")
     found = trace(args.path)
-    if args.timeline is not None:
-        args.timeline.write_text(found.to_chrome_trace())
-        remark(f"written: {args.timeline}")
+    if args.html is not None:
+        texts = {args.html: found.to_html(), args.html.with_suffix(".trace.json"): found.to_chrome_trace()}
+        for path, text in texts.items():
+            path.write_text(text)
+            remark(f"written: {path}")
     answer(found, json=args.json)
     return 0

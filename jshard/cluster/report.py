@@ -19,8 +19,9 @@ from jshard.cluster.replay import WORKS, Assumptions, Replay, Span
 from jshard.cluster.topology import Topology
 from jshard.errors import AnnotationError, FourPartError, ShardingError
 from jshard.inspect.audit import Audit, audit
+from jshard.inspect.drawing import Bar, chrome_trace, html_page
 from jshard.inspect.hlo import Schedule, Window
-from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, made_table
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.plans.mesh import FSDP, REPLICA
 from jshard.plans.policies import strategies
 
@@ -37,8 +38,9 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
     for segment in replay.segments:
         end_s = begin_s + segment.end_s - segment.begin_s
         if segment.rounds > 1:
-            name = f"{segment.loop}: x {segment.rounds} {duration(end_s - begin_s)}"
-            bars.append(Bar("loops", begin_s, end_s, "loop", name))
+            label = f"x {segment.rounds}"
+            name = f"{segment.loop}: {label} {duration(end_s - begin_s)}"
+            bars.append(Bar("loops", begin_s, end_s, "loop", name, label))
         moved_s = begin_s - segment.begin_s
         for span in replay.spans:
             first_s, last_s = max(span.begin_s, segment.begin_s), min(span.end_s, segment.end_s)
@@ -54,10 +56,11 @@ def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
         return Bar("computation", begin_s, end_s, span.lane, f"{span.name}: {took}")
     window = windows[span.window]
     size = f"{window.full_bytes / 2**20:.1f} MiB over {len(window.group)}"
-    what = f"{window.kind} {window.unit or ''} ({size}): {took}"
+    unit = window.unit or ""
+    what = f"{window.kind} {unit} ({size}): {took}"
     if span.lane == "exposed":
         return Bar("computation", begin_s, end_s, "exposed", f"waits for {what}")
-    return Bar("communication", begin_s, end_s, window.kind, what)
+    return Bar("communication", begin_s, end_s, window.kind, what, unit)
 
 
 # One step.
@@ -156,9 +159,18 @@ class ClusterPlan(Printed):
             "notes": list(self.notes),
         }
 
+    def to_html(self, report: str) -> str:
+        """One page that needs nothing else: a report and the timeline of the step."""
+        assumed = self.estimates.stated.assumptions
+        subtitle = f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. {assumed}"
+        return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(), report)
+
     def to_chrome_trace(self) -> str:
-        """The estimated timeline of the step, as JSON for https://ui.perfetto.dev."""
-        return chrome_trace(timeline(self.audit.schedule, self.estimates.stated.assumptions))
+        """The timeline of the step, as JSON for https://ui.perfetto.dev."""
+        return chrome_trace(self._bars())
+
+    def _bars(self) -> list[Bar]:
+        return timeline(self.audit.schedule, self.estimates.stated.assumptions)
 
     def _estimates_json(self) -> dict[str, Any]:
         found = self.estimates

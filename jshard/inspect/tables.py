@@ -1,11 +1,9 @@
-"""How tables are printed, and timelines written."""
+"""How tables are printed."""
 
-import dataclasses
 import io
-import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -180,32 +178,3 @@ def _longest_line(text: str) -> int:
 
 def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
-
-
-# Timelines.
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """Something that takes time."""
-
-    lane: str  # the line in which it is drawn; lanes come in the order of their first bars
-    begin_s: float  # seconds from the begin of the timeline
-    end_s: float  # seconds from the same moment
-    kind: str  # what it is, such as `matmul` or `all-gather`
-    name: str
-
-
-def chrome_trace(bars: Iterable[Bar]) -> str:
-    """Bars in the JSON of Chrome traces, which https://ui.perfetto.dev opens."""
-    lanes: dict[str, int] = {}
-    events = []
-    for bar in bars:
-        lane = lanes.setdefault(bar.lane, len(lanes))
-        times = {"ts": bar.begin_s * 1e6, "dur": (bar.end_s - bar.begin_s) * 1e6}
-        events.append({"ph": "X", "pid": 0, "tid": lane, "name": bar.name, "cat": bar.kind, **times})
-    names = [
-        {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
-        for name, lane in lanes.items()
-    ]
-    return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})

@@ -114,16 +114,20 @@ def test_what_all_of_them_took(run, capsys):
     assert reported["ettr"]["value"] == 0.0
 
 
-def test_as_text_and_as_a_trace(run, capsys):
-    assert cli.main(["ckpt", "timeline", "run", "--step", "20", "--out", "t.json"]) == 0
+def test_as_text_and_as_pictures(run, capsys):
+    assert cli.main(["ckpt", "timeline", "run", "--step", "20", "--out", "t.png", "t.html", "t.json"]) == 0
     reported = capsys.readouterr()
-    assert reported.err == "written: t.json\n"
+    assert reported.err == "written: t.png\nwritten: t.html\nwritten: t.json\n"
     assert reported.out.startswith("Save of step 20: 4 processes, 1.50 s, 400.0 MiB\nslowest: process 2 on h2: write")
     assert "(measured), B = 60.0 ms stall (measured)" in reported.out
     assert "between failures (assumed, --mtbf)" in reported.out
+    assert Path("t.png").read_bytes().startswith(b"\x89PNG")
+    page = Path("t.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert not re.findall(r"(?:src|href)=", page)  # it needs nothing else
+    assert "process 2 on h2: write, 1.00 s from 60.0 ms on" in page
     events = [event for event in json.loads(Path("t.json").read_text())["traceEvents"] if event["ph"] == "X"]
     (slow,) = (event for event in events if (event["tid"], event["cat"]) == (2, "write"))
-    assert slow["name"] == "process 2 on h2: write, 1.00 s from 60.0 ms on"
     assert (slow["ts"], slow["dur"]) == (pytest.approx(60_000), pytest.approx(1e6))
 
 

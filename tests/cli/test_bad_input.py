@@ -163,6 +163,7 @@ CASES: dict[str, str | tuple[str, int]] = {
     "profile: no step between": "train model.py --profile 3:3",
     "profile: beyond the end": "train model.py --profile 2:9 --steps 8",
     "plan: no such profile": "plan model.py --options fast",
+    "plan: a page without a cluster": "plan model.py --html plan.html",
     "plan: no such device": "plan model.py --topology h10:1x8",
     "plan: another number of devices": "plan model.py --topology h100:1x8 --mesh fsdp=4",
     "plan: batch does not divide": "plan model.py --topology h100:4x8",

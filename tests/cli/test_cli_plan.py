@@ -199,12 +199,14 @@ def test_a_step_compiled_for_gpus_that_are_not_there(folder):
 
 @needs_gpu_compiler
 def test_a_cluster_that_fits_and_one_that_does_not(folder, capsys):
-    assert plan("--topology", "h100:1x2", "--timeline", "step.json", "--json") == 0
+    assert plan("--topology", "h100:1x2", "--html", "plan.html", "--json") == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found["compiled"]["fits"] is True and found["compiled"]["capacity_bytes"] == 84_942_979_072
     assert found["estimate"]["low"]["step_s"] <= found["estimate"]["high"]["step_s"]
-    assert json.loads((folder / "step.json").read_text())["traceEvents"]
+    page = (folder / "plan.html").read_text()
+    assert 'class="lane"' in page and "http:" not in page and "src=" not in page
+    assert json.loads((folder / "plan.trace.json").read_text())["traceEvents"]
 
     assert plan("--topology", "h100:1x2", "--set", f"batch_size={2**20}") == 1
     said = capsys.readouterr().out

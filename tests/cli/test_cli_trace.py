@@ -83,16 +83,18 @@ def test_shown_as_tables_and_as_json(run, capsys):
         assert sum(four) == pytest.approx(step["step_s"], rel=1e-9)
 
 
-def test_a_timeline_beside_it(run, capsys):
-    assert cli.main(["trace", "run", "--timeline", "step.json"]) == 0
+def test_one_page_beside_it(run, capsys):
+    assert cli.main(["trace", "run", "--html", "step.html"]) == 0
     reported = capsys.readouterr()
     assert reported.out.startswith("Measured: 3 steps")
-    assert reported.err == "written: step.json\n"
-    assert json.loads(Path("step.json").read_text())["traceEvents"]
-    assert cli.main(["trace", "run", "--timeline", "nowhere/step.json"]) == 2
+    assert reported.err == "written: step.html\nwritten: step.trace.json\n"
+    page = Path("step.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "Step 3 of jit_step on cpu:" in page
+    assert cli.main(["trace", "run", "--html", "nowhere/step.html"]) == 2
     assert capsys.readouterr().err == (
         "ShardingError: The file cannot be written.\n"
-        "  where: --timeline nowhere/step.json\n"
+        "  where: --html nowhere/step.html\n"
         f"  why:   there is no folder {Path('nowhere').absolute()}.\n"
         "  do:    mkdir -p nowhere\n"
     )

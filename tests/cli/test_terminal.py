@@ -113,13 +113,13 @@ def test_the_sentences_of_an_error_end_their_lines_between_words_and_what_is_to_
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert (
-        cli.main(["plan", "my_model.py", "--timeline", "a_folder/that_is_not_there/step.json", "--topology=h100:1x8"])
+        cli.main(["plan", "my_model.py", "--html", "a_folder/that_is_not_there/plan.html", "--topology=h100:1x8"])
         == 2
     )
     assert terminal.shown[:-1] == [
         "ShardingError: The file cannot be",
         "written.",
-        "  where: --timeline a_folder/that_is_not_there/step.json",
+        "  where: --html a_folder/that_is_not_there/plan.html",
         "  why:   there is no folder",
         f"         {os.getcwd()}/a_folder/that_is_not_there.",
         "  do:    mkdir -p a_folder/that_is_not_there",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -13,7 +14,8 @@ from rich.text import Text
 from jshard._text import duration, human_bytes
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.timeline import SLOWER, ProcessTimes, Timeline
-from jshard.inspect.tables import Bar, FittedTable, add_row, chrome_trace, made_table, printed
+from jshard.inspect.drawing import Bar, chrome_trace, html_page, write_png
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
 FORMULA = "ETTR = I / (I + B) * (1 - (L + S + (I + B) / 2) / M)"
 
@@ -164,13 +166,24 @@ class TimelineReport:
             "ettr": None if ettr is None else {"value": ettr.value, "formula": FORMULA, **dataclasses.asdict(ettr)},
         }
 
+    def to_html(self) -> str:
+        """The report with a timeline, as one page that needs nothing else."""
+        return html_page(self.title, self.verdict, self._bars(), str(self))
+
     def to_chrome_trace(self) -> str:
         """The timeline as JSON for https://ui.perfetto.dev."""
-        return chrome_trace(
-            Bar(f"process {row.process}", begin, end, name, _tip(row, name, begin, end))
+        return chrome_trace(self._bars())
+
+    def write_png(self, path: Path) -> None:
+        """Draws the timeline into a PNG. Needs no display."""
+        write_png(path, f"{self.title}\n{self.verdict}", self._bars())
+
+    def _bars(self) -> list[Bar]:
+        return [
+            Bar(f"process {row.process}", begin, end, name, _tip(row, name, begin, end), name)
             for row in self.shown.rows
             for name, begin, end in row.phases
-        )
+        ]
 
     def _table(self) -> FittedTable:
         phases = self.shown.phases

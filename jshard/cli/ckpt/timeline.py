@@ -35,7 +35,7 @@ class TimelineArgs:
     kind: Literal["save", "restore"] | None = None
     """What to show of it; by default its last save, or its last restore if there is no save."""
     out: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE")] = ()
-    """Files to write the timeline into, as JSON for https://ui.perfetto.dev."""
+    """Files to draw it into: *.png, *.html, or *.json, a trace for https://ui.perfetto.dev."""
     mtbf: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 4 * 3600.0
     """Time between failures of the whole job that is assumed for the ETTR."""
     interval: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
@@ -58,7 +58,10 @@ def run_timeline(argv: Sequence[str]) -> int:
         interval_s=args.interval,
     )
     for path in args.out:
-        path.write_text(report.to_chrome_trace())
+        if path.suffix == ".png":
+            report.write_png(path)
+        else:
+            path.write_text(report.to_html() if path.suffix == ".html" else report.to_chrome_trace())
         print(f"written: {path}", file=sys.stderr)
     if args.json:
         print(as_json(report.to_json()))
@@ -82,6 +85,14 @@ def _chosen(args: TimelineArgs, every: Sequence[Timeline]) -> Timeline:
 
 
 def _check(args: TimelineArgs) -> None:
+    wrong = [path for path in args.out if path.suffix not in (".png", ".html", ".json")]
+    if wrong:
+        raise ShardingError(
+            "The picture cannot be drawn.",
+            where=f"--out {' '.join(map(str, wrong))}",
+            why="a file ends in .png, .html or .json.",
+            do="--out timeline.png timeline.html",
+        )
     homeless = [path for path in args.out if not path.absolute().parent.is_dir()]
     if homeless:
         raise ShardingError(

@@ -10,8 +10,9 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import duration, folded_names, name_pattern
+from jshard.inspect.drawing import Bar, chrome_trace, html_page
 from jshard.inspect.profile.events import Event, Op, Ops
-from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, made_table
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 
 Seconds = tuple[float, float]  # begin and end
 
@@ -143,6 +144,7 @@ def _moments(
 
 # What is shown.
 
+_PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
 _SHOWN = 12
 _CPU = (
     "CPU devices are threads that share this machine's cores: the profile shows that the ruler works, and says nothing"
@@ -246,10 +248,23 @@ class Trace(Printed):
         }
         return json.dumps(whole, indent=1)
 
+    def to_html(self) -> str:
+        """The report, and a timeline of one step, as one page that needs nothing else.
+
+        The step is the middle one, on the device whose communication is exposed the most.
+        """
+        step, device = self._drawn
+        title = f"Step {step.number} of {self.program} on {device.device}, measured"
+        return html_page(title, _PICTURE, _timeline(device), str(self))
+
     def to_chrome_trace(self) -> str:
-        """The timeline of the middle step on its most exposed device, as JSON for https://ui.perfetto.dev."""
+        """The timeline of the same step, as JSON for https://ui.perfetto.dev."""
+        return chrome_trace(_timeline(self._drawn[1]))
+
+    @property
+    def _drawn(self) -> tuple[TraceStep, DeviceStep]:
         step = self.steps[len(self.steps) // 2]
-        return chrome_trace(_timeline(max(step.devices, key=lambda d: d.shares.communicating_s)))
+        return step, max(step.devices, key=lambda d: d.shares.communicating_s)
 
     def __rich__(self) -> Group:
         by_step = [(str(step.number), step.shares) for step in self.steps]
@@ -302,9 +317,10 @@ def _timeline(measured: DeviceStep) -> list[Bar]:
         lane = next((i for i, free in enumerate(free_s) if free <= begin_s), len(free_s))
         free_s[lane : lane + 1] = [end_s]
         op = measured.collectives[place].op
-        name = f"{op.kind} {'+'.join(folded_names(op.units))} {op.phase or ''} ({op.name}): {duration(end_s - begin_s)}"
+        unit = "+".join(folded_names(op.units))
+        tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(end_s - begin_s)}"
         lane_name = f"communication {lane + 1}" if lane else "communication"
-        bars.append(Bar(lane_name, begin_s, end_s, op.kind, " ".join(name.split())))
+        bars.append(Bar(lane_name, begin_s, end_s, op.kind, " ".join(tip.split()), unit))
     return bars
 
 
