@@ -2,8 +2,6 @@
 
 import functools
 
-import pytest
-
 from jshard.cluster.compile import Variant
 from jshard.cluster.report import VariantCompiler
 from jshard.cluster.search import suggestions
@@ -78,16 +76,10 @@ def test_what_cannot_be_compiled_does_not_fit(monkeypatch):
     assert all(row.error is not None for row in tried[:-1])
 
 
-@pytest.mark.parametrize("wrong", [2.5, 4.0])
-def test_estimates_are_corrected_by_the_compiled_peak(monkeypatch, wrong):
+def test_estimates_are_corrected_by_the_compiled_peak(monkeypatch):
     _, (plain,) = suggested(monkeypatch, lambda asked: 0.9)
-    _, (cost,) = suggested(monkeypatch, lambda asked: 0.9, wrong=wrong)
-    assert cost.memory.step_bytes <= 0.95 * CAPACITY / wrong < plain.memory.step_bytes
-
-
-def test_a_peak_below_the_estimate_is_no_reason_to_believe_more(monkeypatch):
-    (plain,), (lower,) = (suggested(monkeypatch, lambda asked: 0.9, wrong=wrong)[0] for wrong in (1.0, 0.9))
-    assert plain.variant == lower.variant
+    _, (cost,) = suggested(monkeypatch, lambda asked: 0.9, wrong=2.5)
+    assert cost.memory.step_bytes <= 0.95 * CAPACITY / 2.5 < plain.memory.step_bytes
 
 
 def test_what_was_asked_for_gives_way_to_what_is_suggested(monkeypatch):

@@ -36,7 +36,7 @@ def parts(shares):
     return tuple(round(part_s * 1e6, 6) for part_s in found)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_shares_are_those_of_a_bitmap(seed, tmp_path):
     """Microsecond by microsecond; of what is exposed each collective in flight has an equal part."""
     random = np.random.default_rng(seed)
@@ -263,20 +263,10 @@ def test_of_a_run_the_newest_profile_with_the_files_of_all_processes(tmp_path):
     assert js.trace(tmp_path / "profile" / "steps-2-3").devices == ("gpu:0", "gpu:1")
 
 
-def test_of_several_hosts_those_of_one_time(tmp_path):
-    for time, hosts in (("2026_01", ("a", "b")), ("2026_02", ("a", "b"))):
-        for host in hosts:
-            write(tmp_path / "plugins" / "profile" / time / f"{host}.xplane.pb", *gpu_planes(0, 150))
-    found = js.trace(tmp_path)
-    assert found.devices == ("a gpu:0", "a gpu:1", "b gpu:0", "b gpu:1")
-    assert all("2026_02" in source for source in found.source)
-
-
 # ---- errors
 
 
 LATE = {(0, name) for name in ("fusion.3", "fusion.4", "reduce-scatter-start.1")}
-ENDS = {(0, "all-gather-start.1"), (1, "fusion.4")}
 
 
 def empty(file):
@@ -286,16 +276,13 @@ def empty(file):
 
 MISTAKES = {
     "no such folder": lambda folder: (folder / "nowhere", {}),
-    "an empty folder": lambda folder: (folder, {}),
     "a run without a profile": lambda folder: (empty(folder / "run.json").parent, {}),
     "another kind of file": lambda folder: (empty(folder / "run.json"), {}),
     "nothing of devices": lambda folder: (
         write(folder / FILE, marks(1, 2, 3), plane("/host:CPU", {"python": [event("sleep", 0, 9)]})),
         {},
     ),
-    "nothing at all": lambda folder: (empty(folder / FILE), {}),
     "one step in part": lambda folder: (write(folder / FILE, *gpu_planes(0, drop=LATE)), {"program": PROGRAM}),
-    "two in part": lambda folder: (write(folder / FILE, *gpu_planes(0, 150, drop=ENDS)), {"program": PROGRAM}),
     "another program": lambda folder: (
         write(folder / FILE, *gpu_planes(0, 150), marks(7, 8)),
         {"program": PROGRAM.replace("HloModule step", "HloModule eval")},
