@@ -59,35 +59,25 @@ class CompiledMemory:
         found: Any = compiled.memory_analysis()
         if found is None:
             return None
-        return cls(
+        memory = cls(
             arguments_bytes=found.argument_size_in_bytes,
             results_bytes=found.output_size_in_bytes,
             shared_bytes=found.alias_size_in_bytes,
             temporaries_bytes=found.temp_size_in_bytes,
-            peak_bytes=_peak_bytes(found),
-            **_host_figures(found),
+            peak_bytes=found.peak_memory_in_bytes,
+            host_arguments_bytes=found.host_argument_size_in_bytes,
+            host_results_bytes=found.host_output_size_in_bytes,
+            host_temporaries_bytes=found.host_temp_size_in_bytes,
         )
-
-
-def _peak_bytes(found: Any) -> int:
-    """The most in the device's own memory at one time; not on every platform what the compiler calls so."""
-    reported, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
-    standing = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    if reported - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
-        return standing + temporaries
-    if _host_figures(found):  # and what is in host memory is counted in
-        return min(reported, standing + temporaries)
-    return reported
-
-
-def _host_figures(found: Any) -> dict[str, int]:
-    """Bytes in host memory; none where there are none, as on CPU, whose memory is the host's."""
-    figures = {
-        "host_arguments_bytes": found.host_argument_size_in_bytes,
-        "host_results_bytes": found.host_output_size_in_bytes,
-        "host_temporaries_bytes": found.host_temp_size_in_bytes,
-    }
-    return figures if any(figures.values()) else {}
+        # Not on every platform is the peak of the device's own memory what the compiler calls so.
+        temporaries = memory.temporaries_bytes
+        standing = memory.arguments_bytes + memory.results_bytes - memory.shared_bytes
+        peak = memory.peak_bytes
+        if peak - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
+            peak = standing + temporaries
+        elif memory.host_bytes:  # and what is in host memory is counted in
+            peak = min(peak, standing + temporaries)
+        return dataclasses.replace(memory, peak_bytes=peak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,21 +165,13 @@ def _total_of(kind: str, windows: Iterable[Window]) -> Total:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Audit(Printed):
-    """What `js.audit` found. `print` it; in a notebook it shows itself; `to_json` for programs.
+    """What `js.audit` found. `print` it; in a notebook it shows itself; `to_json` for programs."""
 
-    Args:
-        schedule: the collectives and the steps of the program.
-        plan: of the model; None if none was given.
-        memory: bytes of one device; None if only a text was given.
-        differences: between program and plan; empty without a plan.
-        notes: what XLA:CPU alone compiles otherwise than planned.
-    """
-
-    schedule: Schedule
-    plan: ShardPlan | None = None
-    memory: CompiledMemory | None = None
-    differences: tuple[Difference, ...] = ()
-    notes: tuple[Difference, ...] = ()
+    schedule: Schedule  # the collectives and the steps of the program
+    plan: ShardPlan | None = None  # of the model; None if none was given
+    memory: CompiledMemory | None = None  # of one device; None if only a text was given
+    differences: tuple[Difference, ...] = ()  # between program and plan; empty without a plan
+    notes: tuple[Difference, ...] = ()  # what XLA:CPU alone compiles otherwise than planned
 
     @property
     def ok(self) -> bool:
@@ -213,19 +195,13 @@ class Audit(Printed):
     @property
     def totals(self) -> tuple[Total, ...]:
         """By kind, without the model's own mixing."""
-        return tuple(_total_of(kind, self._others) for kind in KINDS if kind in self._kinds)
-
-    @property
-    def _kinds(self) -> set[str]:
-        return {w.kind for w in self._others}
+        kinds = {w.kind for w in self._others}
+        return tuple(_total_of(kind, self._others) for kind in KINDS if kind in kinds)
 
     def amount(self, kind: str) -> float:
-        """Elements sent by collectives of one kind, by the number of parameters: 2.0 is every parameter twice.
+        """Elements sent by such collectives as `all-gather`, by the number of parameters: 2.0 is every parameter twice.
 
         Parameters that are never gathered are not among that number, nor is the model's own mixing among the elements.
-
-        Args:
-            kind: such as `all-gather`.
         """
         if self.plan is None:
             raise ShardingError(

@@ -85,10 +85,11 @@ Array = tuple[str, tuple[int, ...]]
 def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window], list[Window]]:
     """The collectives that the plan is about, and those of units that are never gathered.
 
-    A compiler joins collectives: there the arrays are distinguished by their shapes. Of units that are gathered all
-    count but what has the shape of a parameter that never is; of both together, and of what has no unit, those that
-    have the shape of a parameter that is. All-reduces count as the former: small arrays are reduced as one, so that no
-    shape is left.
+    Where a program does not say of which unit one is, those that read it do, if what is sent was computed. A compiler
+    joins collectives, too: there the arrays are distinguished by their shapes. Of units that are gathered all count but
+    what has the shape of a parameter that never is; of both together, and of what has no unit, those that have the
+    shape of a parameter that is. All-reduces count as the former: small arrays are reduced as one, so that no shape is
+    left.
     """
     names = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
     if not names:
@@ -96,7 +97,8 @@ def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Wind
     known, theirs = _shapes_of(plan, gathered=True), _shapes_of(plan, gathered=False)
     planned, own = [], []
     for window in windows:
-        if window.units and names.issuperset(window.units):
+        whose = window.units or window.read_by
+        if whose and names.issuperset(whose):
             own.append(window)
             continue
         is_known = window.kind == "all-reduce" or (bool(window.units) and names.isdisjoint(window.units))

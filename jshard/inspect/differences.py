@@ -179,10 +179,8 @@ def _gathered_once(
 ) -> tuple[dict[CollectiveKind, float], list[tuple[Window, list[Array]]]]:
     """Takes off what is missing because gathers before forward and before backward were joined.
 
-    Each parameter is then gathered at least once, and not more often than planned.
-
-    Returns:
-        What was taken off, and what is gathered besides and has the shape of no parameter.
+    Each parameter is then gathered at least once, and not more often than planned. Gives what was taken off, and what
+    is gathered besides and has the shape of no parameter.
     """
     fewest, most = collections.Counter(), collections.Counter()
     layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -40,10 +40,9 @@ class Printed:
 
 
 def show(*things: Any) -> None:
-    """Prints on standard output: in colour on a terminal, where lines end between words; as plain text elsewhere.
+    """Prints texts, and what `rich` can print: in colour on a terminal, as plain text elsewhere.
 
-    Args:
-        things: texts, whose lines stay whole where no terminal shows them, and what `rich` can print.
+    On a terminal lines end between words; elsewhere the lines of a text stay whole.
     """
     for thing in things:
         if _is_terminal():
@@ -78,13 +77,8 @@ class FittedTable:
     """A table that takes the width it is given, and cuts neither a number nor a word.
 
     Where there is too little room, texts are wrapped between words. Where that does not suffice, columns are left out,
-    and the caption names them; then long words are broken.
-
-    Args:
-        title: above it.
-        columns: their names. One that ends in > holds numbers; one that ends in ? may be left out, and in ?? before
-            the others.
-        caption: below it.
+    and the caption names them; then long words are broken. A column whose name ends in > holds numbers; one that ends
+    in ? may be left out, and in ?? before the others.
     """
 
     def __init__(self, title: str, columns: Sequence[str], caption: str = "") -> None:

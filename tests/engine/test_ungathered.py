@@ -212,6 +212,17 @@ def test_an_array_that_travels_with_its_rows_is_told_apart():
     assert gathered_anyway([apart], plan) == [(apart, [arrays[2]])]
 
 
+def test_what_has_no_name_is_told_by_who_reads_it():
+    """Of the shape of a kernel, and yet the table's: the gradients of its rows, from a compiler that names no unit."""
+    plan = js.plan(abstract(js.mesh()))
+    array = ("f32", (WIDTH, WIDTH))
+    sent = Window("c", "all-gather", (("f32", 4 * WIDTH**2),), tuple(range(8)), ("fsdp",), arrays=(array,))
+    read_by = lambda *units: dataclasses.replace(sent, read_by=units)
+    assert split_by_plan([read_by("table")], plan) == ([], [read_by("table")])
+    for units in ((), ("(root)", "table"), ("(root)",)):
+        assert split_by_plan([read_by(*units)], plan) == ([read_by(*units)], [])
+
+
 # ---- What changes the others leaves it as it is ------------------------------------------------
 
 

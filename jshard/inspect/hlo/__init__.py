@@ -25,6 +25,8 @@ class Window:
     # Paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the program does
     # not say.
     units: tuple[str, ...] = ()
+    # Where it does not, and what is sent was computed: the units whose operations read that first.
+    read_by: tuple[str, ...] = ()
     # `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say
     phase: str | None = None
     loop: str = ""  # name of the innermost loop around it; empty if there is none

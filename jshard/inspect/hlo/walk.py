@@ -12,6 +12,7 @@ from jshard.inspect.hlo import Blocking, Compute, KernelUse, Loop, Schedule, Sta
 from jshard.inspect.hlo.collectives import (
     KINDS,
     Forms,
+    Readers,
     Role,
     axes_of_groups,
     base_opcode,
@@ -92,7 +93,7 @@ class Walk:
 
     def __init__(self, module: Module, mesh: Mesh | AbstractMesh | None) -> None:
         self._module, self._mesh = module, mesh
-        self._forms, self._worker = Forms(module), Worker(module)
+        self._forms, self._worker, self._readers = Forms(module), Worker(module), Readers(module)
         self._seen: set[str] = set()  # names of the collectives that were walked over
         self._channels: set[str | None] = set()  # theirs
         self._again: list[Instruction] = []  # printed again where something computes beside one of them
@@ -149,7 +150,7 @@ class Walk:
         if len(group) <= 1:
             body.under_way[token] = None
             return
-        self.windows.append(self._window(instruction, role, group))
+        self.windows.append(self._window(body.home, instruction, role, group))
         place = len(self.windows) - 1
         if role.stage == "start":
             body.steps.append(Start(place, token))
@@ -158,7 +159,7 @@ class Walk:
             body.steps.append(Blocking(place))
             body.under_way[token] = None
 
-    def _window(self, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
+    def _window(self, home: Computation, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
         collective = role.collective
         assert collective is not None
         sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
@@ -171,6 +172,7 @@ class Walk:
             group=group,
             axes=None if self._mesh is None else axes_of_groups(group, self._mesh),
             units=units,
+            read_by=() if units else self._readers.units(home, instruction),
             phase=phase,
             loop=self._loop,
             executions=self._executions,
@@ -290,11 +292,9 @@ def _passed(operations: int, work: OpWork) -> _Passed:
 
 
 def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
-    """The collectives of a compiled program, those in loops with their trip counts; groups of one device send nothing.
+    """The collectives of a program, a `jax.stages.Compiled` or its text; their axes are those of a mesh.
 
-    Args:
-        program: a `jax.stages.Compiled`, or its text.
-        mesh: for the axes of groups.
+    Those in loops count with their trip counts; groups of one device send nothing.
 
     Raises:
         ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
@@ -317,20 +317,13 @@ def kernels_in(module: Module) -> tuple[KernelUse, ...]:
 def read_schedule(
     program: Any, *, mesh: Mesh | AbstractMesh | None = None, expect_collectives: bool = False
 ) -> Schedule:
-    """Reads the schedule of a compiled program for GPU, TPU or CPU.
+    """Reads the schedule of a program for GPU, TPU or CPU, a `jax.stages.Compiled` or its text.
 
-    Args:
-        program: a `jax.stages.Compiled`, or its text.
-        mesh: for the axes of groups.
-        expect_collectives: a program of several devices without any is an error, as communication that was
-            overlooked would look like communication that is hidden.
+    With `expect_collectives` a program of several devices without any is an error, as communication that was
+    overlooked would look like communication that is hidden.
 
     Raises:
         ProgramError: the text has no schedule, or it holds communication that is not understood.
-
-    Example:
-        >>> read_schedule(jax.jit(step).lower(state, batch).compile()).not_overlapped()
-        ()
     """
     module = parse_module(program if isinstance(program, str) else program.as_text())
     if not module.is_scheduled:
