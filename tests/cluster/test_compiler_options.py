@@ -1,7 +1,5 @@
 """`js.compiler_options`: profiles of options, and a compiler that is asked whether it knows them."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jshard.cluster.options import OptionError, compiler_options, options_for
@@ -59,14 +57,6 @@ def test_what_is_unknown_is_dropped_with_one_warning():
     ]
 
 
-def test_another_error_of_the_compiler_is_not_taken_for_an_unknown_option():
-    def broken(options):
-        raise RuntimeError("INTERNAL: no space left")
-
-    with pytest.raises(RuntimeError, match="no space left"):
-        options_for("fastest", platform="gpu", overrides={}, try_compile=broken)
-
-
 def test_overrides_come_instead_of_the_profile_and_besides_it():
     name = "xla_gpu_all_gather_combine_threshold_bytes"
     assert compiler_options("fastest", platform="gpu", **{LIMIT: 2, name: 0}) == {
@@ -88,11 +78,6 @@ def test_other_platforms():
     assert len(v5p) == 6 and len(v6e) == 10
     assert v6e["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] is True
     assert v6e["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] is False
-
-
-def test_the_options_are_taken_by_jit():
-    options = compiler_options("fastest", platform="gpu")
-    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(())) == 2
 
 
 def refused(*arguments, **named):

@@ -7,7 +7,6 @@ import shlex
 
 import pytest
 
-from jshard._text import duration
 from jshard.cli.plan import PlanReport
 from jshard.cluster.compile import Variant, command_line
 from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare, variants_for
@@ -89,12 +88,6 @@ def test_the_json_has_what_is_published_of_runs_and_where_the_time_goes():
     assert sum(stated["exposed_by_kind_s"].values()) == pytest.approx(stated["exposed_s"])
 
 
-def test_of_what_fits_nothing_is_suggested():
-    report = PlanReport(plan=plan_of(0.5))
-    assert report.fits and "try:" not in str(report)
-    assert not {"suggestions", "comparison", "chosen"} & json.loads(report.to_json()).keys()
-
-
 def test_a_replay_of_a_compiled_step_tells_that_it_follows_no_copies():
     step = step_of(request_of(HOST), peak_bytes=2**30)
     away = dataclasses.replace(step.memory, host_arguments_bytes=2**31, host_temporaries_bytes=2**30)
@@ -156,14 +149,6 @@ def test_the_quickest_comes_first_and_is_marked():
     assert "9.20-11.3 ms 100.0-100.0%" in lines_from(found, "Side by side")  # the range, in a line of its own
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.000312, "312 us"), (0.0449, "44.9 ms"), (0.9, "900 ms"), (2.345, "2.35 s"), (119.2, "119 s"), (0, "0 s")],
-)
-def test_a_time_has_three_digits(value, text):
-    assert duration(value) == text
-
-
 # ---- chosen -----------------------------------------------------------------------------------------------------
 
 
@@ -212,12 +197,6 @@ def test_each_way_says_why_it_was_not_chosen(monkeypatch):
     (asked,) = [row for row in rows if row.startswith("as asked fsdp=8 0.0 ")]
     assert ": waits" in asked
     assert f"{len(ways)} ways were looked at, of which 0 do not fit." in " ".join(rows)
-
-
-def test_what_was_asked_for_may_be_the_best(monkeypatch):
-    found, _ = chosen(monkeypatch, lambda asked: (0.5, 30), plan_of(0.5))
-    assert found.best is found.compiled[0]
-    assert str(found).rstrip().endswith("what was asked for is the best that was found.")
 
 
 def test_three_more_are_compiled_while_none_fits(monkeypatch):

@@ -216,12 +216,6 @@ def test_differences_in_words(replica: int, change: Callable, words: list[str]):
     assert [str(d) for d in found] == words
 
 
-def test_collectives_over_other_axes_are_the_models_own():
-    plan = js.plan(abstract(DECODER, js.mesh()))
-    own = Window("c", "all-reduce", (("f32", plan.logical_bytes),), (0, 1), axes=("tensor",))
-    assert differences([*windows_of(traffic_of(plan)), own], plan) == ()
-
-
 @pytest.mark.parametrize(("sync", "gathers", "scatters"), [("each", 8, 4), ("last", 1, 1)])
 def test_accumulation_is_counted(sync: str, gathers: int, scatters: int):
     plan = js.plan(abstract(DECODER, js.mesh()))
@@ -280,8 +274,3 @@ def test_a_lowered_program_is_compiled_and_one_without_communication_refused():
     )
     with pytest.raises(ProgramError, match="without a single collective"):
         audit(lowered)
-
-
-def test_amounts_need_a_plan():
-    with pytest.raises(js.ShardingError, match="parameters"):
-        audit(async_text(exposed=False)).amount("all-gather")

@@ -59,24 +59,6 @@ def test_what_is_fused_is_looked_into():
     assert window(*GRADIENT, *outside, computations=inside(None)).read_by == ("table",)
 
 
-def test_all_that_read_it_are_told():
-    assert window(*GRADIENT, read("rows", "table"), read("x", "(root)")).read_by == ("(root)", "table")
-    assert window(*GRADIENT, fused("rows"), read("x", "(root)"), computations=inside("table")).read_by == (
-        "(root)",
-        "table",
-    )
-    through = inside("(root)", result="b")
-    assert window(*GRADIENT, fused("rows"), read("x", "table", "rows"), computations=through).read_by == (
-        "(root)",
-        "table",
-    )
-
-
-def test_nothing_is_told_of_what_is_a_result_too():
-    result = "ROOT " + read("left", None)
-    assert window(*GRADIENT, read("rows", "table"), result).read_by == ()
-
-
 def test_nothing_is_told_of_what_goes_into_a_loop():
     layer = body("layer", dot("b"), results="%next, %shard")
     assert window(*GRADIENT, read("rows", "table"), *loop("layer", 2, "%moved"), computations=layer).read_by == ()
