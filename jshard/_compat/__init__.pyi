@@ -30,7 +30,6 @@ from jshard._compat.programs import mosaic_kernel as mosaic_kernel
 from jshard._compat.programs import on_stream as on_stream
 from jshard._compat.programs import pallas_load as pallas_load
 from jshard._compat.programs import pallas_transposed as pallas_transposed
-from jshard._compat.programs import partitioned as partitioned
 from jshard._compat.programs import use_program_cache as use_program_cache
 from jshard._compat.tracing import abstract_device as abstract_device
 from jshard._compat.tracing import automatic_axes as automatic_axes

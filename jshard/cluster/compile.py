@@ -243,7 +243,7 @@ def run_child(
                 why=f"it was stopped after {timeout_s:g} s.",
                 do=more_time,
             ) from error
-    if not (folder / _RESULT).exists():
+    if done.returncode < 0 or not (folder / _RESULT).exists():
         raise _crashed(subject, done.returncode, folder, do)
     result = pickle.loads((folder / _RESULT).read_bytes())
     if isinstance(result, FourPartError):

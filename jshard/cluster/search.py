@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -54,10 +53,8 @@ class Search:
         """The first of the ranking whose times differ."""
         found: list[Cost] = []
         for cost in self.ranked:
-            if not found or not _is_equal(cost, found[-1]):
+            if len(found) < count and not (found and _is_equal(cost, found[-1])):
                 found.append(cost)
-            if len(found) == count:
-                break
         return tuple(found)
 
 
@@ -88,18 +85,16 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
 
 def _ranked(found: Iterable[Cost]) -> Iterator[Cost]:
     """The quickest first; those that take as long as the first of them are sorted by what they hold."""
-    rest = collections.deque(sorted(found, key=lambda cost: cost.step_s))
+    rest = sorted(found, key=lambda cost: cost.step_s)
     while rest:
-        equal = [rest.popleft()]
-        while rest and rest[0].step_s <= (1 + _HAIR) * equal[0].step_s:
-            equal.append(rest.popleft())
+        equal = [cost for cost in rest if cost.step_s <= (1 + _HAIR) * rest[0].step_s]
         yield from sorted(equal, key=lambda cost: cost.memory.step_bytes)
+        rest = rest[len(equal) :]
 
 
 def is_same(cost: Cost, other: Cost) -> bool:
     """Whether two ways are one, however their settings are written."""
-    what = lambda c: (c.variant.mesh, c.memory, c.step_s)
-    return what(cost) == what(other)
+    return (cost.variant.mesh, cost.memory, cost.step_s) == (other.variant.mesh, other.memory, other.step_s)
 
 
 def _is_equal(cost: Cost, other: Cost) -> bool:
@@ -262,14 +257,8 @@ def _cells(cost: Cost) -> list[str]:
 
 
 def _way(cost: Cost) -> dict[str, Any]:
-    return {
-        "name": cost.variant.name,
-        "options": cost.variant.command,
-        "memory_bytes": cost.memory.step_bytes,
-        "step_s": cost.step_s,
-        "compute_s": cost.compute_s,
-        "exposed_s": cost.exposed_s,
-    }
+    what = {"name": cost.variant.name, "options": cost.variant.command, "memory_bytes": cost.memory.step_bytes}
+    return what | {name: getattr(cost, name) for name in ("step_s", "compute_s", "exposed_s")}
 
 
 # What to try when a step does not fit: ways that hold less, each compiled before it is named.
