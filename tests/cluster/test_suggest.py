@@ -100,8 +100,3 @@ def test_parameters_may_be_let_go_and_spread_wider(monkeypatch):
     _, (cost,) = suggested(monkeypatch, lambda asked: 0.9, *settings, mesh=mesh, reshard_after_forward=False)
     assert cost.variant.mesh == {"replica": 1, "fsdp": 8, "tensor": 1}
     assert costs(*settings, reshard_after_forward=False).of(Variant(name="", mesh=mesh)).memory.held_bytes > CAPACITY
-
-
-def test_nothing_that_could_help_is_nothing_that_is_tried(monkeypatch):
-    settings = "model.d_model=65536", "model.d_ff=262144", "batch_size=8", "model.n_layer=1"
-    assert suggested(monkeypatch, lambda asked: 0.9, *settings) == ((), [])
