@@ -40,7 +40,7 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
         if segment.rounds > 1:
             label = f"x {segment.rounds}"
             name = f"{segment.loop}: {label} {duration(end_s - begin_s)}"
-            bars.append(Bar("loops", begin_s, end_s, "loop", name, label))
+            bars.append(Bar("loops", begin_s, end_s, "loop", label, name))
         moved_s = begin_s - segment.begin_s
         for span in replay.spans:
             first_s, last_s = max(span.begin_s, segment.begin_s), min(span.end_s, segment.end_s)
@@ -53,14 +53,14 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
 def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) -> Bar:
     took = duration(span.end_s - span.begin_s)
     if span.window is None:
-        return Bar("computation", begin_s, end_s, span.lane, f"{span.name}: {took}")
+        return Bar("computation", begin_s, end_s, span.lane, "", f"{span.name}: {took}")
     window = windows[span.window]
     size = f"{window.full_bytes / 2**20:.1f} MiB over {len(window.group)}"
     unit = window.unit or ""
     what = f"{window.kind} {unit} ({size}): {took}"
     if span.lane == "exposed":
-        return Bar("computation", begin_s, end_s, "exposed", f"waits for {what}")
-    return Bar("communication", begin_s, end_s, window.kind, what, unit)
+        return Bar("computation", begin_s, end_s, "exposed", "", f"waits for {what}")
+    return Bar("communication", begin_s, end_s, window.kind, unit, what)
 
 
 # One step.

@@ -32,8 +32,8 @@ class Bar:
     begin_s: float  # seconds from the begin of the timeline
     end_s: float  # seconds from the same moment
     kind: str  # what it is, such as `matmul` or `all-gather`: it has a colour
+    label: str  # written into it, if there is room
     tip: str  # shown when the pointer rests on it, and as its name in a trace
-    label: str = ""  # written into it, if there is room
 
 
 def chrome_trace(bars: Iterable[Bar]) -> str:

@@ -238,7 +238,7 @@ def test_the_timeline_shows_a_loop_once_and_marks_what_is_exposed():
     page = html_page("micro <gpt>", "", bars, "")
     assert "micro &lt;gpt&gt;" in page and 'title="waits for reduce-scatter' in page
     assert not any(external in page for external in ("http:", "https:", "href", "url("))
-    small = html_page("", "", [Bar("lane", at, at + 1, "matmul", "") for at in range(9000)], "")
+    small = html_page("", "", [Bar("lane", at, at + 1, "matmul", "", "") for at in range(9000)], "")
     assert small.count("title=") <= 3000  # bars that are too narrow to be seen are joined
 
 

@@ -180,7 +180,7 @@ class TimelineReport:
 
     def _bars(self) -> list[Bar]:
         return [
-            Bar(f"process {row.process}", begin, end, name, _tip(row, name, begin, end), name)
+            Bar(f"process {row.process}", begin, end, name, name, _tip(row, name, begin, end))
             for row in self.shown.rows
             for name, begin, end in row.phases
         ]

@@ -307,7 +307,7 @@ class Trace(Printed):
 def _timeline(measured: DeviceStep) -> list[Bar]:
     """A measured step as bars to be drawn: what the device did itself, and the collectives in flight."""
     bars = [
-        Bar("computation", begin_s, end_s, kind, f"{kind}: {duration(end_s - begin_s)}")
+        Bar("computation", begin_s, end_s, kind, "", f"{kind}: {duration(end_s - begin_s)}")
         for kind, spans in (("computing", measured.computing), ("exposed", measured.exposed))
         for begin_s, end_s in spans
     ]
@@ -320,7 +320,7 @@ def _timeline(measured: DeviceStep) -> list[Bar]:
         unit = "+".join(folded_names(op.units))
         tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(end_s - begin_s)}"
         lane_name = f"communication {lane + 1}" if lane else "communication"
-        bars.append(Bar(lane_name, begin_s, end_s, op.kind, " ".join(tip.split()), unit))
+        bars.append(Bar(lane_name, begin_s, end_s, op.kind, unit, " ".join(tip.split())))
     return bars
 
 
