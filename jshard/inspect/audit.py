@@ -19,8 +19,7 @@ from jshard._text import folded_names, human_bytes, name_pattern
 from jshard.engine.moved import Mixing
 from jshard.engine.stacks import as_traced
 from jshard.errors import ShardingError
-from jshard.inspect.communication import without_mixing
-from jshard.inspect.differences import Difference, differences
+from jshard.inspect.communication import Difference, differences, without_mixing
 from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.hlo.collectives import KINDS
 from jshard.inspect.hlo.module import item_bytes

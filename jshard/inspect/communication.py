@@ -1,16 +1,18 @@
-"""What a plan sends in a step, and which collectives of a compiled program that plan is about."""
+"""What a plan sends in a step, and in words where a compiled program communicates otherwise."""
 
 import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
+from jshard._text import folded_names, human_bytes
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.plans.mesh import DATA_AXES, FSDP
+from jshard.plans.mesh import DATA_AXES, EXPERT, FSDP
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
 
@@ -188,3 +190,256 @@ def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window
         own += [dataclasses.replace(with_arrays(window, mine), is_mixing=True)] if mine else []
         others += [dataclasses.replace(with_arrays(window, rest), mixing=())] if rest else []
     return others, own
+
+
+# Where a compiled program communicates otherwise than its plan asks.
+
+# Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
+# scalars fall below.
+TOLERANCE = 0.02
+
+# All-reduces of no more elements are the model's own, such as statistics of BatchNorm: they take the time to start one.
+_OWN_SUMS = 16 * 2**10
+
+_JOINED = "XLA:CPU gathers once for forward and backward; a compiler for GPUs keeps both gathers"
+_WIDENED = "XLA:CPU sends narrower floats as f32"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class CollectiveKind:
+    """A kind of collective over some axes of the mesh."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {_axes(self.axes)} ({self.group_size})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something compiled otherwise than planned."""
+
+    words: str  # what differs, in a sentence
+    planned: str | None  # the kind of collective that the plan has and the program lacks; None if it only has more
+    compiled: str | None  # the kind that the program has instead, or more of; None if it only has less
+    axes: tuple[str, ...]  # the mesh axes
+    units: tuple[str, ...] = ()  # of what was compiled, as far as the program says
+    by_cpu: str = ""  # why XLA:CPU alone compiles so; empty if another compiler would, too
+
+    def __str__(self) -> str:
+        return f"{self.words} ({self.by_cpu})" if self.by_cpu else self.words
+
+
+def differences(
+    windows: Iterable[Window], plan: ShardPlan, *, accumulate: int = 1, sync: str = "each", on_cpu: bool = False
+) -> tuple[Difference, ...]:
+    """Compares the collectives of a program with those that its plan asks for.
+
+    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`,
+    the exchange with experts, and those of lines that mix examples are the model's own, and not compared, but for the
+    bytes that such a line asks for; nor are those of units that are never gathered,
+    unless arrays in them are whole parameters of such a unit, or gradients.
+    """
+    windows, mixing = without_mixing(windows)
+    data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
+    ours, apart = split_by_plan([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
+    found = _Comparison(ours, plan, _planned(plan, accumulate, sync), _compiled(ours), on_cpu)
+    beside, large = summed_over_copies(plan), max(found.least, _OWN_SUMS)
+    delta = {k: found.compiled[k].total() - found.planned[k].total() for k in {*found.compiled, *found.planned}}
+    less: dict[CollectiveKind, float] = {kind: -d for kind, d in sorted(delta.items()) if d < -found.least}
+    limit = lambda k: large + beside.get(k.axes, 0) if k.kind == "all-reduce" else found.least
+    more: dict[CollectiveKind, float] = {kind: d for kind, d in sorted(delta.items()) if d > limit(kind)}
+    kept = [kind for kind in sorted(delta) if found.compiled[kind] and found.planned[kind] and kind not in more]
+    joined, strange = {}, []
+    if on_cpu and _gathers(plan) not in more:
+        joined, strange = _gathered_once(ours, less, plan, accumulate if sync == "each" else 1)
+    return (
+        *found.replaced(less, more),
+        *found.amounts({*less, *more}),
+        *found.amounts(joined, by_cpu=_JOINED),
+        *found.dtypes(kept),
+        *_named_whole(strange, "no parameter", found.least),
+        *_named_whole(gathered_anyway(apart, plan), "what is never gathered", found.least),
+        *_resized(mixing, on_cpu),
+    )
+
+
+_Elements = collections.defaultdict[CollectiveKind, collections.Counter[str]]  # by dtype
+
+
+def _compiled(windows: Iterable[Window]) -> _Elements:
+    sums: Any = collections.defaultdict(collections.Counter)
+    for w in windows:
+        for dtype, size in w.sizes:
+            sums[_kind(w)][dtype] += size / item_bytes(dtype) * w.executions
+    return sums
+
+
+def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
+    sums: Any = collections.defaultdict(collections.Counter)
+    for t in traffic_of(plan):
+        if sync == "last" and t.purpose == "parameters for backward":
+            continue  # gathered once, for all microbatches
+        dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
+        sums[CollectiveKind(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
+    return sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """What a program sends for the gathered units of a plan, beside what the plan asks for, in elements."""
+
+    windows: list[Window]
+    plan: ShardPlan
+    planned: _Elements
+    compiled: _Elements
+    on_cpu: bool
+
+    @property
+    def least(self) -> float:
+        """Elements that make a difference."""
+        return TOLERANCE * self.plan.gathered_part.num_parameters
+
+    def replaced(self, less: dict[CollectiveKind, float], more: dict[CollectiveKind, float]) -> Iterator[Difference]:
+        """Pairs what is missing with what is there instead, and takes it off both."""
+        for lost in list(less):
+            others = [kind for kind in more if kind.kind != lost.kind and set(lost.axes) <= set(kind.axes)]
+            if not others:
+                continue
+            instead = max(others, key=lambda k: ((k.axes, k.group_size) == (lost.axes, lost.group_size), more[k]))
+            amount = min(less[lost], more[instead])
+            sent = ring_bytes(instead.kind, amount * _item(self.compiled[instead]), instead.group_size)
+            asked = ring_bytes(lost.kind, amount * _item(self.planned[lost]), lost.group_size)
+            what, units = f"{lost.kind} written, {instead.kind} compiled", _units(self.windows, instead)
+            axes = _axes(lost.axes) if lost.axes == instead.axes else f"{_axes(lost.axes)} and {_axes(instead.axes)}"
+            words = f"{what}: {_named(units)}, {axes}, {sent / asked:.1f}x the bytes"
+            yield Difference(words, lost.kind, instead.kind, instead.axes, units)
+            for rest, kind in ((less, lost), (more, instead)):
+                rest[kind] -= amount
+                if rest[kind] <= 0:
+                    del rest[kind]
+
+    def amounts(self, among: Iterable[CollectiveKind], by_cpu: str = "") -> Iterator[Difference]:
+        """Kinds of which there is less or more than planned."""
+        for kind in sorted(among):
+            planned, compiled = self.planned[kind].total(), self.compiled[kind].total()
+            units, all_elements = _units(self.windows, kind), self.plan.gathered_part.num_parameters
+            word, lacks, has = ("less", kind.kind, None) if compiled < planned else ("more", None, kind.kind)
+            words = f"{word} {kind.kind} than planned: {_named(units)}, {_axes(kind.axes)},"
+            words += f" {planned / all_elements:.2f} x the parameters planned, {compiled / all_elements:.2f} x compiled"
+            yield Difference(words, lacks, has, kind.axes, units, by_cpu)
+
+    def dtypes(self, kinds: Iterable[CollectiveKind]) -> Iterator[Difference]:
+        """Kinds of which a part has a dtype that is not planned."""
+        for kind in kinds:
+            compiled, planned = self.compiled[kind], self.planned[kind]
+            for dtype in [dtype for dtype, n in compiled.items() if dtype not in planned and n > self.least]:
+                units = _units([w for w in self.windows if dtype in dict(w.sizes)], kind)
+                what = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
+                ratio = item_bytes(dtype) / _item(planned)
+                words = f"{what}: {_named(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
+                by_cpu = _WIDENED if self.on_cpu and dtype == "f32" else ""
+                yield Difference(words, kind.kind, kind.kind, kind.axes, units, by_cpu)
+
+
+def _gathered_once(
+    windows: list[Window], less: dict[CollectiveKind, float], plan: ShardPlan, times: int
+) -> tuple[dict[CollectiveKind, float], list[tuple[Window, list[Array]]]]:
+    """Takes off what is missing because gathers before forward and before backward were joined.
+
+    Each parameter is then gathered at least once, and not more often than planned. Gives what was taken off, and what
+    is gathered besides and has the shape of no parameter.
+    """
+    fewest, most = collections.Counter(), collections.Counter()
+    layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all that stands for a gather
+    again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
+    for leaf in plan.gathered_part.leaves:
+        if leaf.placement.dim is None:
+            continue
+        whole, shard = shapes_on_device(leaf.placement, plan)
+        stacked = next(i for i in range(len(whole)) if math.prod(whole[:i]) >= leaf.placement.layers)
+        layer = comparable(whole[stacked:])
+        layer_of |= {comparable(whole[i:]): layer for i in range(stacked + 1)}
+        pieces |= {comparable(shard[i:]): layer for i in range(stacked + 1)}
+        fewest[layer] += math.prod(whole) * times
+        most[layer] += math.prod(whole) * times * (1 + (leaf.by_layer or again[leaf.unit]))
+    layer_of = pieces | layer_of
+    place = _gathers(plan)
+    compiled, strange = collections.Counter(), []
+    for window in (w for w in windows if _kind(w) == place):
+        for _, dims in window.arrays:
+            compiled[layer_of.get(comparable(dims), ())] += math.prod(dims) * window.executions
+        strange.append((window, [array for array in window.arrays if comparable(array[1]) not in layer_of]))
+    missing, besides = fewest - compiled, compiled - most
+    wrong = missing.total() + besides.total() - besides[()]
+    joined = place in less and wrong <= TOLERANCE * plan.gathered_part.num_parameters
+    taken_off = {place: less.pop(place)} if joined else {}
+    return taken_off, [(window, arrays) for window, arrays in strange if arrays]
+
+
+def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, least: float) -> list[Difference]:
+    """Collectives of arrays that should not be gathered or reduced, such as parameters that are never gathered."""
+    found: dict[CollectiveKind, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
+    for window, arrays in among:
+        found[_kind(window)].append((window, arrays))
+    differences = []
+    for place, among in sorted(found.items()):
+        units = _units([window for window, _ in among], place)
+        if sum(math.prod(dims) * w.executions for w, arrays in among for _, dims in arrays) > least:
+            shapes = dict.fromkeys(f"{d}[{','.join(map(str, dims))}]" for _, arrays in among for d, dims in arrays)
+            words = f"{place.kind} of {what}: {_named(units)}, {_axes(place.axes)}, {' '.join(shapes)}"
+            differences.append(Difference(words, None, place.kind, place.axes, units))
+    return differences
+
+
+def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
+    """Collectives of lines that mix examples, larger than those lines ask for."""
+    found = []
+    for window in windows:
+        sizes = [m.bytes for m in window.mixing]
+        compiled, asked = sum(map(array_bytes, window.arrays)), sum(sizes)
+        if compiled <= asked or all(array_bytes(array) in sizes for array in window.arrays):
+            continue
+        place, lines = _kind(window), ", ".join(dict.fromkeys(m.line for m in window.mixing))
+        words = f"{place.kind} of {human_bytes(compiled)} compiled for {lines}, which asks for {human_bytes(asked)}"
+        by_cpu = _WIDENED if on_cpu and set(dict(window.sizes)) == {"f32"} and compiled <= 2 * asked else ""
+        found.append(Difference(words, place.kind, place.kind, place.axes, window.units, by_cpu))
+    return found
+
+
+def _gathers(plan: ShardPlan) -> CollectiveKind:
+    """Where parameters are gathered."""
+    return CollectiveKind("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
+
+
+def _kind(window: Window) -> CollectiveKind:
+    return CollectiveKind(window.kind, window.axes or (), len(window.group))
+
+
+def _item(elements: Mapping[str, float]) -> float:
+    """Bytes of an element, on the average."""
+    return sum(item_bytes(dtype) * n for dtype, n in elements.items()) / sum(elements.values())
+
+
+def _units(windows: Iterable[Window], place: CollectiveKind) -> tuple[str, ...]:
+    names = {unit for w in windows if _kind(w) == place for unit in w.units}
+    return tuple(folded_names(sorted(names)))
+
+
+def _named(units: tuple[str, ...]) -> str:
+    """`unit blocks/0..11`, or `units ...` of several."""
+    if not units:
+        return "unit not known"
+    return f"unit{'s'[: len(units) > 1]} {', '.join(units)}"
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return f"ax{'es' if len(axes) > 1 else 'is'} {', '.join(axes)}"
+
+
+def hlo_dtype(name: str) -> str:
+    """`bf16` for `bfloat16`, `f8e4m3fn` for `float8_e4m3fn`."""
+    return name.replace("float", "f").replace("int", "s").replace("us", "u").replace("_", "")

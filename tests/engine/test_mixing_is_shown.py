@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 import jshard as js
 from jshard.engine.moved import Mixing
 from jshard.inspect.audit import audit
-from jshard.inspect.communication import without_mixing
-from jshard.inspect.differences import differences
+from jshard.inspect.communication import differences, without_mixing
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import mixing_in, unit_and_phase
 from tests.helpers import Config, abstract, program

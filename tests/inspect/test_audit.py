@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jshard as js
 from jshard.inspect import ProgramError, collectives, full_bytes
 from jshard.inspect.audit import Audit, CompiledMemory, audit
-from jshard.inspect.communication import Traffic, traffic_of
-from jshard.inspect.differences import differences, hlo_dtype
+from jshard.inspect.communication import Traffic, differences, hlo_dtype, traffic_of
 from jshard.inspect.hlo import Window
 from jshard.recipes.state import create
 from jshard.recipes.step import lower_step
