@@ -7,7 +7,7 @@ import difflib
 import re
 import types
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES
@@ -81,7 +81,7 @@ def _nvidia(
     splits_kib: tuple[int, ...],
     spec: str,
     sms_source: str = "",
-    **more: int,
+    **more: Any,
 ) -> GpuFacts:
     return GpuFacts(
         name=name,
