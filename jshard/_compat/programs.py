@@ -98,32 +98,6 @@ def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
     return wrap(function, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
 
 
-# As XLA runs Shardy before it partitions a program; the last two turn what differs into collectives.
-_PARTITION = (
-    "builtin.module(sdy-propagation-pipeline,"
-    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
-    "func.func(sdy-reshard-to-collectives),canonicalize,cse)"
-)
-
-
-def partitioned(lowered: Any) -> Any:
-    """The module of a lowered program with the collectives that its shardings ask for, as Shardy finds them.
-
-    None where it cannot be known without a compiler: another partitioner is in use, or these passes have other names.
-    """
-    from jax.extend.mlir import ir, passmanager
-
-    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
-        return None
-    module = lowered.compiler_ir("stablehlo")
-    with module.context:
-        try:
-            passmanager.PassManager.parse(_PARTITION).run(module.operation)
-        except (ValueError, ir.MLIRError):
-            return None
-    return module
-
-
 def mosaic_kernel(body: Any, *, name: str, scratch: list[Any], interpret: bool, **launch: Any) -> Any:
     """A Pallas kernel for NVIDIA GPUs; with `interpret` one that runs step by step on a CPU."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
