@@ -188,6 +188,5 @@ def _gpu_here() -> Any:
 
 
 def _tell(record: Record, facts: GpuFacts, folder: Path, left: Sequence[str]) -> None:
-    for path in report.write(record, facts, folder, left):
-        print(path)
+    print(report.write(record, facts, folder, left))
     print("\n" + report.markdown(record, facts, left))

@@ -13,7 +13,7 @@ from jax import lax
 from benchmarks.overlap.grid import Setting
 from jshard import _compat
 from jshard.errors import RunError
-from jshard.kernels.matmul import matmul
+from jshard.kernels.products import matmul
 from jshard.occupancy import CommFootprint
 
 AXIS = "device"
@@ -66,7 +66,7 @@ def collective(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 def copies(comm: CommFootprint) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A kernel with a collective's blocks, on another stream of the same priority."""
-    from jshard.occupancy.measure import load  # imports Pallas, which only few runs need
+    from jshard.occupancy.tune import load  # imports Pallas, which only few runs need
 
     beside = _compat.on_stream(functools.partial(load, comm=comm), 1)
     return lambda buffer, first: beside(buffer, first[:1])

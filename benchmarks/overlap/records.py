@@ -10,7 +10,7 @@ from typing import Any
 
 from jshard.errors import RunError, ShardingError
 
-_FORMAT = 1
+_FORMAT = 2
 _STEM = "overlap"
 
 
@@ -29,8 +29,7 @@ class Row:
         pad_bytes: shared memory that a block takes and does not use.
         reserved_sms: multiprocessors left alone.
         blocks_per_sm: of the kernel at once, by the model.
-        drain_even: see `grid.Setting.drains`.
-        drain_pooled: the same by the other rule.
+        drain: see `grid.Setting`.
         load: e.g. "copies half": as much as takes half as long as XLA's dot; or "full": 896 MB.
         load_bytes: that it moves.
         mode: "sequential", "baseline", "shaped"; and with a higher priority for the load, "baseline + priority",
@@ -52,8 +51,7 @@ class Row:
     pad_bytes: int
     reserved_sms: int
     blocks_per_sm: int
-    drain_even: str
-    drain_pooled: str
+    drain: str
     load: str
     load_bytes: int
     mode: str

@@ -7,7 +7,6 @@ import difflib
 import re
 import types
 from collections.abc import Mapping
-from typing import Literal
 
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES
@@ -26,7 +25,6 @@ KIB = 1024
 _XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
 _CUDA = "cuda_occupancy.h of CUDA 13.0, {}"
 _GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capability"
-_EVEN = "assumption: for blocks of one kernel it is what the vendor computes, for blocks of two nobody says"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,6 @@ class GpuFacts:
         smem_per_block_bytes: the most that one block can ask for.
         smem_reserved_bytes: what the driver takes of it for every block.
         smem_unit_bytes: what a block takes is rounded up to this.
-        splits_bytes: the sizes of shared memory between which the driver splits it from the L1 cache.
         threads_per_sm: threads that are resident at once.
         threads_per_block: the most in one block.
         blocks_per_sm: blocks that are resident at once.
@@ -51,8 +48,6 @@ class GpuFacts:
         registers_per_sm: 32-bit registers.
         registers_per_thread: the most of one thread.
         register_unit: the registers of a warp are rounded up to this.
-        placement: of the warps of a block, as assumed: "even", spread over the partitions; or "pooled", as if the
-            registers were one pool, which holds more blocks of two kernels than partitions can.
         sources: for everything above from `num_sms` on where it is from.
 
     Example:
@@ -68,7 +63,6 @@ class GpuFacts:
     smem_per_block_bytes: int
     smem_reserved_bytes: int
     smem_unit_bytes: int
-    splits_bytes: tuple[int, ...]
     threads_per_sm: int
     threads_per_block: int
     blocks_per_sm: int
@@ -77,7 +71,6 @@ class GpuFacts:
     registers_per_sm: int
     registers_per_thread: int
     register_unit: int
-    placement: Literal["even", "pooled"] = "even"
     sources: Mapping[str, str] = dataclasses.field(compare=False)
 
     @property
@@ -100,7 +93,6 @@ def _nvidia(
     smem_kib: int,
     threads: int = 2048,
     blocks: int = 32,
-    splits_kib: tuple[int, ...],
     spec: str,
     sms_source: str = "",
 ) -> GpuFacts:
@@ -113,7 +105,6 @@ def _nvidia(
         smem_per_block_bytes=smem_kib * KIB - KIB,
         smem_reserved_bytes=KIB,
         smem_unit_bytes=128,
-        splits_bytes=tuple(kib * KIB for kib in splits_kib),
         threads_per_sm=threads,
         threads_per_block=1024,
         blocks_per_sm=blocks,
@@ -133,7 +124,6 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
         "smem_per_block_bytes": f"{spec}, shared_memory_per_block_optin",
         "smem_reserved_bytes": f"{_GUIDE}: 1 KiB of shared memory is reserved by block since 8.0",
         "smem_unit_bytes": _CUDA.format("cudaOccSMemAllocationGranularity"),
-        "splits_bytes": _CUDA.format("cudaOccAlignUpShmemSizeVoltaPlus"),
         "threads_per_sm": f"{spec}, threads_per_core_limit",
         "threads_per_block": f"{spec}, threads_per_block_limit",
         "blocks_per_sm": _CUDA.format("cudaOccMaxBlocksPerMultiprocessor"),
@@ -142,7 +132,6 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
         "registers_per_sm": f"{spec}, registers_per_core_limit",
         "registers_per_thread": _GUIDE,
         "register_unit": _CUDA.format("cudaOccRegAllocationGranularity"),
-        "placement": _EVEN,
     }
 
 
@@ -151,14 +140,12 @@ def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
     facts = DEVICES[device or name]
     target = facts.target
     assert target is not None and target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
-    splits = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
     return _nvidia(
         name,
         title,
         f"sm_{target.major}0",
         num_sms=target.core_count,
         smem_kib=target.shared_memory_per_core // KIB,
-        splits_kib=tuple(kib for kib in splits if kib * KIB <= target.shared_memory_per_core),
         spec=facts.spec,
     )
 
@@ -172,7 +159,6 @@ _ALL = (
         smem_kib=100,
         threads=1536,
         blocks=16,
-        splits_kib=(0, 8, 16, 32, 64, 100),
         spec=_XLA.format("a6000") + " (RTX A6000: the same chip)",
         sms_source="NVIDIA A40 data sheet: 10,752 CUDA cores, 128 in a multiprocessor",
     ),

@@ -32,8 +32,7 @@ def row(both_ms, *, form=DOT, mode="baseline", comp_ms=2.0, **other):
         "pad_bytes": 0,
         "reserved_sms": 0,
         "blocks_per_sm": 0,
-        "drain_even": "unknown",
-        "drain_pooled": "unknown",
+        "drain": "unknown",
         "load": "copies half",
         "load_bytes": 300_000_000,
         "comm_ms": 1.0,
@@ -44,9 +43,9 @@ def row(both_ms, *, form=DOT, mode="baseline", comp_ms=2.0, **other):
     return Row(form=form, mode=mode, comp_ms=comp_ms, both_ms=both_ms, **(settings | other))
 
 
-def small(both_ms, mode, *, blocks=5, even="5", pooled="4", **other):
+def small(both_ms, mode, *, blocks=5, drain="5", **other):
     pad = {5: 0, 2: 35_840, 1: 74_752}[blocks]
-    drains = {"drain_even": even, "drain_pooled": pooled, "blocks_per_sm": blocks, "pad_bytes": pad}
+    drains = {"drain": drain, "blocks_per_sm": blocks, "pad_bytes": pad}
     return row(both_ms, form="tiled 64x64x64/2", mode=mode, **(drains | other))
 
 

@@ -65,7 +65,7 @@ def test_as_many_gathers_overlap_as_with_a_product_of_xla(backward: bool, monkey
     assert hidden(windows(js.kernels.matmul, backward=backward)) >= hidden(plain)
 
     # Without a word on how long it takes, the kernel counts as free, and there is nothing to hide behind.
-    monkeypatch.setattr("jshard.kernels.mosaic_run.stated", lambda latency_ns: contextlib.nullcontext())
+    monkeypatch.setattr("jshard.kernels.mosaic_product.stated", lambda latency_ns: contextlib.nullcontext())
     assert hidden(windows(js.kernels.matmul, backward=backward)) < hidden(plain)
 
 
@@ -112,5 +112,5 @@ def test_in_a_scan_without_further_options_the_statement_decides(monkeypatch: py
 
     plain, ours = hidden(scanned("plain", None)), hidden(scanned("pallas", None))
     assert ours == plain >= 3
-    monkeypatch.setattr("jshard.kernels.mosaic_run.stated", lambda latency_ns: contextlib.nullcontext())
+    monkeypatch.setattr("jshard.kernels.mosaic_product.stated", lambda latency_ns: contextlib.nullcontext())
     assert hidden(scanned("pallas", None)) < ours
