@@ -82,11 +82,6 @@ def compile_calls(
 ) -> tuple[tuple[CompiledKernel, ...], ...]:
     """Compiles kernels for a GPU that is not there.
 
-    Args:
-        calls: what to compile.
-        device: of `jshard.facts.devices.DEVICES`.
-        timeout_s: seconds after which the process is stopped.
-
     Returns:
         For each call its kernels, those of the gradients too, by the order in which they run; of kernels with one name
         each has the most that any of them takes.

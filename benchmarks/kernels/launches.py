@@ -41,9 +41,6 @@ class Launch:
 def launches(lowered: jax.stages.Lowered | str) -> tuple[Launch, ...]:
     """The Mosaic GPU kernels of a program, in its order; of a loop or a function those that are written in it, once.
 
-    Args:
-        lowered: a program as lowered for CUDA, or its text.
-
     Example:
         >>> h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
         >>> with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h200)):

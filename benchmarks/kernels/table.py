@@ -44,11 +44,7 @@ def calls() -> tuple[KernelCall, ...]:
 
 
 def assembled(compiled: tuple[tuple[CompiledKernel, ...], ...]) -> tuple[ShippedKernel, ...]:
-    """Lines of the table.
-
-    Args:
-        compiled: what `compile_calls(calls())` gave.
-    """
+    """Lines of the table."""
     each = [(call, kernel) for call, kernels in zip(calls(), compiled, strict=True) for kernel in kernels]
     return tuple(_shipped(call, kernel) for call, kernel in each if _is_listed(call, kernel))
 

@@ -46,13 +46,7 @@ class Beside:
 
 
 def measure(bench: Any, group: Group, *, rounds: int = ROUNDS) -> tuple[tuple[Row, ...], dict[str, str]]:
-    """Medians of a group, and why settings could not run.
-
-    Args:
-        bench: that runs it: a `CupyBench` or a `ProgramBench`.
-        group: XLA's dot must be its first setting, and must run.
-        rounds: how often each is timed.
-    """
+    """Medians of a group, and why settings could not run."""
     errors: dict[Setting, float] = {}
     failed: dict[str, str] = {}
     for setting in group.settings:
@@ -120,13 +114,8 @@ def _row(
     times = [one.both_ms for one in found]
     middle = sorted(found, key=lambda one: one.both_ms)[len(found) // 2]  # its blocks are reported
     return Row(
+        **vars(setting),
         group=group.name,
-        size=group.size.name,
-        form=setting.form,
-        pad_bytes=setting.pad_bytes,
-        reserved_sms=setting.reserved_sms,
-        blocks_per_sm=setting.blocks_per_sm,
-        drain=setting.drain,
         load=str(load),
         load_bytes=load.num_bytes,
         mode=mode,

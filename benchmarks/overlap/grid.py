@@ -97,11 +97,6 @@ class Group:
 def groups(gpu: GpuFacts, comm: CommFootprint, sizes: tuple[Size, ...] = SIZES) -> tuple[Group, ...]:
     """The grid.
 
-    Args:
-        gpu: it is measured on; where jshard's kernels do not run, XLA's own alone is there.
-        comm: what runs beside the products.
-        sizes: of the products.
-
     Raises:
         OccupancyError: the collective would take every multiprocessor.
     """

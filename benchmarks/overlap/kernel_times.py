@@ -92,12 +92,7 @@ def program(case: Case, direction: str, *, ours: bool) -> Callable[[dict[str, ja
 
 
 def measure(case: Case, *, rounds: int) -> tuple[KernelTime, ...]:
-    """Times of a case, in turn with those of XLA.
-
-    Args:
-        case: what is run.
-        rounds: how often.
-    """
+    """Times of a case, in turn with those of XLA."""
     arrays = _arrays(case)
     found = []
     for direction in DIRECTIONS:

@@ -36,12 +36,7 @@ def over(mesh: jax.sharding.Mesh, run: Callable[..., Any], *specs: jax.P, donate
 
 
 def two_products(setting: Setting, move: Callable[..., jax.Array] | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """A product, and then another one beside what moves: that begins when the first has ended, as the second does.
-
-    Args:
-        setting: of both products.
-        move: of a buffer and of what it waits for; None: nothing moves.
-    """
+    """A product, and then another one beside what moves: that begins when the first has ended, as the second does."""
     multiply = product_of(setting)
 
     def run(x: jax.Array, first_w: jax.Array, second_w: jax.Array, *buffers: jax.Array) -> tuple[jax.Array, ...]:
@@ -54,11 +49,7 @@ def two_products(setting: Setting, move: Callable[..., jax.Array] | None) -> Cal
 
 
 def collective(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """NCCL's, over all devices.
-
-    Args:
-        kind: "all-reduce" or "all-gather".
-    """
+    """NCCL's, over all devices."""
     if kind == "all-reduce":
         return lambda buffer, _: lax.psum(buffer, AXIS)
     return lambda buffer, _: lax.all_gather(buffer, AXIS, tiled=True)

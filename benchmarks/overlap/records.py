@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.overlap.grid import Setting
 from jshard.errors import RunError, ShardingError
+from jshard.kernels.knobs import Occupancy
 
 _FORMAT = 2
 _STEM = "overlap"
@@ -19,18 +21,12 @@ class BenchmarkError(ShardingError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Setting):
     """One setting beside one load, at one priority.
 
     Attributes:
         group: what it was measured with, side by side.
-        size: of the product.
-        form: the kernel.
-        pad_bytes: shared memory that a block takes and does not use.
-        reserved_sms: multiprocessors left alone.
-        blocks_per_sm: of the kernel at once, by the model.
-        drain: see `grid.Setting`.
-        load: e.g. "copies half": as much as takes half as long as XLA's dot; or "full": 896 MB.
+    load: e.g. "copies half": as much as takes half as long as XLA's dot; or "full": 896 MB.
         load_bytes: that it moves.
         mode: "sequential", "baseline", "shaped"; and with a higher priority for the load, "baseline + priority",
             "shaped + priority".
@@ -46,12 +42,6 @@ class Row:
     """
 
     group: str
-    size: str
-    form: str
-    pad_bytes: int
-    reserved_sms: int
-    blocks_per_sm: int
-    drain: str
     load: str
     load_bytes: int
     mode: str
@@ -76,17 +66,9 @@ class Row:
         return max(self.comp_ms, self.comm_ms) / (self.comp_ms + self.comm_ms)
 
     @property
-    def is_shaped(self) -> bool:
-        """Whether the kernel leaves more room than by itself."""
-        return bool(self.pad_bytes or self.reserved_sms)
-
-    @property
-    def described(self) -> str:
-        """The setting in words."""
-        room = f"pad {self.pad_bytes:,}" if self.pad_bytes else ""
-        return ", ".join(
-            [self.form, *filter(None, [room, f"{self.reserved_sms} SMs reserved" * bool(self.reserved_sms)])]
-        )
+    def size(self) -> str:
+        """Of the product."""
+        return self.group.partition("/")[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +177,7 @@ def load(path: Path) -> Record:
             found["placement"]["began"] = {int(n): began for n, began in found["placement"]["began"].items()}
             found["placement"] = Placement(**found["placement"])
         found["kernels"] = {name: tuple(KernelTime(**one) for one in each) for name, each in found["kernels"].items()}
-        found["rows"] = {name: tuple(Row(**one) for one in each) for name, each in found["rows"].items()}
+        found["rows"] = {name: tuple(map(_row, each)) for name, each in found["rows"].items()}
         return Record(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
@@ -204,6 +186,10 @@ def load(path: Path) -> Record:
             why=f"{type(error).__name__}: {error}",
             do="--out with another folder, or take the file away.",
         ) from error
+
+
+def _row(found: dict[str, Any]) -> Row:
+    return Row(**found | {"knobs": found["knobs"] and Occupancy(**found["knobs"])})
 
 
 def newest(folder: Path) -> Record | None:
@@ -218,11 +204,6 @@ def newest(folder: Path) -> Record | None:
 
 def continued(folder: Path, date: str, conditions: Mapping[str, Any]) -> Record:
     """What a run goes on with: the newest figures if they were measured under the same conditions, else none.
-
-    Args:
-        folder: of the figures.
-        date: of now.
-        conditions: of now.
 
     Raises:
         BenchmarkError: today's figures are there, and under other conditions: they would be written over.

@@ -18,14 +18,7 @@ _COLUMNS = (
 
 
 def write(record: Record, gpu: GpuFacts, folder: Path, left: Sequence[str] = ()) -> Path:
-    """Writes the report beside the figures.
-
-    Args:
-        record: what was measured.
-        gpu: it was measured on.
-        folder: for it.
-        left: names of the tasks that are not done.
-    """
+    """Writes the report beside the figures."""
     path = path_of(record, folder).with_suffix(".md")
     path.write_text(markdown(record, gpu, left))
     return path

@@ -71,12 +71,6 @@ class Session:
 
         A task that hangs is known as begun: the next call goes on with those after it. So it ends, too, when a task
         leaves the GPU unable to run anything else, and those after it are for another process.
-
-        Args:
-            tasks: in order.
-            record: of before.
-            seconds: in all.
-            clock: that says how many have passed.
         """
         begin, longest = clock(), _FIRST_GUESS_S
         for number, task in enumerate(tasks):

@@ -53,12 +53,7 @@ SLOW_TO_COMPILE = ("jshard chain", "raw Flax", "JAX")  # unrolled: minutes for m
 
 
 def chosen(names: str | None, *, deep: bool) -> list[Candidate]:
-    """The candidates of a comma-separated list; all by default, but for a deep model the unrolled JAX ones.
-
-    Args:
-        names: e.g. "jshard scan,FSDP2"; ratios need what they are held against, too.
-        deep: whether unrolled programs would take too long to compile.
-    """
+    """The candidates of a comma-separated list; all by default, but for a deep model the unrolled JAX ones."""
     if names is None:
         return [candidate for candidate in ALL if not (deep and candidate.name in SLOW_TO_COMPILE)]
     asked = [name.strip() for name in names.split(",")]

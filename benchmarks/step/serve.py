@@ -74,11 +74,7 @@ class Trainer(Protocol):
 
 
 def main(build: Callable[[Task], Trainer]) -> None:
-    """Runs a worker until its input ends.
-
-    Args:
-        build: makes the trainer; it may import what it needs then.
-    """
+    """Runs a worker until its input ends."""
     task = Task.of(sys.argv[1])
     say = _speaker()
     if task.device == "cpu" and hasattr(os, "SCHED_BATCH"):

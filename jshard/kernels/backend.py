@@ -151,11 +151,9 @@ class KernelRun:
         """Whether the kernel runs step by step on a CPU."""
         return self.form == "interpret"
 
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Inside, operations carry the name of the kernel and its form: the audit reads them from the program."""
-        with jax.named_scope(scope(self.name, self.form)):
-            yield
+    def named(self) -> Any:
+        """A context whose operations carry the kernel's name and form: the audit reads them from the program."""
+        return jax.named_scope(scope(self.name, self.form))
 
 
 def decide(

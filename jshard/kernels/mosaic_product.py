@@ -55,10 +55,6 @@ class Product:
         m, k = a.shape[::-1] if self.a_transposed else a.shape
         return m, b.shape[0] if self.b_transposed else b.shape[1], k
 
-    def plain(self) -> Product:
-        """The same for operands that are stored untransposed."""
-        return dataclasses.replace(self, a_transposed=False, b_transposed=False)
-
 
 def padded(x: jax.Array, multiples: Sequence[int]) -> jax.Array:
     """An array with zeros at the end of its dims, up to multiples."""
@@ -232,8 +228,26 @@ def persistent(
     tiles = m // knobs.tile_m, n // knobs.tile_n
     operands = Operands(product, knobs, a.dtype)
 
+    def pipeline(step: Callable[..., Any], compute: Callable[..., Any]) -> Any:
+        return plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(k // knobs.tile_k,),
+            memory_registers=_LOADER_REGISTERS,
+            in_specs=operands.specs(),
+            wg_axis="warpgroup",
+            num_compute_wgs=WARPGROUPS - 1,
+            max_concurrent_steps=knobs.stages,
+            compute_context=compute,
+        )
+
+    def step(_: Any, a: Any, *rest: Any) -> Any:
+        bs, totals = rest[: product.num_b], rest[product.num_b]
+        rows = _half(knobs)
+        operands.multiply(a.at[:, rows] if product.a_transposed else a.at[rows], bs, totals)
+        return totals
+
     def body(*given: Any) -> None:
-        refs, pipeline = Refs.of(product, given, len(vectors)), _pipeline(operands, k)
+        refs = Refs.of(product, given, len(vectors))
         nothing = lambda *_, **__: None
 
         def walk(allocations: Any) -> None:
@@ -241,7 +255,7 @@ def persistent(
             def _(loop: Any) -> None:
                 tile = Tile.at(loop.index[0], tiles, knobs)
                 compute = lambda run: _compute(operands, refs, tile, run, interpret=interpret)
-                pipeline(_step(operands), compute)(*operands.windows(refs, tile), allocations=allocations)
+                pipeline(step, compute)(*operands.windows(refs, tile), allocations=allocations)
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -252,31 +266,6 @@ def persistent(
     how = {"grid": (min(blocks, tiles[0] * tiles[1]),), "grid_names": ("block",), "interpret": interpret}
     threads = {"num_threads": WARPGROUPS, "thread_name": "warpgroup"}
     return launched(product, body, a, bs, vectors, knobs, form="persistent", **how, **threads)
-
-
-def _pipeline(operands: Operands, k: int) -> Callable[..., Any]:
-    return lambda step, compute: plgpu.emit_pipeline_warp_specialized(
-        step,
-        grid=(k // operands.knobs.tile_k,),
-        memory_registers=_LOADER_REGISTERS,
-        in_specs=operands.specs(),
-        wg_axis="warpgroup",
-        num_compute_wgs=WARPGROUPS - 1,
-        max_concurrent_steps=operands.knobs.stages,
-        compute_context=compute,
-    )
-
-
-def _step(operands: Operands) -> Callable[..., Any]:
-    num_b = operands.product.num_b
-
-    def step(_: Any, a: Any, *rest: Any) -> Any:
-        bs, totals = rest[:num_b], rest[num_b]
-        rows = _half(operands.knobs)
-        operands.multiply(a.at[:, rows] if operands.product.a_transposed else a.at[rows], bs, totals)
-        return totals
-
-    return step
 
 
 def _half(knobs: Occupancy) -> Any:
@@ -378,7 +367,7 @@ def run(
     if interpret and not _compat.interpreter_transposes():
         a = a.T if product.a_transposed else a
         bs = [b.T if product.b_transposed else b for b in bs]
-        product = product.plain()
+        product = dataclasses.replace(product, a_transposed=False, b_transposed=False)
     a_tiles, b_tiles = (knobs.tile_m, knobs.tile_k), (knobs.tile_k, knobs.tile_n)
     a = padded(a, a_tiles[::-1] if product.a_transposed else a_tiles)
     bs = [padded(b, b_tiles[::-1] if product.b_transposed else b_tiles) for b in bs]

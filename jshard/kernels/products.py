@@ -190,16 +190,14 @@ def _bend(activation: Activation, first: jax.Array, *second: jax.Array) -> jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mlp(call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    arrays = {"x": x_MD, **weights}
-    (h_MF,) = _hidden(call, activation, arrays, keep=False)
-    return product(call, h_MF, arrays["w_down"], arrays.get("b_down"))
+    return _mlp_forward(call, activation, x_MD, weights, keep=False)[0]
 
 
 def _mlp_forward(
-    call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]
+    call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array], *, keep: bool = True
 ) -> tuple[jax.Array, tuple]:
     arrays = {"x": x_MD, **weights}
-    h_MF, *before = _hidden(call, activation, arrays, keep=True)
+    h_MF, *before = _hidden(call, activation, arrays, keep=keep)
     return product(call, h_MF, arrays["w_down"], arrays.get("b_down")), (arrays, before)
 
 

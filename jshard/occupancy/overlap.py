@@ -177,7 +177,13 @@ def overlap(
     reasons, environment = [one.reason for one in kernels.values()], {}
     asked = _asked_of_xla(target, beside, kernels) if target.platform == "gpu" else {}
     if beside is COPY_ENGINE and asked:
-        _check_copies(nccl)
+        if nccl is not None and parsed_version(nccl) < (2, 28):
+            raise OccupancyError(
+                "This NCCL moves nothing by the copy engines.",
+                where=f'comm="{COPY_ENGINE.name}", nccl="{nccl}"',
+                why="NCCL_CTA_POLICY=ZERO is known since 2.28.",
+                do='comm="ring", or NCCL 2.28 or newer.',
+            )
         environment = {"NCCL_CTA_POLICY": "ZERO"}
         why = "NCCL 2.28 and newer: gathers and all-to-alls move by the copy engines. It may cost bandwidth."
         reasons.append(Reason("NCCL_CTA_POLICY", "ZERO", "fact", why))
@@ -389,13 +395,3 @@ def _asked_of_xla(
             ctas = min(ctas, *(one.knobs.reserved_sms * each for one in leaving))
         asked[_CHANNELS] = ctas, "no more blocks than there is room for; XLA hands it to NCCL."
     return asked
-
-
-def _check_copies(nccl: str | None) -> None:
-    if nccl is not None and parsed_version(nccl) < (2, 28):
-        raise OccupancyError(
-            "This NCCL moves nothing by the copy engines.",
-            where=f'comm="{COPY_ENGINE.name}", nccl="{nccl}"',
-            why="NCCL_CTA_POLICY=ZERO is known since 2.28.",
-            do='comm="ring", or NCCL 2.28 or newer.',
-        )

@@ -69,8 +69,6 @@ class TuneReport(Printed):
 
     def __rich__(self) -> Group:
         head = f"{self.device}, beside {self.comm}" + (f", {self.comm.ctas} blocks" if self.comm.ctas else "")
-        if not self.rows:
-            return Group(Text(head), Text("the model has no products of two matrices."))
         tables = [part for row in self.rows if row.measured for part in (Text(), _table(row, row.measured))]
         left = [Text(f"left to XLA: {row}: the kernels take 16 bits") for row in self.rows if not row.measured]
         return Group(Text(head), *tables, *left, Text(), Text(_LEGEND))

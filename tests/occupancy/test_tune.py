@@ -15,7 +15,6 @@ import jshard as js
 from benchmarks.kernels.launches import launches
 from jshard import _processes, cli
 from jshard.cli import tune as tune_command
-from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import COPY_ENGINE, footprint, gpu, measured
 from jshard.occupancy.device import device_named
@@ -99,7 +98,6 @@ def test_what_is_stored_is_read_back_and_the_rest_stays(tmp_path):
 
 BAD = {
     "empty": "",
-    "half": '{"format": "jshard tuning 2", "entries": [{"key"',
     "a list": "[]",
     "another's": '{"format": "marlin", "entries": []}',
     "no times": json.dumps({"format": measured.FORMAT, "entries": [{"key": dataclasses.asdict(KEY)}]}),
@@ -222,11 +220,7 @@ def test_nothing_is_tuned_inside_a_trace(model, tmp_path):
         jax.jit(lambda x: tuned(model, tmp_path / "tuning.json", bench=never))(1.0)
 
 
-def broken(*_):
-    raise RuntimeError("the GPU fell off the bus\nand more")
-
-
-def test_in_several_processes_the_first_one_measures_for_all_or_all_fail(model, tmp_path, monkeypatch):
+def test_in_several_processes_the_first_one_measures_for_all(model, tmp_path, monkeypatch):
     reported = []
 
     def exchange(topic, value, timeout_s):
@@ -239,17 +233,12 @@ def test_in_several_processes_the_first_one_measures_for_all_or_all_fail(model, 
     second = tuned(model, tmp_path / "second.json", bench=never)
     assert [row.measured for row in second.rows] == [row.measured for row in first.rows]
     assert not (tmp_path / "second.json").exists() and len(reported) == 2
-    reported.clear()
-    for is_first, failure in ((True, RuntimeError), (False, RunError)):
-        monkeypatch.setattr(measured, "is_primary", lambda is_first=is_first: is_first)
-        with pytest.raises(failure, match="the GPU fell off the bus"):
-            tuned(model, tmp_path / "a.json", bench=broken)
 
 
 # The load.
 
 
-@pytest.mark.parametrize("kind", ["ring", wide("tree"), wide("symmetric")])
+@pytest.mark.parametrize("kind", ["ring", wide("symmetric")])
 def test_the_load_is_like_the_collective(kind):
     comm = footprint(kind, gpu=H200, ctas=12)
     shape = load_shape(comm, 1 << 24)
