@@ -179,5 +179,6 @@ def _gpu_here() -> Any:
 
 
 def _tell(record: Record, facts: GpuFacts, folder: Path, left: Sequence[str]) -> None:
-    print(report.write(record, facts, folder, left))
+    for path in report.write(record, facts, folder, left):
+        print(path)
     print("\n" + report.markdown(record, facts, left))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.overlap import plots
 from benchmarks.overlap.conclusion import baseline_of, dot_of, expected, long_block, sentences
+from benchmarks.overlap.predictions import KILL_RULE, bounds, longer_alone, outcomes
 from benchmarks.overlap.records import Record, Row, path_of
 from benchmarks.tables import markdown_table
 from jshard.occupancy import GpuFacts
@@ -17,14 +21,18 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def write(record: Record, gpu: GpuFacts, folder: Path, left: Sequence[str] = ()) -> Path:
-    """Writes the report beside the figures."""
-    path = path_of(record, folder).with_suffix(".md")
-    path.write_text(markdown(record, gpu, left))
-    return path
+def write(record: Record, gpu: GpuFacts, folder: Path, left: Sequence[str] = ()) -> list[Path]:
+    """Writes table, report and pictures beside the figures; `left` has the names of the tasks that are not done."""
+    path = path_of(record, folder)
+    drawn = plots.write(record, folder, path.stem) if importlib.util.find_spec("matplotlib") else []
+    table, text = path.with_suffix(".csv"), path.with_suffix(".md")
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([_COLUMNS, *(_cells(row, record.all_rows) for row in record.all_rows)])
+    text.write_text(markdown(record, gpu, left, [each.name for each in drawn]))
+    return [table, text, *drawn]
 
 
-def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = ()) -> str:
+def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = (), pictures: Sequence[str] = ()) -> str:
     """The report."""
     lines = [f"# {TITLE}", "", *_conditions(record), ""]
     if record.conditions.get("quick"):
@@ -33,6 +41,7 @@ def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = ()) -> str:
         lines += [f"**Not complete. Not measured yet: {', '.join(left)}.**", ""]
     lines += ["## Conclusion", "", "Made from the figures by the rules of `benchmarks/overlap/conclusion.py`.", ""]
     lines += [*(f"- {sentence}" for sentence in sentences(record, gpu)), ""]
+    lines += ["## Predictions", "", *_predictions(record, gpu), "", KILL_RULE, ""]
     lines += ["## Placement", "", *_placement(record, gpu), ""]
     lines += [
         "## Grid",
@@ -44,6 +53,8 @@ def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = ()) -> str:
     lines += ["", "## Kernels alone", "", *_kernels(record), ""]
     if record.failed:
         lines += ["## What could not run", "", *(f"- {name}: {why}" for name, why in record.failed.items()), ""]
+    if pictures:
+        lines += ["## Pictures", "", *(f"![{name}]({name})" for name in pictures), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -56,6 +67,25 @@ def _conditions(record: Record) -> list[str]:
         *(f"- {name}: {value}" for name, value in described.items()),
         f"- {versions}",
     ]
+
+
+def _predictions(record: Record, gpu: GpuFacts) -> list[str]:
+    found = outcomes(record.all_rows)
+    if not found:
+        return ["Nothing that they are about was measured."]
+    cells = []
+    for claim, row in found:
+        wanted = bounds(row)
+        wanted_text = "open" if wanted is None else f">= {wanted[0]}" if wanted[0] else f"<= {wanted[1]}"
+        holds = "-" if wanted is None else "yes" if wanted[0] <= row.ratio <= wanted[1] else "no"
+        of = claim.name, row.size, row.described, row.mode
+        cells.append((*of, f"drain {row.drain}: {wanted_text}", f"{row.ratio:.3f}", holds))
+    claims = [longer_alone(row, record.all_rows, gpu.num_sms) for claim, row in found if claim.name == "P2"]
+    held = [line[-1] for line in cells]
+    text = "Of a load of half the time of XLA's dot, by the occupancy model."
+    lines = [text, "", *_table(("", "size", "setting", "mode", "expected", "ratio", "holds"), cells), ""]
+    lines += [*(f"- {claim}" for claim in dict.fromkeys(claims) if claim), ""]
+    return [*lines, f"Of those that claim something {held.count('yes')} of {len(held) - held.count('-')} hold."]
 
 
 def _placement(record: Record, gpu: GpuFacts) -> list[str]:

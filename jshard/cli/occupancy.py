@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -29,7 +30,7 @@ from jshard.occupancy import (
     footprint,
     gpu,
 )
-from jshard.occupancy.report import to_json
+from jshard.occupancy.report import to_json, write_png
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,8 @@ class OccupancyArgs:
     """Blocks of the collective; the default is an assumption."""
     json: bool = False
     """Print JSON with all plans and sources, and nothing else."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Draw blocks and drain against padding into a PNG, too. Needs --gpu."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -66,6 +69,9 @@ def run(argv: Sequence[str]) -> int:
         reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else GPUS.values())]
     for line in dict.fromkeys(str(warning.message) for warning in caught):
         remark(line)
+    if args.plot is not None:
+        write_png(reports[0], args.plot)
+        remark(f"written: {args.plot}")
     if args.json:
         print(to_json(reports))
     else:
@@ -113,6 +119,9 @@ def _check(args: OccupancyArgs) -> None:
     problems = []
     if args.block and args.kernel:
         problems.append(("--kernel --block", "a kernel is named or given by its numbers, not both.", "leave one away."))
+    if args.plot is not None and not (args.gpu and args.plot.absolute().parent.is_dir()):
+        why = "one GPU is drawn, into a folder that is there."
+        problems.append((f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}; --gpu h200"))
     unknown = [kind for kind in args.footprint if kind not in FOOTPRINTS]
     if unknown:
         why = f"it is none of {', '.join(FOOTPRINTS)}."

@@ -17,18 +17,24 @@ from jshard.errors import ShardingError
 from jshard.occupancy import OccupancyWarning, footprint
 from jshard.occupancy.device import device_named
 from jshard.occupancy.measured import default_path
-from jshard.occupancy.tune import tune
+from jshard.occupancy.tune import NOT_MEASURED, rank, tune
+
+_ASSUMED = "h200"  # where there is no GPU and none is named
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneArgs(RecipeArgs):
     """Measures the matrix products of a model beside a load like its collectives, and keeps which setting is best.
 
-    Each product of the model's units is timed as XLA computes it and with every distinct setting of js.kernels.matmul,
-    alone and beside the load, on the first GPU that is here; js.overlap reads what came of it. The devices of --mesh
-    need not be here. Exit codes: 0 done, 1 the work failed, 2 the request was wrong.
+    On a GPU each product of the model's units is timed as XLA computes it and with every distinct setting of
+    js.kernels.matmul, alone and beside the load; js.overlap reads what came of it. Without a GPU, or for one that is
+    named, settings are ranked by the model of occupancy, and nothing is measured. The devices of --mesh need not be
+    here. Exit codes: 0 done, 1 the work failed, 2 the request was wrong.
     """
 
+    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
+    """Rank for this GPU and measure nothing: h100, h200, or with its cluster, h200:64x8. By default the GPU that is
+    here is measured; without one it is h200."""
     footprint: Annotated[str, tyro.conf.arg(metavar="KIND")] = "ring"
     """What runs beside the kernels: ring, tree, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
@@ -47,13 +53,16 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard tune`."""
     args = parse(TuneArgs, argv, command="jshard tune")
     request = request_of(args.without_devices())
-    device = device_named(None)
+    device = device_named(args.gpu or None)
+    is_here = not args.gpu and device.platform == "gpu"
+    if not args.gpu and not is_here:
+        device = device_named(_ASSUMED)
     if device.why_unshaped or device.gpu is None:
         raise ShardingError(
-            "There is nothing here to tune.",
-            where=device.title,
-            why=f"kernels are timed where they run, on an H100 or H200; {device.why_unshaped}",
-            do="jshard occupancy --gpu h200  # the model, which needs no GPU; js.overlap(model, device=...) goes by it",
+            "There is nothing to tune for this GPU.",
+            where=f"--gpu {args.gpu}" if args.gpu else device.title,
+            why=device.why_unshaped,
+            do=f"--gpu {_ASSUMED}  # or run it on an H100 or H200",
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OccupancyWarning)
@@ -61,9 +70,13 @@ def run(argv: Sequence[str]) -> int:
     for warning in caught:
         remark(str(warning.message))
     mesh, path = open_mesh(request.sizes, devices=num_devices(request.sizes)), args.cache or default_path()
-    how = {"device": device, "comm": comm, "path": path, "again": args.again, "say": remark}
     with abstract(request, mesh, own_data(request)) as (model, batch):
-        report = tune(model, request.model_file.loss_fn, batch, **how)
-    remark(f"kept in {path}")
+        asked = (model, request.model_file.loss_fn, batch)
+        if is_here:
+            report = tune(*asked, device=device, comm=comm, path=path, again=args.again, say=remark)
+            remark(f"kept in {path}")
+        else:
+            why = NOT_MEASURED if not args.gpu else f"--gpu {args.gpu}: {NOT_MEASURED.partition(': ')[2]}"
+            report = rank(*asked, device=device, comm=comm, why=why)
     answer(report, json=args.json)
     return 0

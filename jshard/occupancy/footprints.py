@@ -65,6 +65,7 @@ COPY_ENGINE = CommFootprint(
 _RELEASES: Mapping[tuple[int, ...], tuple[int, int, int]] = types.MappingProxyType(
     {(2, 28, 9): (7_104, 22_592, 128), (2, 30, 7): (14_144, 37_824, 128), (2, 32, 3): (14_144, 37_824, 128)}
 )
+RING_THREADS = 512 + 32  # NCCL_NTHREADS by default, and a warp that synchronises
 _DYNAMIC_BYTES = 20 * 4112  # ncclShmemDynamicSize: so much for each of 640 / 32 warps
 _REGISTERS = 96  # of every ncclDevKernel_*
 _SOURCE = (
@@ -73,7 +74,7 @@ _SOURCE = (
 )
 _THREADS: Mapping[str, tuple[int, str]] = types.MappingProxyType(
     {
-        "ring": (512 + 32, "src/enqueue.cc of 2.30.7, the simple protocol: 512 and a warp that synchronises"),
+        "ring": (RING_THREADS, "src/enqueue.cc of 2.30.7, the simple protocol: 512 and a warp that synchronises"),
         "tree": (640, "src/enqueue.cc of 2.30.7; the same for PAT, NVLS and point to point"),
         "symmetric": (512, "ncclSymkMaxThreads; kernels that load by TMA take all of the shared memory besides"),
     }
@@ -83,7 +84,12 @@ FOOTPRINTS = (*_THREADS, COPY_ENGINE.name)
 
 
 def footprint(
-    kind: str = "ring", *, gpu: GpuFacts, version: str | None = None, ctas: int | None = None
+    kind: str = "ring",
+    *,
+    gpu: GpuFacts,
+    version: str | None = None,
+    ctas: int | None = None,
+    nccl_nthreads: int | None = None,
 ) -> CommFootprint:
     """What a collective takes on a GPU.
 
@@ -93,9 +99,10 @@ def footprint(
         version: of the NCCL that is loaded, e.g. "2.30.7"; the newest known by default. Of one that is not known the
             numbers are those of the nearest older one, with a warning.
         ctas: blocks that it runs in, as `xla_gpu_nccl_collective_max_nchannels` bounds them; by default an assumption.
+        nccl_nthreads: what NCCL_NTHREADS is, from 64 to 512 in whole warps, which only rings heed; 512 by default.
 
     Raises:
-        OccupancyError: the kind or version is not known, or NCCL has not so many blocks.
+        OccupancyError: the kind or version is not known, or NCCL has not so many blocks or threads.
     """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
@@ -104,14 +111,22 @@ def footprint(
             why=f"there are {', '.join(FOOTPRINTS)}.",
             do="ring, what FSDP's collectives run as by default.",
         )
+    wrong = []
     if ctas is not None and not 1 <= ctas <= 64:
-        why, do = "NCCL has from 1 to 64 channels.", f"ctas={ASSUMED_CTAS}"
-        raise OccupancyError("The collective cannot be.", where=f"ctas={ctas}", why=why, do=do)
+        wrong.append((f"ctas={ctas}", "NCCL has from 1 to 64 channels."))
+    if nccl_nthreads is not None and (kind != "ring" or nccl_nthreads not in range(64, 513, 32)):
+        wrong.append((f"nccl_nthreads={nccl_nthreads}", "it is a multiple of 32 from 64 to 512, for rings alone."))
+    if wrong:
+        where, why = zip(*wrong, strict=True)
+        do = f'footprint("ring", gpu=gpu, ctas={ASSUMED_CTAS}, nccl_nthreads=256)'
+        raise OccupancyError("The collective cannot be.", where=where, why="\n".join(why), do=do)
     if kind == COPY_ENGINE.name:
         return COPY_ENGINE
     found = _release(version)
     sm_80_bytes, later_bytes, symmetric_registers = _RELEASES[found]
     number, (threads, threads_source) = ".".join(map(str, found)), _THREADS[kind]
+    if nccl_nthreads is not None:
+        threads, threads_source = nccl_nthreads + 32, f"{threads_source}; NCCL_NTHREADS={nccl_nthreads}"
     is_symmetric = kind == "symmetric"
     return CommFootprint(
         name=kind,

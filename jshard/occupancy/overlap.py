@@ -25,7 +25,7 @@ from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import COPY_ENGINE, FOOTPRINTS, CommFootprint, OccupancyError, footprint, reserved_for, resident
 from jshard.occupancy.device import Device, device_named
-from jshard.occupancy.footprints import parsed_version
+from jshard.occupancy.footprints import RING_THREADS, parsed_version
 from jshard.occupancy.measured import (
     CacheError,
     Measured,
@@ -188,6 +188,10 @@ def overlap(
         why = "NCCL 2.28 and newer: gathers and all-to-alls move by the copy engines. It may cost bandwidth."
         reasons.append(Reason("NCCL_CTA_POLICY", "ZERO", "fact", why))
         notes.append(_COPIES)
+    if beside is not None and beside.name == "ring" and beside.threads != RING_THREADS and asked:
+        environment = {"NCCL_NTHREADS": f"{beside.threads - 32}"}
+        why = "the footprint has fewer threads than NCCL's own, of which one warp synchronises."
+        reasons.append(Reason("NCCL_NTHREADS", environment["NCCL_NTHREADS"], "fact", why))
     platform = target.platform if target.facts is None else target.facts.name
     # An option that the installed compiler does not know is left out, with a warning.
     options = compiler_options(platform=platform, **{name: value for name, (value, _) in asked.items()})
@@ -336,15 +340,20 @@ def traffic_of_unit(plan: ShardPlan, unit: UnitPlan) -> list[Traffic]:
     return [one for one in traffic_of(alone) if one.group_size > 1]
 
 
+def transfers(plan: ShardPlan, unit: UnitPlan, assumptions: Assumptions) -> list[tuple[Traffic, float]]:
+    """The collectives of a unit, each with the seconds that it takes in a step."""
+    layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
+    each_s = lambda one: assumptions.transfer_s(one.kind, one.full_bytes / layers, range(one.group_size))
+    return [(one, layers * each_s(one)) for one in traffic_of_unit(plan, unit)]
+
+
 def step_times(plan: ShardPlan, assumptions: Assumptions, products: Sequence[MatrixProduct]) -> StepTimes:
     """What the products of a model and the collectives of its plan take."""
     found = StepTimes([0.0, 0.0], [0.0, 0.0], [0.0, 0.0])
     for unit in plan.units:
-        layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
         sent_s = found.exposed_s if unit.name == plan.units[0].name else found.hidden_s
-        for one in traffic_of_unit(plan, unit):
-            each_s = assumptions.transfer_s(one.kind, one.full_bytes / layers, range(one.group_size))
-            sent_s[one.purpose != _FORWARD] += layers * each_s
+        for one, seconds in transfers(plan, unit, assumptions):
+            sent_s[one.purpose != _FORWARD] += seconds
         flops = sum(product.flops for product in products if product.unit == unit.name)
         forward_s = flops / (assumptions.flops_per_s * assumptions.matmul_efficiency)
         found.compute_s[0] += forward_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from jshard.facts.gpus import GpuFacts
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
-from jshard.occupancy.blocks import Plan, limits, plans, refusals, resident
+from jshard.occupancy.blocks import PAD_UNIT_BYTES, Plan, drain, limits, plans, refusals, resident
 from jshard.occupancy.footprints import SHIPPED_SOURCE, CommFootprint, ShippedKernel
 
 _LEGEND = (
@@ -90,6 +91,27 @@ class OccupancyReport(Printed):
             return f"{comm}: no SM"
         block = f"{comm.threads} x {comm.registers}, {comm.smem_bytes:,} B"
         return f"{comm}: {comm.ctas} blocks of {block}, {resident(self.gpu, comm.block)} on an empty SM"
+
+
+def write_png(report: OccupancyReport, path: Path) -> None:
+    """Draws blocks on a multiprocessor and drain against padding: a plot for each kernel that the GPU can run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    gpu, kernels = report.gpu, [one for one in report.kernels if not refusals(report.gpu, one.block)]
+    figure = Figure(figsize=(9, 1 + 2.4 * len(kernels)), layout="constrained")
+    for kernel, axes in zip(kernels, figure.subplots(len(kernels) or 1, squeeze=False)[:, 0], strict=False):
+        pads = range(0, gpu.smem_per_block_bytes - kernel.smem_bytes + 1, PAD_UNIT_BYTES)
+        blocks, kib = [kernel.block.padded(pad) for pad in pads], [pad / 1024 for pad in pads]
+        axes.step(kib, [resident(gpu, block) for block in blocks], where="post", label="blocks per SM")
+        for comm in report.footprints:
+            if comm.block is not None and not kernel.persistent:
+                drains = [drain(gpu, block, comm.block) for block in blocks]
+                axes.step(kib, drains, where="post", linestyle="--", label=f"drain, {comm}")
+        axes.set_title(f"{gpu.title}: {kernel.label}", loc="left", fontsize=9)
+        axes.set_xlabel("padding, KiB of shared memory for each block")
+        axes.legend(loc="upper right", fontsize=7)
+    FigureCanvasAgg(figure).print_png(str(path))
 
 
 def to_json(reports: list[OccupancyReport]) -> str:

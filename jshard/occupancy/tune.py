@@ -6,10 +6,11 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,22 @@ from jshard import _compat
 from jshard._text import duration, folded_names, human_bytes
 from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
-from jshard.kernels.knobs import KernelError, Occupancy, fitted
+from jshard.kernels.knobs import KernelError, Occupancy, fitted, product_ns
 from jshard.kernels.products import matmul, plain_matmul
-from jshard.occupancy import SHIPPED, CommFootprint, GpuFacts, ShippedKernel, plans
+from jshard.occupancy import SHIPPED, CommFootprint, GpuFacts, Plan, ShippedKernel, plans, reserved_for
 from jshard.occupancy import measured as stored
 from jshard.occupancy.device import Device
 from jshard.occupancy.measured import Key, Timing, TuningEntry, of_first, quickest, setting_text
-from jshard.occupancy.overlap import traffic_of_unit
+from jshard.occupancy.overlap import transfers
 from jshard.occupancy.products import MatrixProduct, by_shape, products_of
 from jshard.plans.plan import plan as plan_of
 
-_LEGEND = (
+NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."
+_ESTIMATED = (
+    "est.: 60 % of the peak for every tile, collectives at the rates that links are assumed to reach. It ranks how"
+    " settings leave room, not how quick they are; run this on the GPU to know."
+)
+_MEASURED = (
     "times of one call: alone, and until it and a load of the collectives' bytes have ended. The load copies in the"
     " GPU's own memory with as many blocks, threads and bytes of shared memory: it is like a collective, and is none."
 )
@@ -51,7 +57,8 @@ class TuneRow:
     count: int  # calls in forward
     units: str  # that they are of
     load_bytes: int  # of the collectives beside one call
-    measured: TuningEntry | None = None  # None of a dtype that is left to XLA
+    load_ns: float  # that they are estimated to take
+    timings: tuple[Timing, ...] = ()  # none of a dtype that is left to XLA
 
     def __str__(self) -> str:
         product = self.product
@@ -66,27 +73,30 @@ class TuneReport(Printed):
     device: str  # in words
     comm: CommFootprint  # what runs beside them
     rows: tuple[TuneRow, ...]  # the products, the most work first
+    estimated: str = ""  # what to know first where the model was asked in the place of a GPU
 
     def __rich__(self) -> Group:
         head = f"{self.device}, beside {self.comm}" + (f", {self.comm.ctas} blocks" if self.comm.ctas else "")
-        tables = [part for row in self.rows if row.measured for part in (Text(), _table(row, row.measured))]
-        left = [Text(f"left to XLA: {row}: the kernels take 16 bits") for row in self.rows if not row.measured]
-        return Group(Text(head), *tables, *left, Text(), Text(_LEGEND))
+        first = [Text(self.estimated)] if self.estimated else []
+        word = "est. " if self.estimated else ""
+        tables = [part for row in self.rows if row.timings for part in (Text(), _table(row, word))]
+        left = [Text(f"left to XLA: {row}: the kernels take 16 bits") for row in self.rows if not row.timings]
+        return Group(*first, Text(head), *tables, *left, Text(), Text(_ESTIMATED if self.estimated else _MEASURED))
 
     def to_json(self) -> str:
         """Everything, as JSON has it."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
-def _table(row: TuneRow, entry: TuningEntry) -> FittedTable:
-    best, (plain, *_) = quickest([(entry.timings, 1)]), (one for one in entry.timings if one.setting is None)
+def _table(row: TuneRow, word: str) -> FittedTable:
+    best, (plain, *_) = quickest([(row.timings, 1)]), (one for one in row.timings if one.setting is None)
     beside, alone = best.both_ns / plain.both_ns, best.alone_ns / plain.alone_ns
     caption = f"{beside:.2f} x XLA's time beside the load, {alone:.2f} x alone"
-    if best.setting is None:
-        caption = "nothing was quicker beside the load than XLA's own"
-    table = made_table(str(row), "setting", "alone>", "beside>", "", caption=caption)
-    for one in sorted(entry.timings, key=lambda each: (each.both_ns, each.alone_ns)):
-        mark = "chosen" if one.setting == best.setting else ""
+    if best.setting is None or word:
+        caption = "" if word else "nothing was quicker beside the load than XLA's own"
+    table = made_table(str(row), "setting", f"{word}alone>", f"{word}beside>", "", caption=caption)
+    for one in sorted(row.timings, key=lambda each: (each.both_ns, each.alone_ns)):
+        mark = "chosen" if one.setting == best.setting and not word else ""
         add_row(table, setting_text(one.setting), duration(one.alone_ns / 1e9), duration(one.both_ns / 1e9), mark)
     return table
 
@@ -233,6 +243,40 @@ def load(x: jax.Array, after: jax.Array, comm: CommFootprint, *, interpret: bool
     )(x, after)
 
 
+class ModelBench:
+    """What the model of occupancy expects, in the place of a `GpuBench`.
+
+    It takes all tiles to reach the same part of the peak, which they do not: it ranks how settings leave room.
+    """
+
+    def __init__(self, gpu: GpuFacts, comm: CommFootprint, row: TuneRow, plans: Mapping[Occupancy, Plan]) -> None:
+        self._gpu, self._comm, self._row, self._plans = gpu, comm, row, plans
+        product = row.product
+        self._plain_ns = product_ns(product.m, product.n, product.k, kind=gpu.name)
+
+    def prepare(self, setting: Occupancy | None) -> str:
+        """Everything can run."""
+        return ""
+
+    def time_ns(self, setting: Occupancy | None, *, beside: bool) -> float:
+        """Of one call; beside it until the collective has ended, too."""
+        comm, load_ns, sms = self._comm, self._row.load_ns if beside else 0.0, self._gpu.num_sms
+        if setting is None:  # taken to make the collective wait
+            return self._plain_ns + load_ns if comm.ctas else max(self._plain_ns, load_ns)
+        plan, product = self._plans[setting], self._row.product
+        each = 1 if setting.persistent else plan.blocks_per_sm  # tiles that a multiprocessor makes at once
+        tiles = math.ceil(product.m / setting.tile_m) * math.ceil(product.n / setting.tile_n)
+        round_ns = self._plain_ns * sms * each / tiles
+        alone_ns = round_ns * math.ceil(tiles / ((sms - setting.reserved_sms) * each))
+        is_free = sms - math.ceil(tiles / each) >= reserved_for(self._gpu, comm)  # so few tiles that it finds room
+        if not beside or setting.reserved_sms or not comm.ctas or is_free:
+            return max(alone_ns, load_ns)
+        if plan.drain is None or plan.drain > 1:  # at worst the collective waits for the whole kernel
+            return alone_ns + load_ns
+        lost = min(0.99, plan.drain * min(comm.ctas, sms) / (sms * plan.blocks_per_sm))
+        return max(alone_ns / (1 - lost), load_ns + plan.drain * round_ns)
+
+
 # What is measured of a model.
 
 
@@ -260,7 +304,7 @@ def tune(
             do="tune before: jshard tune MODEL; js.overlap(model, loss=..., batch=...) reads what was measured.",
         )
     assert device.gpu is not None
-    gpu, rows = device.gpu, _rows(model, products_of(model, loss, batch))
+    gpu, rows = device.gpu, _rows(model, products_of(model, loss, batch), device)
     keys = {row: _key(row.product, device, comm) for row in rows if row.product.is_16_bits}
 
     def work() -> str:
@@ -270,7 +314,7 @@ def tune(
                 continue
             settings = settings_for(gpu, comm, row.product)
             say(f"measuring {row.product.kernel} {row.product.shape} {row.product.dtype}: {len(settings)} settings")
-            timings, failed = measure(bench(row.product, comm, row.load_bytes), settings)
+            timings, failed = measure(bench(row.product, comm, row.load_bytes), [*settings])
             for setting, why in failed:
                 say(f"  left out, as it does not run: {setting}: {why}")
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -279,20 +323,35 @@ def tune(
         return stored.text_of({key: known[key] for key in keys.values()})
 
     entries = stored.parsed(of_first(work, where="jshard tune"), path)
-    found = [dataclasses.replace(row, measured=entries[keys[row]] if row in keys else None) for row in rows]
+    found = [dataclasses.replace(row, timings=entries[keys[row]].timings) if row in keys else row for row in rows]
     return TuneReport(device.title, comm, tuple(found))
 
 
-def settings_for(gpu: GpuFacts, comm: CommFootprint, product: MatrixProduct) -> tuple[Occupancy, ...]:
+def rank(
+    model: nnx.Module, loss: Callable[..., Any], batch: Any, *, device: Device, comm: CommFootprint, why: str
+) -> TuneReport:
+    """The same by the model of occupancy: nothing is measured or kept, and `why` is said first."""
+    assert device.gpu is not None
+    found = []
+    for row in _rows(model, products_of(model, loss, batch), device):
+        if row.product.is_16_bits:
+            settings = settings_for(device.gpu, comm, row.product)
+            timings, _ = measure(ModelBench(device.gpu, comm, row, settings), [*settings], rounds=1)
+            row = dataclasses.replace(row, timings=timings)
+        found.append(row)
+    return TuneReport(device.title, comm, tuple(found), why)
+
+
+def settings_for(gpu: GpuFacts, comm: CommFootprint, product: MatrixProduct) -> dict[Occupancy, Plan]:
     """Every distinct setting that is worth a measurement: the shipped forms, with each way to leave room."""
-    found: dict[Occupancy, None] = {}
+    found: dict[Occupancy, Plan] = {}
     for kernel in SHIPPED:
         if kernel.is_called("matmul"):
             knobs = fitted(knobs_of(kernel), product.m, product.n, product.k)
             for plan in plans(gpu, kernel.block, comm, persistent=kernel.persistent):
                 how = {"smem_pad_bytes": plan.smem_pad_bytes, "reserved_sms": plan.reserved_sms}
-                found.setdefault(dataclasses.replace(knobs, **how))
-    return tuple(found)
+                found.setdefault(dataclasses.replace(knobs, **how), plan)
+    return found
 
 
 def knobs_of(kernel: ShippedKernel) -> Occupancy:
@@ -311,20 +370,26 @@ def _key(product: MatrixProduct, device: Device, comm: CommFootprint) -> Key:
     )
 
 
-def _rows(model: nnx.Module, products: Sequence[MatrixProduct]) -> list[TuneRow]:
-    """The sizes, each with the bytes of the collectives that are beside one call of it.
+def _rows(model: nnx.Module, products: Sequence[MatrixProduct], device: Device) -> list[TuneRow]:
+    """The sizes, each with the collectives that are beside one call of it.
 
     A unit's collectives, forward and backward, are shared out over its products and their gradients by their work.
     """
-    plan = plan_of(model)
-    per_flop = {}
+    plan, per_flop = plan_of(model), {}
+    assumptions = device.assumptions(math.prod(degree for _, degree in plan.mesh))
+    assert assumptions is not None
     for unit in plan.units:
         flops = sum(product.flops for product in products if product.unit == unit.name)
-        per_flop[unit.name] = sum(one.wire_bytes for one in traffic_of_unit(plan, unit)) / flops if flops else 0.0
+        sent = transfers(plan, unit, assumptions) if flops else []
+        per_flop[unit.name] = (
+            sum(one.wire_bytes / flops for one, _ in sent),
+            sum(1e9 * seconds / flops for _, seconds in sent),
+        )
     rows = []
     for product, same in by_shape(tuple(products)).items():
         count = sum(each.count for each in same)
-        moved = sum(each.flops * per_flop.get(each.unit, 0.0) for each in same)
+        beside = [(each.flops / (_PRODUCTS * count), *per_flop.get(each.unit, (0.0, 0.0))) for each in same]
         units = ", ".join(folded_names(each.unit for each in same if each.unit)) or "-"
-        rows.append(TuneRow(product, count, units, round(moved / (_PRODUCTS * count))))
+        load_bytes = round(sum(flops * num_bytes for flops, num_bytes, _ in beside))
+        rows.append(TuneRow(product, count, units, load_bytes, sum(flops * ns for flops, _, ns in beside)))
     return rows

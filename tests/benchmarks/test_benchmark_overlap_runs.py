@@ -1,5 +1,6 @@
 """The experiment about overlap as a command: resumed, with its files and mistakes. All times are made up."""
 
+import csv
 import itertools
 import os
 import re
@@ -109,10 +110,16 @@ def test_figures_come_back_as_they_were(measured, tmp_path):
     assert newest(tmp_path / "none") is None
 
 
-def test_report(measured, tmp_path):
+def test_report_table_and_pictures(measured, tmp_path):
     written = report.write(measured, H200, tmp_path, left=["wide/tiled 64x64x64/2"])
-    assert written.name == "2026-12-01_overlap.md"
-    text = written.read_text()
+    assert [path.name.removeprefix("2026-12-01_overlap") for path in written] == [
+        *(".csv", ".md", "_cube_copies-half.svg", "_cube_copies-full.svg", "_kernels.svg")
+    ]
+    with written[0].open() as file:
+        table = list(csv.DictReader(file))
+    half = [line for line in table if line["load"].startswith("copies half") and line["mode"] == "shaped"]
+    assert len(table) == len(measured.all_rows) and {line["of XLA's dot"] for line in half} == {"0.667"}
+    text = written[1].read_text()
     for words in (
         "Measured 2026-12-01 10:00 UTC.",
         "- device: NVIDIA H200",
@@ -123,6 +130,11 @@ def test_report(measured, tmp_path):
         "- cube, copies half: kill rule: padding is needless here",
         "Goal of 25.5% below a baseline that starves: reached.",
         "goal 1.05: missed",
+        "| P3a | cube | tiled 64x64x64/2 | baseline | drain 5: >= 0.95 | 1.000 | yes |",
+        "Kill rule: if the 64x64 kernel as it is",
+        "Of those that claim something 5 of 8 hold.",
+        "- P2, cube: with 16 SMs reserved the product alone takes 1.000 times as long; predicted is 132 / 116 = 1.138.",
+        "![2026-12-01_overlap_kernels.svg]",
         "| 58 | waited | waited |",
         "- wide/tiled 128x128x64/4: out of memory",
     ):

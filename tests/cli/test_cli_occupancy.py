@@ -1,10 +1,14 @@
-"""`jshard occupancy`: its table and its JSON. Its errors are in tests/golden/occupancy_errors.txt."""
+"""`jshard occupancy`: its table, its JSON, its picture. Its errors are in tests/golden/occupancy_errors.txt."""
 
 import json
+import os
+import pathlib
 import re
 
 from jshard import cli
 from jshard.occupancy import GPUS, SHIPPED
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "occupancy_table.txt"
 
 
 def test_the_table_of_a_gpu(capsys):
@@ -29,6 +33,21 @@ def test_every_gpu_and_every_kernel_has_its_row(capsys):
     for kernel in SHIPPED:
         assert said.count(f" {kernel.label} ") == len(GPUS)
     assert "matmul_nn_tiled:128x128x64/4: 163,873 bytes of shared memory, and NVIDIA A40 has at most 101,376" in said
+
+
+def test_the_whole_table(capsys):
+    """Of every kernel on every GPU: `UPDATE_GOLDEN=1 pytest` of this file writes it anew; then read its diff."""
+    assert cli.main(["occupancy", "--nccl", "2.30.7"]) == 0
+    said = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
+    if "UPDATE_GOLDEN" in os.environ:
+        GOLDEN.write_text(said)
+    assert said == GOLDEN.read_text()
+
+
+def test_a_picture(tmp_path, capsys):
+    path = tmp_path / "h200.png"
+    assert cli.main(["occupancy", "--gpu", "h200", "--kernel", "mlp_silu_tiled", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and f"written: {path}" in capsys.readouterr().err
 
 
 def test_a_kernel_goes_by_its_name_its_form_and_how_they_begin(capsys):

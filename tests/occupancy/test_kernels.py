@@ -8,10 +8,12 @@ On a Hopper GPU: `JAX_PLATFORMS=cuda pytest -m gpu` of this file.
 import dataclasses
 import functools
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
 
 import jshard as js
 from jshard import _compat
@@ -43,12 +45,16 @@ def check_matmul(m, k, n, *, bias=True, dtype=jnp.bfloat16, occupancy=TILED, lea
     assert too_far({"y": y, **grads}, wanted | {"y": x64 @ w64 + bias * b64}) == {}
 
 
+@settings(max_examples=2, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
+@given(m=st.integers(1, 130), k=st.integers(1, 130), n=st.integers(1, 130), bias=st.booleans())
+def test_matmul_of_any_shape(m, k, n, bias):
+    check_matmul(m, k, n, bias=bias)
+
+
 @pytest.mark.parametrize(
     ("mkn", "how"),
     [
-        ((129, 3, 70), {"bias": False}),
         ((33, 70, 90), {"dtype": jnp.float16, "lead": (2,)}),
-        wide((1, 1, 1), {}),
         wide((130, 70, 66), {"occupancy": PERSISTENT}),
         # A block goes on to its next tile while nothing of the last one is under way: with one step all would be.
         wide((384, 64, 128), {"bias": False, "occupancy": dataclasses.replace(PERSISTENT, reserved_sms=131)}),

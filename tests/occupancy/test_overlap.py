@@ -91,6 +91,12 @@ def test_copy_engines_are_left_nothing_and_it_says_so(plan):
     )
 
 
+def test_fewer_threads_are_a_line_for_the_shell_and_fill_fewer_multiprocessors(plan):
+    shaped = js.overlap(plan, device="h200", comm=footprint("ring", gpu=H200, version="2.28.9", nccl_nthreads=256))
+    assert shaped.exports == ("export NCCL_NTHREADS=256",)
+    assert shaped.occupancy["matmul"].reserved_sms == 8 and shaped.compiler_options[CHANNELS] == 16
+
+
 @pytest.mark.parametrize(
     ("times", "least", "most"),
     [

@@ -22,7 +22,9 @@ from jshard.occupancy.measured import MOST_SLOWER, Key, Timing, TuningEntry, lat
 from jshard.occupancy.products import MatrixProduct, by_shape, products_of
 from jshard.occupancy.tune import (
     GpuBench,
+    ModelBench,
     TuneError,
+    TuneRow,
     load,
     load_shape,
     measure,
@@ -171,6 +173,20 @@ def test_everything_is_timed_in_every_round_and_medians_are_kept():
     assert bench.calls == [(setting, beside) for setting in (None, A, B) for beside in (False, True)] * 5
 
 
+def test_by_the_model_room_for_the_collective_pays_and_few_tiles_need_none():
+    product = MatrixProduct(kernel="matmul", m=8192, n=4096, k=4096, dtype="bfloat16")
+    row = TuneRow(product, 1, "-", 0, load_ns=200_000)
+    settings = settings_for(H200, RING, product)
+    bench = ModelBench(H200, RING, row, settings)
+    reserved, whole = Occupancy(reserved_sms=16), Occupancy()
+    assert bench.time_ns(reserved, beside=False) == bench.time_ns(reserved, beside=True)  # the load is hidden
+    assert bench.time_ns(whole, beside=True) == bench.time_ns(whole, beside=False) + 200_000  # it waits
+    assert bench.time_ns(reserved, beside=True) < bench.time_ns(None, beside=True)
+    few = MatrixProduct(kernel="matmul", m=512, n=512, k=8192, dtype="bfloat16")
+    bench = ModelBench(H200, RING, dataclasses.replace(row, product=few), settings_for(H200, RING, few))
+    assert bench.time_ns(whole, beside=True) == max(bench.time_ns(whole, beside=False), 200_000)
+
+
 def never(*_):
     raise AssertionError("nothing is measured here")
 
@@ -195,7 +211,7 @@ def test_products_are_measured_once_and_kept(model, tmp_path):
     products = [p for p in by_shape(products_of(model, loss_fn, BATCH)) if p.dtype == "bfloat16"]
     assert made == products and len(said) == len(products) == 2
     assert {key.shape for key in measured.load(path)} == {product.shape for product in products}
-    assert all((row.measured is None) == (row.product.dtype == "float32") for row in report.rows)
+    assert all((not row.timings) == (row.product.dtype == "float32") for row in report.rows)
     text = str(report)
     assert "chosen" in text and "0.60 x XLA's time" in text and "left to XLA: matmul" in text
     tuned(model, path, bench=never)
@@ -231,7 +247,7 @@ def test_in_several_processes_the_first_one_measures_for_all(model, tmp_path, mo
     first = tuned(model, tmp_path / "first.json", bench=lambda *_: FakeBench(times))
     monkeypatch.setattr(measured, "is_primary", lambda: False)
     second = tuned(model, tmp_path / "second.json", bench=never)
-    assert [row.measured for row in second.rows] == [row.measured for row in first.rows]
+    assert [row.timings for row in second.rows] == [row.timings for row in first.rows]
     assert not (tmp_path / "second.json").exists() and len(reported) == 2
 
 
@@ -270,10 +286,39 @@ def test_the_load_copies_every_element():
 TINY = ["tune", GPT, "--set", "model.compute_dtype=bfloat16", "--set", "model.n_layer=1"]
 
 
-def test_without_a_hopper_it_says_what_does_without(capsys):
-    assert cli.main(TINY) == 2
+def test_without_a_gpu_there_is_a_ranking_that_says_so(capsys, tmp_path):
+    path = tmp_path / "tuning.json"
+    assert cli.main([*TINY, "--cache", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("no GPU here: nothing was measured. What follows is an estimate")
+    assert lines[1] == "NVIDIA H200, beside NCCL 2.32.3 ring, 16 blocks"
+    assert sum("est. alone" in line for line in lines) == sum(line.startswith(" XLA's own ") for line in lines) == 5
+    assert "run this on the GPU to know." in lines[-1] and not path.exists()
+
+
+def test_json_has_every_setting_of_the_gpu_that_is_named(capsys):
+    assert cli.main([*TINY, "--gpu", "h100:4x8", "--footprint", "tree", "--nccl", "2.30.7", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["estimated"].startswith("--gpu h100:4x8: nothing was measured.")
+    assert found["device"] == "NVIDIA H100 SXM" and found["comm"]["threads"] == 640 and len(found["rows"]) == 5
+    for row in found["rows"]:
+        assert len(row["timings"]) > 3 and row["load_bytes"] > 0 and row["load_ns"] > 0
+        assert all(one["both_ns"] >= max(one["alone_ns"], int(row["load_ns"])) for one in row["timings"])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--gpu", "a100-80"], "There is nothing to tune for this GPU."),
+        (["--gpu", "h300"], "The device 'h300' is not known."),
+        (["--footprint", "circle"], "The footprint 'circle' is not known."),
+        (["--mesh", "fsdp=5"], "does not split"),
+    ],
+)
+def test_what_it_cannot_do_it_says(options, text, capsys):
+    assert cli.main([*TINY, *options]) == 2
     said = capsys.readouterr().err
-    assert "There is nothing here to tune." in said and "jshard occupancy --gpu h200" in said
+    assert text in said and all(f"  {part}" in said for part in ("where:", "why:", "do:"))
 
 
 def test_on_a_gpu_products_are_measured_and_kept(monkeypatch, capsys, tmp_path):
@@ -287,7 +332,7 @@ def test_on_a_gpu_products_are_measured_and_kept(monkeypatch, capsys, tmp_path):
     assert said.err.count("measuring matmul ") == 5 and f"kept in {path}" in said.err
     assert cli.main([*TINY, "--cache", str(path), "--json"]) == 0
     again = capsys.readouterr()
-    assert "measuring" not in again.err and all(row["measured"] for row in json.loads(again.out)["rows"])
+    assert "measuring" not in again.err and all(row["timings"] for row in json.loads(again.out)["rows"])
 
 
 def test_measurements_are_of_the_very_kind_of_device_that_is_here(monkeypatch):
@@ -306,7 +351,7 @@ def test_measurements_are_of_the_very_kind_of_device_that_is_here(monkeypatch):
 def test_on_a_gpu_everything_is_timed():
     product = MatrixProduct(kernel="matmul", m=1024, n=1024, k=512, dtype="bfloat16")
     settings = settings_for(H200, RING, product)
-    timings, failed = measure(GpuBench(product, RING, 1 << 20), settings, rounds=2)
+    timings, failed = measure(GpuBench(product, RING, 1 << 20), [*settings], rounds=2)
     assert timings[0].setting is None and all(min(t.alone_ns, t.both_ns) > 0 for t in timings)
     assert len(timings) + len(failed) == 1 + len(settings)
     too_much = Occupancy(smem_pad_bytes=200_000)
