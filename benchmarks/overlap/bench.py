@@ -19,17 +19,11 @@ _SIZING = 3  # times from which the size of the half load is taken
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is moved beside a product.
+    """What is moved beside a product."""
 
-    Attributes:
-        kind: the collective: "all-reduce", "all-gather"; "copies" where a kernel stands for one.
-        name: "half", as long as half of XLA's dot takes, or "full", 896 MB.
-        num_bytes: that it moves.
-    """
-
-    kind: str
-    name: str
-    num_bytes: int
+    kind: str  # the collective: "all-reduce", "all-gather"; "copies" where a kernel stands for one
+    name: str  # "half", as long as half of XLA's dot takes, or "full", 896 MB
+    num_bytes: int  # that it moves
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"

@@ -24,19 +24,12 @@ _WARM_UP = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kernel on arrays.
+    """A kernel on arrays."""
 
-    Attributes:
-        kernel: its name in `jshard.kernels`.
-        shape: in words.
-        arrays: the shapes by argument.
-        settings: its other arguments, as pairs.
-    """
-
-    kernel: str
-    shape: str
-    arrays: Mapping[str, tuple[int, ...]] = dataclasses.field(hash=False)
-    settings: tuple[tuple[str, Any], ...] = ()
+    kernel: str  # its name in `jshard.kernels`.
+    shape: str  # in words
+    arrays: Mapping[str, tuple[int, ...]] = dataclasses.field(hash=False)  # the shapes by argument
+    settings: tuple[tuple[str, Any], ...] = ()  # its other arguments, as pairs
 
     @property
     def name(self) -> str:

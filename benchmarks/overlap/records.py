@@ -22,38 +22,22 @@ class BenchmarkError(ShardingError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(Setting):
-    """One setting beside one load, at one priority.
+    """One setting beside one load, at one priority."""
 
-    Attributes:
-        group: what it was measured with, side by side.
-    load: e.g. "copies half": as much as takes half as long as XLA's dot; or "full": 896 MB.
-        load_bytes: that it moves.
-        mode: "sequential", "baseline", "shaped"; and with a higher priority for the load, "baseline + priority",
-            "shaped + priority".
-        comp_ms: the product alone.
-        comm_ms: the load alone.
-        both_ms: until both have ended.
-        least_ms: the quickest of the rounds.
-        most_ms: the slowest.
-        waited_ms: from the load's launch until its first block began; None where blocks are not recorded.
-        span_ms: from its first block's begin to its last one's.
-        comm_sms: multiprocessors that its blocks ran on.
-        relative_error: of the kernel's result beside that of XLA's dot.
-    """
-
-    group: str
-    load: str
-    load_bytes: int
+    group: str  # what it was measured with, side by side
+    load: str  # e.g. "copies half": as much as takes half as long as XLA's dot; or "full": 896 MB
+    load_bytes: int  # that it moves
+    # "sequential", "baseline", "shaped"; with a higher priority for the load "baseline + priority", "shaped + priority"
     mode: str
-    comp_ms: float
-    comm_ms: float
-    both_ms: float
-    least_ms: float
-    most_ms: float
-    relative_error: float
-    waited_ms: float | None = None
-    span_ms: float | None = None
-    comm_sms: int | None = None
+    comp_ms: float  # the product alone
+    comm_ms: float  # the load alone
+    both_ms: float  # until both have ended
+    least_ms: float  # the quickest of the rounds
+    most_ms: float  # the slowest
+    relative_error: float  # of the kernel's result beside that of XLA's dot
+    waited_ms: float | None = None  # from the load's launch until its first block began; None if not recorded
+    span_ms: float | None = None  # from its first block's begin to its last one's
+    comm_sms: int | None = None  # multiprocessors that its blocks ran on
 
     @property
     def ratio(self) -> float:
@@ -73,23 +57,14 @@ class Row(Setting):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """A kernel of jshard beside the same as XLA compiles it.
+    """A kernel of jshard beside the same as XLA compiles it."""
 
-    Attributes:
-        kernel: its name.
-        shape: of what it computes.
-        direction: "forward", or "both" with its gradients.
-        ours_ms: of one call.
-        plain_ms: of one call of its twin; of `matmul` of XLA's dot.
-        relative_error: of ours beside the twin.
-    """
-
-    kernel: str
-    shape: str
-    direction: str
-    ours_ms: float
-    plain_ms: float
-    relative_error: float
+    kernel: str  # its name
+    shape: str  # of what it computes
+    direction: str  # "forward", or "both" with its gradients
+    ours_ms: float  # of one call
+    plain_ms: float  # of one call of its twin; of `matmul` of XLA's dot
+    relative_error: float  # of ours beside the twin
 
     @property
     def ratio(self) -> float:

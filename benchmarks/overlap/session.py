@@ -28,15 +28,10 @@ _BEGUN = "it was begun, and did not end"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A part of the benchmark that is measured as a whole.
+    """A part of the benchmark that is measured as a whole."""
 
-    Attributes:
-        name: as `--only` takes it.
-        what: `PLACEMENT`, a group of the grid, or a case of the kernels alone.
-    """
-
-    name: str
-    what: str | Group | Case
+    name: str  # as `--only` takes it
+    what: str | Group | Case  # `PLACEMENT`, a group of the grid, or a case of the kernels alone
 
 
 class Session:

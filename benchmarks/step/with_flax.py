@@ -43,17 +43,11 @@ class FlaxGPT(gpt.GPT):
 
 @dataclasses.dataclass(frozen=True)
 class FlaxStep:
-    """A step without arrays.
+    """A step without arrays."""
 
-    Attributes:
-        graphdef: of model and optimizer.
-        state: their shapes, dtypes and shardings.
-        rows: the sharding of a batch.
-    """
-
-    graphdef: Any
-    state: Any
-    rows: NamedSharding
+    graphdef: Any  # of model and optimizer
+    state: Any  # their shapes, dtypes and shardings
+    rows: NamedSharding  # the sharding of a batch
 
     @classmethod
     def of(cls, sizes: Sizes, mesh: Mesh, *, scan: bool) -> FlaxStep:
