@@ -284,8 +284,9 @@ def _by_model(
     if products and assumptions is not None:
         reserved, times = best_reserve(step_times(plan, assumptions, products), needed=needed, sms=sms)
         origin = "estimate"
-        why = f"products and collectives take {duration(times[reserved])}; {duration(times[needed])} with {needed} of {sms} SMs left,"
-        why += f" {duration(times[0])} if collectives wait."
+        taken = {count: duration(seconds) for count, seconds in times.items()}
+        why = f"products and collectives take {taken[reserved]}; {taken[needed]} with {needed} of {sms} SMs left,"
+        why += f" {taken[0]} if collectives wait."
     chosen = f"reserved_sms={reserved}" if reserved else "as it is"
     knobs = Occupancy(reserved_sms=reserved)
     return {name: _Shaped(knobs, Reason(name, chosen, origin, why)) for name in PRODUCTS} | norms
