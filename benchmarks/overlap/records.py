@@ -164,7 +164,8 @@ def load(path: Path) -> Record:
 
 
 def _row(found: dict[str, Any]) -> Row:
-    return Row(**found | {"knobs": found["knobs"] and Occupancy(**found["knobs"])})
+    found["knobs"] = found["knobs"] and Occupancy(**found["knobs"])
+    return Row(**found)
 
 
 def newest(folder: Path) -> Record | None:
