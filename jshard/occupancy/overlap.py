@@ -174,35 +174,8 @@ def overlap(
             notes.append(_UNKNOWN)
         fitting = {key: one for key, one in measured.items() if key.holds_for(target.is_of, footprint_text(beside))}
         kernels |= _by_measurement(fitting, products or ())
-    reasons, environment = [one.reason for one in kernels.values()], {}
-    asked = _asked_of_xla(target, beside, kernels) if target.platform == "gpu" else {}
-    if beside is COPY_ENGINE and asked:
-        if nccl is not None and parsed_version(nccl) < (2, 28):
-            raise OccupancyError(
-                "This NCCL moves nothing by the copy engines.",
-                where=f'comm="{COPY_ENGINE.name}", nccl="{nccl}"',
-                why="NCCL_CTA_POLICY=ZERO is known since 2.28.",
-                do='comm="ring", or NCCL 2.28 or newer.',
-            )
-        environment = {"NCCL_CTA_POLICY": "ZERO"}
-        why = "NCCL 2.28 and newer: gathers and all-to-alls move by the copy engines. It may cost bandwidth."
-        reasons.append(Reason("NCCL_CTA_POLICY", "ZERO", "fact", why))
-        notes.append(_COPIES)
-    if beside is not None and beside.name == "ring" and beside.threads != RING_THREADS and asked:
-        environment = {"NCCL_NTHREADS": f"{beside.threads - 32}"}
-        why = "the footprint has fewer threads than NCCL's own, of which one warp synchronises."
-        reasons.append(Reason("NCCL_NTHREADS", environment["NCCL_NTHREADS"], "fact", why))
-    platform = target.platform if target.facts is None else target.facts.name
-    # An option that the installed compiler does not know is left out, with a warning.
-    options = compiler_options(platform=platform, **{name: value for name, (value, _) in asked.items()})
-    for name, value in options.items() if asked else ():
-        why = asked[name][1] if name in asked else 'of the profile "fastest": docs/schedules.md has what was measured.'
-        reasons.append(Reason(name, str(value), "model" if name == _CHANNELS else "fact", why))
-    if _CHANNELS in options and beside is not None and "ctas: an assumption" in beside.source:
-        line = f"That a collective has {beside.ctas} blocks is an assumption, as NCCL chooses by the links:"
-        notes.append(f"{line} comm=footprint(..., ctas=N) says it.")
-    if _SYMMETRIC in options:
-        notes.append(_CAUTION)
+    reasons = [one.reason for one in kernels.values()]
+    options, environment = _side(target, beside, kernels, nccl, reasons, notes)
     return Overlap(
         device=target.title,
         comm=beside,
@@ -216,10 +189,6 @@ def overlap(
 
 
 _UNKNOWN = "What the model computes is not known, and nothing measured was used: give the nnx model, loss= and batch=."
-_COPIES = "Reduce-scatters and all-reduces compute: copy engines cannot do them, and they still take multiprocessors."
-_CAUTION = (
-    "XLA held symmetric kernels back for illegal-memory errors (openxla/xla#33613, #36462): try them before a long run."
-)
 
 
 def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> CommFootprint | None:
@@ -385,6 +354,53 @@ _LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _PRIORITY = "xla_gpu_enable_highest_priority_async_stream"
 _SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
 _CHANNELS = "xla_gpu_nccl_collective_max_nchannels"
+_COPIES = "Reduce-scatters and all-reduces compute: copy engines cannot do them, and they still take multiprocessors."
+_CAUTION = (
+    "XLA held symmetric kernels back for illegal-memory errors (openxla/xla#33613, #36462): try them before a long run."
+)
+
+
+def _side(
+    target: Device,
+    comm: CommFootprint | None,
+    kernels: Mapping[str, _Shaped],
+    nccl: str | None,
+    reasons: list[Reason],
+    notes: list[str],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options of the compiler and variables of NCCL; adds to the reasons and the notes."""
+    platform = target.platform if target.facts is None else target.facts.name
+    if target.platform != "gpu":
+        return compiler_options(platform=platform), {}
+    environment = {}
+    if comm is COPY_ENGINE:
+        if nccl is not None and parsed_version(nccl) < (2, 28):
+            raise OccupancyError(
+                "This NCCL moves nothing by the copy engines.",
+                where=f'comm="{COPY_ENGINE.name}", nccl="{nccl}"',
+                why="NCCL_CTA_POLICY=ZERO is known since 2.28.",
+                do='comm="ring", or NCCL 2.28 or newer.',
+            )
+        environment["NCCL_CTA_POLICY"] = "ZERO"
+        why = "NCCL 2.28 and newer: gathers and all-to-alls move by the copy engines. It may cost bandwidth."
+        reasons.append(Reason("NCCL_CTA_POLICY", "ZERO", "fact", why))
+        notes.append(_COPIES)
+    if comm is not None and comm.name == "ring" and comm.threads != RING_THREADS:
+        environment["NCCL_NTHREADS"] = f"{comm.threads - 32}"
+        why = "the footprint has fewer threads than NCCL's own, of which one warp synchronises."
+        reasons.append(Reason("NCCL_NTHREADS", environment["NCCL_NTHREADS"], "fact", why))
+    asked = _asked_of_xla(target, comm, kernels)
+    # An option that the installed compiler does not know is left out, with a warning.
+    options = compiler_options(platform=platform, **{name: value for name, (value, _) in asked.items()})
+    for name, value in options.items():
+        why = asked[name][1] if name in asked else 'of the profile "fastest": docs/schedules.md has what was measured.'
+        reasons.append(Reason(name, str(value), "model" if name == _CHANNELS else "fact", why))
+    if _CHANNELS in options and comm is not None and "ctas: an assumption" in comm.source:
+        line = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"
+        notes.append(f"{line} comm=footprint(..., ctas=N) says it.")
+    if _SYMMETRIC in options:
+        notes.append(_CAUTION)
+    return options, environment
 
 
 def _asked_of_xla(
