@@ -18,7 +18,6 @@ from jshard.cluster.report import ClusterPlan
 from jshard.errors import AnnotationError, FourPartError, ShardingError
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.plans.mesh import FSDP, REPLICA
-from jshard.plans.policies import strategies
 
 GSPMD = "gspmd"
 """The model as plain Flax under `jax.jit`, its parameters sharded as for zero3; the compiler does the rest."""
@@ -173,6 +172,43 @@ def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]
 # The strategies to compare, as ways.
 
 
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to shard a model, as keywords; docs/strategies.md has its memory and communication."""
+
+    replica: int = 1
+    fsdp: int = -1
+    reshard_after_forward: bool | int | None = None
+    shard_replicated: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keywords for `js.mesh`."""
+        return {"replica": self.replica, "fsdp": self.fsdp}
+
+    @property
+    def annotation(self) -> dict[str, Any]:
+        """Keywords for `js.fully_shard`."""
+        return {"reshard_after_forward": self.reshard_after_forward}
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keywords for `js.shard_optimizer`."""
+        return {"shard_replicated": self.shard_replicated}
+
+
+strategies = {
+    "replicate": Strategy(replica=-1, fsdp=1),
+    "zero1": Strategy(replica=-1, fsdp=1, shard_replicated=True),
+    "zero2": Strategy(reshard_after_forward=False),
+    "zero3": Strategy(),
+    "hsdp": Strategy(replica=2),
+    "hsdp_zero2": Strategy(replica=2, reshard_after_forward=False),
+    "hpz": Strategy(reshard_after_forward=8),
+}
+"""The strategies by name."""
+
+
 def variants_for(
     names: Sequence[str],
     mesh: Mapping[str, int],
@@ -184,7 +220,7 @@ def variants_for(
     """The strategies to compare, on as many devices as a mesh has.
 
     Args:
-        names: of `jshard.plans.policies.strategies`, or `gspmd`.
+        names: of `strategies`, or `gspmd`.
         mesh: the mesh asked for; it decides the groups of the strategies with replicas if it has replicas itself.
         near: else the devices in each group, or a multiple of them that can hold the state, if there are more than
             those; and the neighbours of hpz.

@@ -22,7 +22,7 @@ from jshard.plans.memories import fetched
 from jshard.plans.mesh import AnyMesh, data_axes, data_degree
 from jshard.plans.padding import padding_of
 from jshard.plans.plan import resharded
-from jshard.plans.remat import ATTENTION_AGAIN
+from jshard.plans.policies import ATTENTION_AGAIN
 from jshard.plans.units import NESTED, OWN, Unit, dotted, nested_units, plain_class, unit_of, walk
 
 

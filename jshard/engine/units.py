@@ -33,8 +33,7 @@ from jshard.engine.trace import (
 from jshard.errors import CallError
 from jshard.plans.mesh import data_degree
 from jshard.plans.placement import Placement
-from jshard.plans.policies import MixedPrecision, Prefetch
-from jshard.plans.remat import Remat
+from jshard.plans.policies import MixedPrecision, Prefetch, Remat
 from jshard.plans.units import NESTED, OWN, Unit
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -21,9 +21,9 @@ from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
 from jshard.inspect.model_traffic import traced_table
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.linen.annotation import annotation_of
+from jshard.plans.checks import Other, others_of
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.plan import plan as make_plan
-from jshard.plans.replicated import Other, others_of
 from jshard.plans.units import dotted, numberless
 
 
@@ -150,7 +150,7 @@ def explain(
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
-    others = others_of(model_or_plan) if isinstance(model_or_plan, nnx.Module) else ()
+    others = tuple(others_of(model_or_plan)) if isinstance(model_or_plan, nnx.Module) else ()
     return Explanation(plan, held, traffic_of(plan), leaves, others, mixing)
 
 
@@ -180,8 +180,7 @@ class Explanation(Printed):
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         tables += [traced_table(self.mixing)] if self.mixing else []
-        chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
-        notes = [*chosen, *_notes_of(self.plan), *_notes_of_others(self.others)]
+        notes = [*_notes_of(self.plan), *_notes_of_others(self.others)]
         spaced = [part for table in tables for part in (Text(), table)]
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
 

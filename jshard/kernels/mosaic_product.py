@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
-from jshard._kernel_names import PRODUCT
+from jshard._text import PRODUCT
 from jshard.kernels.backend import KernelRun, TracedDevice, refuse_knobs
 from jshard.kernels.knobs import (
     LEAST_TILE,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard import _compat
-from jshard._kernel_names import PREFIX
+from jshard._text import PREFIX
 from jshard.engine.per_example import per_example
 from jshard.kernels.backend import Backend, KernelRun, check_shapes, decide, refuse_knobs
 from jshard.kernels.knobs import (
