@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import tyro
 
 from jshard.cli._arguments import parse
 from jshard.errors import ShardingError
-from jshard.recipes.shipped_models import neighbours, shipped_models
+from jshard.recipes import shipped_models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
             why="a model file is Python and ends in .py.",
             do=_command(args.model, out.with_suffix(".py")),
         )
-    beside = {out.with_name(file.name): file for file in neighbours(source)}
+    beside = {out.with_name(file.name): file for file in _neighbours(source)}
     if out in beside:
         raise ShardingError(
             "The copy cannot have the name of a file that it imports.",
@@ -95,3 +96,20 @@ def _command(model: str, out: Path | None) -> str:
 
 def _same(out: Path, file: Path) -> bool:
     return out.is_file() and out.read_bytes() == file.read_bytes()
+
+
+def _neighbours(file: Path) -> list[Path]:
+    """The files beside a model file that it imports, and those that they import."""
+    found = [file]
+    for each in found:  # grows
+        beside = (each.with_name(f"{name.partition('.')[0]}.py") for name in _imported(each))
+        found += [path for path in dict.fromkeys(beside) if path.is_file() and path not in found]
+    return found[1:]
+
+
+def _imported(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module

@@ -23,8 +23,7 @@ from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
 from jshard.data import load_text
 from jshard.errors import MissingExtraError, RunError
-from jshard.recipes.building import batch_like
-from jshard.recipes.state import create
+from jshard.recipes.building import batch_like, create
 from jshard.train import TrainStep, load_model_file
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 from tests.micro_gpt import MODELS, USERS_FILE, micro

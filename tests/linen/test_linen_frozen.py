@@ -14,9 +14,8 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from jshard.checkpoint import CheckpointWarning
-from jshard.recipes.building import abstract_model
+from jshard.recipes.building import abstract_model, check_source, create, create_from
 from jshard.recipes.model_file import ModelFileError
-from jshard.recipes.state import check_source, create, create_from
 from jshard.train import TrainStep, load_model_file
 from tests.engine.test_frozen import sent_in
 from tests.helpers import with_placement

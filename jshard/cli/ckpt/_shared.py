@@ -24,11 +24,10 @@ from jshard.checkpoint.formats.source import Names
 from jshard.cli._arguments import num_devices, parse_mesh
 from jshard.cli._devices import simulate_devices
 from jshard.errors import ShardingError
-from jshard.recipes.building import abstract_model
+from jshard.recipes.building import abstract_model, optimizer_of
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
-from jshard.recipes.state import optimizer_of
 
 
 @contextlib.contextmanager
