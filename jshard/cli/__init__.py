@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jshard import __version__, _compat
 from jshard._live import at_work, fitted
@@ -179,13 +179,7 @@ def _flush_stdout() -> None:
 
 def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise ShardingError(
-            f"There is no command {name!r}.",
-            where=f"jshard {name}",
-            why=f"the commands are {', '.join(COMMANDS)}.",
-            do=shlex.join(["jshard", near[0], *rest]) if near else "jshard --help",
-        )
+        raise no_command("jshard", name, rest, COMMANDS)
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise MissingExtraError(
@@ -196,6 +190,17 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
         )
     with loading():
         return importlib.import_module(f"jshard.cli.{name}").run
+
+
+def no_command(program: str, name: str, rest: Sequence[str], commands: Iterable[str]) -> ShardingError:
+    """The error for a command that there is not, with the one that was meant."""
+    near = difflib.get_close_matches(name, commands, n=1)
+    return ShardingError(
+        f"There is no command {name!r}.",
+        where=f"{program} {name}",
+        why=f"the commands are {', '.join(commands)}.",
+        do=shlex.join([*program.split(), near[0], *rest]) if near else f"{program} --help",
+    )
 
 
 def loading() -> contextlib.AbstractContextManager[object]:

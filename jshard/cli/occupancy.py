@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,11 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard.cli._arguments import Count, parse
+from jshard.cli._arguments import Count, check_writable, parse, remark
 from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 from jshard.occupancy import (
     ASSUMED_CTAS,
-    FOOTPRINTS,
     GPUS,
     GpuFacts,
     OccupancyError,
@@ -65,16 +63,17 @@ class OccupancyArgs:
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard occupancy`."""
     args = parse(OccupancyArgs, argv, command="jshard occupancy")
-    _check_plot(args)
+    _check(args)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OccupancyWarning)
         reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else _with_any(args.footprint))]
-    print(*(warning.message for warning in caught), sep="\n", end="\n" if caught else "", file=sys.stderr)
+    for warning in caught:
+        remark(str(warning.message))
     if args.plot is not None:
         from jshard.occupancy.plans import write_png
 
         write_png(reports[0], args.plot)
-        print(f"written: {args.plot}", file=sys.stderr)
+        remark(f"written: {args.plot}")
     if args.json:
         print(json.dumps({"gpus": [report.to_dict() for report in reports]}, indent=2))
     else:
@@ -110,16 +109,8 @@ def _of_numbers(text: str) -> tuple[ShippedKernel, ...]:
             why="it is three whole numbers: threads of a block, registers of a thread, bytes of shared memory.",
             do="--block 128,90,90176",
         ) from error
-    kernel = ShippedKernel(
-        name="block",
-        tiles="",
-        threads=threads,
-        registers=registers,
-        smem_bytes=smem_bytes,
-        persistent=False,
-        source="--block",
-    )
-    return (kernel,)
+    sizes = {"threads": threads, "registers": registers, "smem_bytes": smem_bytes}
+    return (ShippedKernel(name="block", tiles="", **sizes, persistent=False, source="--block"),)
 
 
 def _named(names: Sequence[str], kernels: Sequence[ShippedKernel]) -> tuple[ShippedKernel, ...]:
@@ -136,19 +127,13 @@ def _named(names: Sequence[str], kernels: Sequence[ShippedKernel]) -> tuple[Ship
     return tuple(kernel for kernel in kernels if not names or any(map(kernel.is_called, names)))
 
 
-def _check_plot(args: OccupancyArgs) -> None:
-    problems = []
-    if args.block and args.kernel:
-        problems.append(("--kernel --block", "a kernel is named or given by its numbers, not both.", "leave one away."))
-    if args.plot is not None and not args.gpu:
-        problems.append((f"--plot {args.plot}", "one GPU is drawn.", "--gpu h200"))
-    if args.plot is not None and not args.plot.absolute().parent.is_dir():
-        why = f"there is no folder {args.plot.absolute().parent}."
-        problems.append((f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}"))
-    unknown = [kind for kind in args.footprint if kind not in FOOTPRINTS]
-    if unknown:
-        why = f"there is no footprint {unknown[0]!r}; there are {', '.join(FOOTPRINTS)}."
-        problems.append((f"--footprint {unknown[0]}", why, "--footprint ring"))
-    if problems:
-        where, why, do = zip(*problems, strict=True)
-        raise ShardingError("The request cannot be met.", where=where, why="\n".join(why), do="\n".join(do))
+def _check(args: OccupancyArgs) -> None:
+    twice, no_gpu = args.block and args.kernel, args.plot is not None and not args.gpu
+    if twice or no_gpu:
+        raise ShardingError(
+            "The request cannot be met.",
+            where="--kernel --block" if twice else f"--plot {args.plot}",
+            why="a kernel is named or given by its numbers, not both." if twice else "one GPU is drawn.",
+            do="leave one away." if twice else "--gpu h200",
+        )
+    check_writable(args.plot, option="--plot")

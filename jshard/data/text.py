@@ -146,17 +146,11 @@ def _read_texts(paths: Sequence[str | Path]) -> dict[str, bytes]:
     bad: dict[Path, str] = {}
     skipped: dict[Path, str] = {}
     for root in map(Path, paths):
-        found, problems = _find(root)
-        read: dict[Path, bytes] = {}
-        for path in found:
-            try:
-                read[path] = _read_text(path)
-            except _NotText as problem:
-                problems[path] = str(problem)
+        read, others = _texts_in(root)
         if not any(read.values()):
-            bad |= problems or {root: _nothing(root, read)}
+            bad |= others or {root: "a folder without text (hidden files are left out)" if root.is_dir() else "empty"}
             continue
-        skipped |= problems
+        skipped |= others
         for path, text in read.items():
             if path.resolve() not in places:  # a file that is given twice is read once
                 texts[_name(path, root, texts)] = text
@@ -175,51 +169,35 @@ def _read_texts(paths: Sequence[str | Path]) -> dict[str, bytes]:
     return dict(sorted(texts.items()))
 
 
-class _NotText(Exception):
-    """Why a file cannot be used."""
-
-
-def _read_text(path: Path) -> bytes:
-    try:
-        if not path.is_file():
-            raise _NotText("neither a file nor a folder" if path.exists() else "a link to nothing")
-        text = path.read_bytes()
-    except OSError as error:
-        raise _NotText(f"unreadable: {(error.strerror or repr(error)).lower()}") from error
-    zero = text.find(b"\0")
-    if zero >= 0:
-        raise _NotText(f"not text: a zero byte at offset {zero}")
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise _NotText(f"not text: byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from error
-    return text
-
-
-def _find(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """The files of `root`, and what below it was not looked at."""
-    if not os.path.isdir(root):
-        missing = not os.path.lexists(root)
-        return ([], {root: "no such file or folder"}) if missing else ([root], {})
-    files: list[Path] = []
-    problems: dict[Path, str] = {}
+def _texts_in(root: Path) -> tuple[dict[Path, bytes], dict[Path, str]]:
+    """The files at or below `root` that are text, and why others are not."""
+    texts: dict[Path, bytes] = {}
+    others: dict[Path, str] = {}
 
     def unreadable(error: OSError) -> None:
-        problems[Path(error.filename)] = f"unreadable: {(error.strerror or repr(error)).lower()}"
+        others[Path(error.filename)] = f"{(error.strerror or repr(error)).lower()}"
 
-    for folder, folders, names in os.walk(root, onerror=unreadable):
+    files = []
+    for folder, folders, names in os.walk(root, onerror=unreadable) if root.is_dir() else ():
         visible = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
-        problems |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
+        others |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
         folders[:] = [name for name in visible if name not in links]
         files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    return files, problems
-
-
-def _nothing(root: Path, read: dict[Path, bytes]) -> str:
-    if not os.path.isdir(root):
-        return "an empty file"
-    return f"a folder of {len(read)} empty file(s)" if read else "a folder without files (hidden ones are left out)"
+    for path in files if root.is_dir() else [root]:
+        try:
+            if path.exists() and not path.is_file():
+                raise ValueError("neither a file nor a folder")
+            text = path.read_bytes()
+            text.decode()
+            if b"\0" in text:
+                raise ValueError(f"a zero byte in position {text.index(0)}")
+            texts[path] = text
+        except OSError as error:
+            unreadable(error)
+        except ValueError as error:
+            others[path] = f"not text: {error}"
+    return texts, others
 
 
 def _name(path: Path, root: Path, taken: dict[str, bytes]) -> str:

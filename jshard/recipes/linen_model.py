@@ -28,36 +28,39 @@ from jshard.plans.units import Path, attach, dotted, unit_of
 _STATE = "batch_stats", "cache"  # a run updates them, asked for or not
 
 
-def names_of(mutable: str | Sequence[str]) -> tuple[str, ...]:
-    """The collections that a call asks for."""
+class _Calls:
+    """Calls of a Linen module; with `mutable`, names of collections, one also returns what it put there."""
+
+    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+        return self._run("__call__", args, kwargs, _names(mutable))
+
+    def _named(self, module: nn.Module, name: str) -> Any:
+        """A method that the user wrote, or another attribute of the module."""
+        if not callable(getattr(type(module), name, None)) or hasattr(nn.Module, name):
+            return getattr(module, name)
+        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, _names(mutable))
+
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
+        raise NotImplementedError
+
+
+def _names(mutable: str | Sequence[str]) -> tuple[str, ...]:
     return (mutable,) if isinstance(mutable, str) else tuple(mutable)
 
 
-def is_method(module: nn.Module, name: str) -> bool:
-    """Whether a name of a Linen module is a method that its user wrote."""
-    return callable(getattr(type(module), name, None)) and not hasattr(nn.Module, name)
-
-
-class Initialising:
-    """A bound Linen module as a loss sees it while its variables are made: called as a `LinenModel` is.
+class Initialising(_Calls):
+    """A bound Linen module, all its collections mutable, as a loss sees it while its variables are made.
 
     Args:
-        bound: the module, with all collections mutable.
+        bound: the module.
         asked: gets the names of the collections that calls ask for, which are no state of the model.
     """
 
     def __init__(self, bound: nn.Module, asked: set[str]) -> None:
         self._bound, self._asked = bound, asked
 
-    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Calls the module. With `mutable`, names of collections, it also returns what the call put there."""
-        return self._run("__call__", args, kwargs, names_of(mutable))
-
     def __getattr__(self, name: str) -> Any:
-        return self._method(name) if is_method(self._bound, name) else getattr(self._bound, name)
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, names_of(mutable))
+        return self._named(self._bound, name)
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
         self._asked |= set(asked) - set(_STATE)
@@ -127,7 +130,7 @@ def _without(
     return given.args[1:], given.kwargs
 
 
-# A Linen model as an nnx model: plans, steps, optimizers and checkpoints are one code for both.
+# The model.
 
 _PARAMS = "params"
 _KINDS: dict[str, type[nnx.Variable]] = {_PARAMS: nnx.Param, "batch_stats": nnx.BatchStat, "cache": nnx.Cache}
@@ -148,7 +151,7 @@ class _Part(nnx.Module):
     """The variables of a Linen module inside the model."""
 
 
-class LinenModel(nnx.Module):
+class LinenModel(_Calls, nnx.Module):
     """A Linen model that holds its variables. It is called as an nnx model is, and as a bound Linen module.
 
     Its methods and fields are those of the Linen module. Each call has random keys of its own, counted in `rngs`. With
@@ -174,15 +177,11 @@ class LinenModel(nnx.Module):
         for place in places:
             _store_padded(self._variable(place), annotation.layout, place)
 
-    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Calls the Linen module. With `mutable`, names of collections, it also returns what the call put there."""
-        return self._run("__call__", args, kwargs, names_of(mutable))
-
     def __getattr__(self, name: str) -> Any:
         linen = vars(self).get("_linen")
         if linen is None or name.startswith("_"):
             raise AttributeError(name)
-        return self._method(name) if is_method(linen.module, name) else getattr(linen.module, name)
+        return self._named(linen.module, name)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -194,9 +193,6 @@ class LinenModel(nnx.Module):
                 tree = tree.setdefault(key, {})
             tree[place.path[-1]] = jax.tree.unflatten(place.boxes, jax.tree.leaves(raw))
         return found
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, names_of(mutable))
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
         states = [] if self.deterministic else self._linen.states
@@ -240,20 +236,12 @@ class LinenModel(nnx.Module):
 
 @dataclasses.dataclass(eq=False)
 class _Linen:
-    """What a `LinenModel` is made of, but for its arrays; of its graph it is a constant.
+    """What a `LinenModel` is made of, but for its arrays; of its graph it is a constant."""
 
-    Args:
-        module: the annotated Linen module.
-        layout: of its parameters.
-        places: of its variables.
-    """
-
-    module: nn.Module
+    module: nn.Module  # the annotated one
     layout: Layout
     places: tuple[_Place, ...]
-
-    def __post_init__(self) -> None:
-        self._modules: dict[Any, nn.Module] = {}
+    _modules: dict[Any, nn.Module] = dataclasses.field(default_factory=dict)
 
     @property
     def states(self) -> list[str]:

@@ -19,12 +19,7 @@ _MEASURE_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The arithmetic that the devices of a run could do.
-
-    Attributes:
-        flops_per_s: of all devices together.
-        source: where the figure comes from.
-    """
+    """The arithmetic that the devices of a run could do together, and where that figure comes from."""
 
     flops_per_s: float
     source: str

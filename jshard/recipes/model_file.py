@@ -195,8 +195,6 @@ def _check_file(path: Path) -> None:
             why = f"no such file, seen from {Path.cwd()}; with jshard come {', '.join(shipped_models())}."
         elif ".py" not in (path.suffix, path.resolve().suffix):
             why = f"a model file is Python and ends in .py; this is {path.name!r}."
-        elif b"\0" in path.read_bytes():
-            why = "it is not text: there are zero bytes in it."
     except OSError as error:
         why = f"{error.strerror}."
     if why:
@@ -237,7 +235,7 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",
-            where=f"{error.filename or path}, line {error.lineno}" if error.lineno else str(error.filename or path),
+            where=f"{error.filename or path}" + (f", line {error.lineno}" if error.lineno else ""),
             why=f"{error.msg}." + (f"\n{error.text.strip()}" if error.text else ""),
             do=f"correct it; python -m py_compile {shlex.quote(str(path))} shows the same.",
         )
@@ -250,13 +248,6 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
             do = f"correct the name, or install a version of {top} that has it."
         what = f"The model file imports {error.name!r}, which is not there."
         return ModelFileError(what, where=place_in(path, error), why=why, do=do)
-    if isinstance(error, SystemExit):
-        return ModelFileError(
-            "The model file ended the process.",
-            where=place_in(path, error),
-            why=f"it called sys.exit({'' if error.code is None else repr(error.code)}) while it was loaded.",
-            do='put what is a program of its own under: if __name__ == "__main__":',
-        )
     return None
 
 

@@ -7,12 +7,10 @@ tuple.
 from __future__ import annotations
 
 import ast
-import collections
 import contextlib
 import dataclasses
 import difflib
 import enum
-import functools
 import inspect
 import math
 import shlex
@@ -49,8 +47,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
         settings: texts `key=value`; values are read by the field's annotation.
 
     Raises:
-        SettingError: unknown keys, values of another type, or that the dataclass itself refuses; all of
-            them in one message.
+        SettingError: an unknown key, a value of another type, or one that the dataclass itself refuses.
 
     Returns:
         A new recipe of the same class.
@@ -58,7 +55,24 @@ def override(recipe: R, settings: Sequence[str]) -> R:
     Example:
         override(recipe, ["learning_rate=1e-3", "model.n_layer=4"])
     """
-    return _Settings(recipe, settings).applied()
+    keys = dict(sorted(_walk(recipe), key=lambda item: item[0].count(".")))  # its own before nested ones
+    values: dict[str, Any] = {}
+    lines: dict[str, str] = {}
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        line = _line(key, text) if equals else f"--set {shlex.quote(setting)}"
+        if not equals or key not in keys:
+            raise _unknown(key, text, line, keys)
+        if key in values:
+            raise _refused(f"{lines[key]} {line}", f"{key} is set twice.", line)
+        known = keys[key]
+        try:
+            values[key], lines[key] = read_value(text, known.kind), line
+        except ValueError:
+            has_text = written(known.value) is not None
+            do = _present(key, known) if has_text else "change it in the model file: it has no text form."
+            raise _refused(line, f"{key} takes {_described(known.kind)}, not {text!r}.", do) from None
+    return _rebuilt(recipe, "", values, lines, keys)
 
 
 # Values.
@@ -195,118 +209,58 @@ def _hints(cls: type) -> dict[str, Any]:
     return hints
 
 
-class _WrongSetting(Exception):
-    """What is wrong with one setting: the dataclass that cannot be built (`model.`), and three of the four parts."""
+def _rebuilt(
+    node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[str, str], keys: Mapping[str, _Key]
+) -> Any:
+    """The dataclass with the values that belong to it and below."""
+    here = [key for key in values if key.startswith(prefix)]
+    if not here:
+        return node
+    changes: dict[str, Any] = {}
+    for key in here:
+        name, nested, _ = key.removeprefix(prefix).partition(".")
+        if not nested:
+            changes[name] = values[key]
+        elif name not in changes:
+            changes[name] = _rebuilt(getattr(node, name), f"{prefix}{name}.", values, lines, keys)
+    try:
+        # All at once: one value may be right only with the other.
+        return dataclasses.replace(node, **changes)
+    except SettingError:
+        raise
+    except (ValueError, AssertionError) as error:
+        text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
+        why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
+        do = f"{' '.join(_present(key, keys[key]) for key in here)}  # the recipe's own"
+        raise _refused(" ".join(lines[key] for key in here), why, do) from error
 
-    def __init__(self, owner: str, where: str, why: str, do: str) -> None:
-        self.owner, self.where, self.why, self.do = owner, where, why, do
+
+def _unknown(key: str, text: str, line: str, keys: Mapping[str, _Key]) -> SettingError:
+    last = {other: other.rpartition(".")[2] for other in keys}
+    names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
+    same = [other for other in keys if last[other] in names]  # by their last names, then as a whole
+    fields = [other for other in keys if other.startswith(f"{key}.")]
+    why = f"the recipe has no key {key!r}."
+    if key in keys or fields:
+        why = "it is not key=value." if key in keys else f"{key} is set field by field."
+    near = next(iter(fields or difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None)
+    if near is None:
+        do = f"take one of its keys, for example {next(iter(keys))}."
+    else:
+        do = _present(near, keys[near])
+        with contextlib.suppress(ValueError):
+            read_value(text, keys[near].kind)
+            do = do if fields or not text else _line(near, text)
+    return _refused(line, "\n".join([why, *textwrap.wrap(f"its keys: {', '.join(keys)}", width=100)]), do)
 
 
-class _Settings:
-    """Settings of one recipe, read, and what is wrong with them."""
+def _refused(where: str, why: str, do: str) -> SettingError:
+    return SettingError("A setting cannot be used.", where=where, why=why, do=do)
 
-    def __init__(self, recipe: Any, settings: Sequence[str]) -> None:
-        self.recipe = recipe
-        self.keys = dict(sorted(_walk(recipe), key=lambda item: item[0].count(".")))  # its own before nested ones
-        self.wrong: list[_WrongSetting] = []
-        self.values: dict[str, Any] = {}
-        self.texts: dict[str, list[str]] = collections.defaultdict(list)
-        for setting in settings:
-            key, equals, text = (part.strip() for part in setting.partition("="))
-            if equals and key:
-                self.texts[key].append(text)
-            else:
-                do = self.present(self.nearest(setting.strip()) or next(iter(self.keys)))
-                self.wrong.append(
-                    _WrongSetting("", f"--set {shlex.quote(setting)}", f"{setting!r} is not key=value.", do)
-                )
-        for key in self.texts:
-            try:
-                self.values[key] = self.value_of(key)
-            except _WrongSetting as wrong:
-                self.wrong.append(wrong)
 
-    def applied(self) -> Any:
-        """The recipe with the values."""
-        changed = self.rebuilt(self.recipe)
-        if self.wrong:
-            why = [wrong.why for wrong in self.wrong]
-            if any("has no key" in line for line in why):
-                why += textwrap.wrap(f"its keys: {', '.join(self.keys)}", width=100)
-            raise SettingError(
-                f"{len(self.wrong)} settings cannot be used." if len(self.wrong) > 1 else "A setting cannot be used.",
-                where=[wrong.where for wrong in self.wrong],
-                why="\n".join(why),
-                do="\n".join(wrong.do for wrong in self.wrong),
-            )
-        return changed
-
-    def value_of(self, key: str) -> Any:
-        texts, owner = self.texts[key], key[: key.rfind(".") + 1]
-        if key not in self.keys:
-            raise self.unknown(key, owner)
-        if len(texts) > 1:
-            lines = [_line(key, text) for text in texts]
-            raise _WrongSetting(owner, " ".join(lines), f"{key} is set {len(texts)} times.", lines[-1])
-        known = self.keys[key]
-        try:
-            return read_value(texts[0], known.kind)
-        except ValueError:
-            why = f"{key} takes {_described(known.kind)}, not {texts[0]!r}."
-            has_text = written(known.value) is not None
-            do = self.present(key) if has_text else "change it in the model file: it has no text form."
-            raise _WrongSetting(owner, _line(key, texts[0]), why, do) from None
-
-    def unknown(self, key: str, owner: str) -> _WrongSetting:
-        text, why, near = self.texts[key][-1], f"the recipe has no key {key!r}.", self.nearest(key)
-        fields = [other for other in self.keys if other.startswith(f"{key}.")]
-        if fields:
-            node = functools.reduce(getattr, key.split("."), self.recipe)
-            why, near = f"{key} is a {type(node).__name__}, which is set field by field.", fields[0]
-        if near is None:
-            do = f"take one of its keys, for example {next(iter(self.keys))}."
-        else:
-            do = self.present(near)
-            with contextlib.suppress(ValueError):
-                read_value(text, self.keys[near].kind)
-                do = do if fields else _line(near, text)
-        return _WrongSetting(owner, _line(key, text), why, do)
-
-    def nearest(self, key: str) -> str | None:
-        """The key that was meant: one with the most similar last name, and of several the most similar as a whole."""
-        last = {other: other.rpartition(".")[2] for other in self.keys}
-        names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
-        same = [other for other in self.keys if last[other] in names]
-        return next(iter(difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None)
-
-    def present(self, key: str) -> str:
-        """The line that sets a key as it is."""
-        return _line(key, written(self.keys[key].value) or "VALUE")
-
-    def rebuilt(self, node: Any, prefix: str = "") -> Any:
-        """The dataclass with the values that belong to it and below; what it refuses is noted."""
-        here = [key for key in self.values if key.startswith(prefix)]
-        if not here:
-            return node
-        changes: dict[str, Any] = {}
-        for key in here:
-            name, nested, _ = key.removeprefix(prefix).partition(".")
-            if not nested:
-                changes[name] = self.values[key]
-            elif name not in changes:
-                changes[name] = self.rebuilt(getattr(node, name), f"{prefix}{name}.")
-        if any(wrong.owner.startswith(prefix) for wrong in self.wrong):
-            return node  # it would be judged by values that were not meant
-        try:
-            # All at once: one value may be right only with the other.
-            return dataclasses.replace(node, **changes)
-        except (ValueError, AssertionError) as error:
-            text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
-            why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
-            asked = " ".join(_line(key, self.texts[key][0]) for key in here)
-            do = f"{' '.join(map(self.present, here))}  # the recipe's own"
-            self.wrong.append(_WrongSetting(prefix, asked, why, do))
-            return node
+def _present(key: str, known: _Key) -> str:
+    """The line that sets a key as it is."""
+    return _line(key, written(known.value) or "VALUE")
 
 
 def _line(key: str, text: str) -> str:

@@ -64,11 +64,11 @@ class TrainStep:
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._objects = (model, optimizer)
-        self._mesh = _mesh(model)
+        self.mesh = _mesh(model)
         self._graphdef, state = nnx.split(self._objects)
-        self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self._mesh))
+        self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self.mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
-        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self._mesh, accumulate)
+        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self.mesh, accumulate)
         self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
 
     def __call__(self, batch: Any) -> Scalars:
@@ -83,11 +83,6 @@ class TrainStep:
         """
         self._leaves, scalars = self._program(self._leaves, batch)
         return scalars
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the model."""
-        return self._mesh
 
     @property
     def model(self) -> Any:
@@ -240,7 +235,7 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
         raise AnnotationError(
             f"{len(elsewhere)} arrays of the state are not on the mesh of the run.",
             where=elsewhere,
-            why=f"the mesh has {len(devices)} devices ({_sizes(mesh)}).",
+            why=f"the mesh has {len(devices)} devices: {dict(mesh.shape)}.",
             do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",
         )
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -256,7 +251,3 @@ def _path(path: tuple) -> str:
     """A path in (model, optimizer) as people write it."""
     first, *rest = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
     return "/".join(["model" if first == "0" else "optimizer", *(key for key in rest if key != "value")])
-
-
-def _sizes(mesh: Mesh) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

@@ -12,8 +12,7 @@ import pytest
 import jshard as js
 from jshard import cli, train
 from jshard.cli import _training
-from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh
-from jshard.cli._devices import open_mesh
+from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse_mesh
 from jshard.cli._request import request_of
 from jshard.recipes.building import abstract_model
 from jshard.train.jsonl import read_metrics
