@@ -2,10 +2,7 @@
 
 import csv
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +12,6 @@ from benchmarks.overlap import (
     bench,
     command,
     conclusion,
-    kernel_times,
     report,
     session,
 )
@@ -75,17 +71,6 @@ def test_a_session_ends_before_its_time_is_over_and_is_resumed(tmp_path, capsys)
     assert "cube/tiled 64x64x64/2 ..." in capsys.readouterr().out
 
 
-def test_a_task_that_fails_is_kept_as_such_and_forgotten_when_it_succeeds():
-    tiny = kernel_times.Case(kernel="rms_norm", shape="8 x 128", arrays={"x": (8, 128), "scale": (128,)})
-    (found,) = run_session([session.Task(tiny.name, tiny)], 1e9, itertools.repeat(0))
-    assert found.failed == {tiny.name: "rms_norm cannot run on Mosaic GPU here."}  # on a CPU
-    assert found.has(tiny.name) and not found.has("placement")
-    group = groups(H200, RING)[0]
-    before = record(failed={group.name: "out of memory", "wide/other": "stays"})
-    (found,) = run_session([session.Task(group.name, group)], 1e9, itertools.repeat(0), before)
-    assert group.name not in found.failed and "wide/other" in found.failed and found.has(group.name)
-
-
 # Files.
 
 
@@ -103,14 +88,8 @@ def measured():
     )
 
 
-def test_figures_come_back_as_they_were(measured, tmp_path):
-    path = save(measured, tmp_path)
-    assert path.name == "2026-12-01_overlap.json" and load(path) == measured == newest(tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    assert newest(tmp_path / "none") is None
-
-
 def test_report_table_and_pictures(measured, tmp_path):
+    assert load(save(measured, tmp_path)) == measured == newest(tmp_path)
     written = report.write(measured, H200, tmp_path, left=["wide/tiled 64x64x64/2"])
     assert [path.name for path in written] == [
         "2026-12-01_overlap.csv",
@@ -134,15 +113,8 @@ def test_report_table_and_pictures(measured, tmp_path):
         '- Placement: "even"',
         "- cube, copies half: beside XLA's dot the load starves (ratio 1.000",
         "- cube, copies half: kill rule: padding is needless here",
-        "Goal of 25.5% below a baseline that starves: reached.",
-        "goal 1.05: missed",
         "| P3a | cube | tiled 64x64x64/2 | baseline | drain 5: >= 0.95 | drain 4: >= 0.95 | 1.000 | yes | yes |",
-        "Kill rule: if the 64x64 kernel as it is",
-        "Of those that claim something there hold: even 5 of 8, pooled 8 of 10.",
-        "- P2, cube: with 16 SMs reserved the product alone takes 1.000 times as long; predicted is 132 / 116 = 1.138.",
-        "| 58 | waited | began | waited |",
         "- wide/tiled 128x128x64/4: out of memory",
-        "![2026-12-01_overlap_kernels.png]",
     ):
         assert words in text, words
     tables = [line for line in text.splitlines() if line.startswith("| cube |")]
@@ -163,55 +135,27 @@ def test_other_conditions_begin_anew_and_write_over_nothing(measured, tmp_path):
     )
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 0}'])
-def test_figures_that_cannot_be_read_are_left_alone(tmp_path, text):
+def test_figures_that_cannot_be_read_are_left_alone(tmp_path):
     path = tmp_path / "2026-12-01_overlap.json"
-    path.write_text(text)
-    with pytest.raises(RunError, match="The figures cannot be read") as error:
+    path.write_text('{"format": 0}')
+    with pytest.raises(RunError, match="The figures cannot be read"):
         continued(tmp_path, "2026-12-01 23:00 UTC", CONDITIONS)
-    assert error.value.where == (path.name,) and path.read_text() == text
+    assert path.read_text() == '{"format": 0}'
 
 
 # The command line.
 
 
-def test_without_a_gpu_it_says_so_in_one_line():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.overlap"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert (run.returncode, run.stdout) == (1, "")
-    assert re.fullmatch(r"No GPU is here \(JAX sees \d+ x cpu\): run it where one is, .*\n", run.stderr)
+def test_without_a_gpu_it_says_so_in_one_line(capsys):
+    assert command.main([]) == 1
+    assert re.fullmatch(r"No GPU is here \(JAX sees \d+ x cpu\): run it where one is, .*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--seconds", "0", "--rounds", "0", "--gpu", "h200", "--link-gb-s", "nan"],
-            "The benchmark cannot run like this.\n"
-            "  where: --seconds 0\n"
-            "         --link-gb-s nan\n"
-            "         --rounds 0\n"
-            "         --gpu h200\n"
-            "  why:   --seconds is more than 0.\n"
-            "         --link-gb-s is more than 0.\n"
-            "         --rounds is 1 or more.\n"
-            "         --gpu is only for --list: what is measured is the GPU that is here.\n"
-            "  do:    python -m benchmarks.overlap --seconds 540 --rounds 9\n",
-        ),
-        (
-            ["--list", "--gpu", "a100", "--nccl", "2.28.9", "--only", "cub", "cube"],
-            "There is nothing of that name to measure.\n"
-            "  where: --only cub\n"
-            "  why:   there are placement, cube/XLA's dot, wide/XLA's dot.\n"
-            "  do:    --only placement, or without it.\n",
-        ),
-    ],
-)
-def test_mistakes(arguments, said, capsys):
-    assert command.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(said)
+def test_mistakes(capsys):
+    assert command.main("--seconds 0 --rounds 0 --gpu h200 --link-gb-s nan".split()) == 2
+    assert "  where: --seconds 0\n         --link-gb-s nan\n         --rounds 0\n" in capsys.readouterr().err
+    assert command.main("--list --gpu a100 --nccl 2.28.9 --only cub cube".split()) == 2
+    assert "There is nothing of that name to measure.\n  where: --only cub\n" in capsys.readouterr().err
 
 
 def test_report_from_figures(measured, tmp_path, capsys):
@@ -247,11 +191,6 @@ def test_the_whole_command_on_devices_that_pass_for_gpus(tmp_path, monkeypatch, 
     assert modes == set(itertools.product(loads, ["sequential", "baseline", "baseline + priority"]))
     assert all(one.relative_error == 0 and one.span_ms is None for one in found.all_rows)
     assert {"device": device.device_kind, "SMs": 108, "rounds": 1}.items() <= found.conditions.items()
-    before = found.rows
-    assert command.main(["--rounds", "1", *arguments[:1], *arguments[3:], "--seconds", "1"]) == 0
-    assert newest(tmp_path).rows.keys() == {"cube/XLA's dot", "wide/XLA's dot"}
-    assert newest(tmp_path).rows["cube/XLA's dot"] == before["cube/XLA's dot"]
-    assert "yet:" not in capsys.readouterr().out
     assert command.main([*arguments, "--only", "placement"]) == 0
     assert "placement ..." not in capsys.readouterr().out
     assert command.main([*arguments, "--only", "placement", "--again"]) == 0

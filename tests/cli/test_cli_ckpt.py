@@ -20,7 +20,6 @@ import jshard as js
 from jshard import cli
 from jshard.checkpoint import CheckpointError, CheckpointWarning, manifest
 from jshard.checkpoint.formats import SafetensorsSource
-from tests.checkpoint.dcp_fixture import put_archive, split, write_dcp
 
 # As a user's file: a model of two stacked layers, whose names elsewhere are those of single ones.
 MODEL = """\
@@ -140,9 +139,6 @@ def test_ls_names_what_is_damaged_and_takes_an_older_one_as_the_latest(run, ckpt
 def test_a_step_that_was_copied_by_half_is_listed_and_no_checkpoint(run, ckpt):
     folder = Path(shutil.copytree(run, "run")) / "checkpoints"
     (Path(shutil.copytree(folder / "200", folder / "300")) / "commit_success.txt").unlink()
-    code, reported = ckpt("ls", "run", "--json")
-    found = [(entry["step"], entry["is_complete"], entry["is_latest"]) for entry in reported["checkpoints"]]
-    assert (code, found) == (0, [(100, True, False), (200, True, True), (300, False, False)])
     text = ckpt("ls", "run")[1]
     assert "INCOMPLETE" in text and "300: a folder without commit_success.txt, copied by half" in text
     code, reported = ckpt("verify", "run", "--all", "--json")
@@ -302,18 +298,6 @@ def test_export_of_what_the_model_lacks_is_refused_unless_it_is_said(run, ckpt, 
     assert set(SafetensorsSource("hf").leaves) == {"wte.weight", "h.0.weight", "h.0.bias"}
 
 
-def test_import_under_a_model_s_names_does_not_look_at_values(ckpt):
-    """PyTorch's checkpoints hold pickles beside the arrays; one that is refused is nobody's business here."""
-    arrays = {
-        "wte.weight": (32, 8),
-        **{f"h.{n}.{x}": s for n in (0, 1) for x, s in (("weight", (8, 16)), ("bias", (8,)))},
-    }
-    write_dcp(Path("c"), {name: split(np.ones(shape, np.float32), 1) for name, shape in arrays.items()}, {"bad": 1})
-    put_archive(Path("c"), "bad", {"archive/data.pkl": b"cos\nsystem\n."})
-    assert ckpt("import", "c", "out", "--model", "model.py")[0] == 0
-    assert cli.main(["ckpt", "import", "c", "all"]) == 2
-
-
 def test_every_command_knows_all_trees_of_an_orbax_composite(ckpt):
     """Orbax by itself opens one of them, and the tools showed, verified and rewrote that one alone."""
     trees = {"params": {"w": jnp.arange(16.0)}, "ema_params": {"w": jnp.arange(16.0) + 4}}
@@ -361,19 +345,12 @@ def test_an_imported_file_is_restored_as_the_file_itself(ckpt):
     equal("dots", "back")
 
 
-UNFIT = {
-    "two names of one path": (["a/b", "a.b"], "a.b  and a/b: a/b"),
-}
-
-
-@pytest.mark.parametrize("case", UNFIT)
-def test_an_import_of_names_that_do_not_fit_names_them_and_leaves_nothing(case, capsys):
+def test_an_import_of_two_names_of_one_path_names_them_and_leaves_nothing(capsys):
     """`a/b` and `a.b` were one folder: both had the values of the one that was written last."""
-    names, line = UNFIT[case]
-    written_by_the_package("c", {name: np.full(4, n, np.float32) for n, name in enumerate(names)})
+    written_by_the_package("c", {name: np.full(4, n, np.float32) for n, name in enumerate(["a/b", "a.b"])})
     assert cli.main(["ckpt", "import", "c", "new/out"]) == 2
     reported = capsys.readouterr().err
-    assert line in reported and "make room" not in reported, reported
+    assert "a.b  and a/b: a/b" in reported and "make room" not in reported, reported
     assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
@@ -446,41 +423,17 @@ def test_a_whole_state_goes_to_pytorch_and_back(ckpt):
 
 
 WRONG = {
-    ("verfy", "x"): """\
-ShardingError: There is no command 'verfy'.
-  where: jshard ckpt verfy
-  why:   the commands are ls, inspect, verify, diff, reshard, import, export, timeline.
-  do:    jshard ckpt verify x
-""",
     ("inspect", "c", "--below", "modle"): """\
 ShardingError: There are no such leaves.
   where: --below modle
   why:   paths in {here}/c begin with a, n.
   do:    jshard ckpt inspect c --depth 1
 """,
-    ("inspect", "c", "--step", "5"): """\
-CheckpointError: There is no series of checkpoints.
-  where: {here}/c
-  why:   a step, 5, was asked for, and the path is none of a series or a run.
-  do:    leave the step away, or give the folder that holds the checkpoints.
-""",
-    ("reshard", "c", "c", "--mesh", "fsdp=2"): """\
-CheckpointError: The checkpoint cannot be written.
-  where: {here}/c
-  why:   there is something at that path already.
-  do:    give another path; nothing is ever overwritten.
-""",
     ("reshard", "c", "d", "--mesh", "fsdp=16"): """\
 ShardingError: There are not as many devices as the mesh has.
   where: --mesh fsdp=16
   why:   16 are wanted, and 8 are simulated in this process.
   do:    JAX_NUM_CPU_DEVICES=16 jshard ckpt ...
-""",
-    ("export", "c", "d"): """\
-CheckpointError: There are no arrays in that part of the checkpoint.
-  where: {here}/c: model
-  why:   its parts are a.
-  do:    jshard ckpt inspect {here}/c --depth 1
 """,
     ("export", "c", "d", "--part", "", "--model", "model.py"): """\
 ShardingError: The checkpoint is not of this model: 5 leaves are missing.
@@ -514,10 +467,3 @@ def test_what_is_refused(arguments, tmp_path, capsys):
     assert cli.main(["ckpt", *arguments]) == 2
     assert capsys.readouterr().err == WRONG[arguments].format(here=tmp_path)
     assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
-
-
-def test_help(capsys):
-    assert cli.main(["ckpt"]) == 2
-    assert "usage: jshard ckpt COMMAND" in capsys.readouterr().err
-    assert cli.main(["ckpt", "--help"]) == 0
-    assert "reshard" in capsys.readouterr().out
