@@ -83,13 +83,11 @@ def leave_if_worker(code: int, error: BaseException | None = None) -> None:
 def _debug_in_environment(debug: bool) -> Iterator[None]:
     """Says `--debug` to the processes that the command starts, too."""
     before = os.environ.get(_DEBUG, "")
-    if debug:
-        os.environ[_DEBUG] = "1"
+    os.environ[_DEBUG] = "1" if debug else before
     try:
         yield
     finally:
-        if debug:
-            os.environ[_DEBUG] = before
+        os.environ[_DEBUG] = before
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -100,31 +98,31 @@ def _run(argv: Sequence[str]) -> int:
     if name in ("version", "--version"):
         print(f"jshard {__version__}")
         return 0
-    _set_xla_flags()
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in _XLA_CPU_FLAGS if flag.partition("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
     _compat.hide_useless_cuda()
     return _command(name, rest)(rest)
 
 
 def _report(error: BaseException, argv: Sequence[str]) -> int:
     """Prints what there is to say about an error; the exit code of it."""
+    import jax  # here: the processes that read data import this module, too
+
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return 1
-    if _is_out_of_memory(error):
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error = _out_of_memory(error, argv)
     is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
-        if (
-            os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain
-        ):  # an error in the user's file or in ours: its traceback is what helps
-            traceback.print_exception(error)
+        if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
+            traceback.print_exception(error)  # of an error in the user's file or in ours it is what helps
         if isinstance(error, FourPartError):
             notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
             print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return 2 if isinstance(error, ShardingError) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ShardingError) else 1
 
 
 def _wrapped(text: str) -> str:
@@ -136,12 +134,6 @@ def _wrapped(text: str) -> str:
         indent = "" if part == "what" else " " * 9
         lines.append(fitted(line, sys.stderr, indent=indent) if part in ("what", "why") else line)
     return "\n".join(lines)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    import jax  # here: the processes that read data import this module, too
-
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
@@ -207,9 +199,3 @@ def loading() -> contextlib.AbstractContextManager[object]:
     """Says on a terminal, while a block imports jax and what stands on it, that this is what takes so long."""
     stream = None if "JSHARD_WORKER" in os.environ else sys.stderr
     return at_work("loading jax and Flax", say=lambda line: None, stream=stream)
-
-
-def _set_xla_flags() -> None:
-    given = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in _XLA_CPU_FLAGS if flag.partition("=")[0] not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()

@@ -198,16 +198,9 @@ def _work(pipe: Connection, name: str) -> None:
 
 
 def _failure(kind: str, error: Exception | None, cause: BaseException | None, name: str) -> bytes:
-    import cloudpickle
-
+    """An error of ours as it is, and what caused it as text: exceptions of others and tracebacks may not travel."""
+    plain = None
     if cause is not None:
-        # A traceback does not travel; its text does.
-        cause.add_note(f"In {name}:\n" + "".join(traceback.format_tb(cause.__traceback__)))
-    try:
-        message = cloudpickle.dumps((kind, error, cause))
-        pickle.loads(message)  # exceptions with arguments of their own often fail only here
-    except Exception:
         plain = RuntimeError(f"{type(cause).__name__}: {cause}")
-        plain.__notes__ = getattr(cause, "__notes__", [])
-        message = cloudpickle.dumps((kind, error, plain))
-    return message
+        plain.add_note(f"In {name}:\n" + "".join(traceback.format_tb(cause.__traceback__)))
+    return pickle.dumps((kind, error, plain))

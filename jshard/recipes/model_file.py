@@ -48,7 +48,6 @@ from jshard.errors import FourPartError, ShardingError
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import as_filter
 from jshard.recipes import model_path, shipped_folder, shipped_models
-from jshard.recipes.mfu import dense_flops
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
@@ -80,6 +79,29 @@ def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
             "without loss_fn the loss is the cross entropy of model(inputs) with the targets.",
             do="def loss_fn(model, batch): ...  # in the model file: a mean over the batch",
         )
+
+
+def dense_flops(*, num_parameters: int, num_tokens: int, num_frozen: int = 0) -> tuple[float, str]:
+    """Arithmetic of a step of a dense transformer, and its formula as text: 6 x parameters x tokens.
+
+    Each parameter costs a multiplication and an addition per token, once forward and twice backward (Kaplan et al.
+    2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B). Attention over long sequences comes on top, and
+    recomputation does not count. A frozen parameter costs once backward: 4 operations. A model file may give its own
+    `flops` in the same form.
+
+    Args:
+        num_parameters: parameters of the model, tied ones once.
+        num_tokens: tokens (or samples) of a global batch.
+        num_frozen: of the parameters those that are not trained.
+
+    Returns:
+        Floating-point operations, and the formula.
+    """
+    if not num_frozen:
+        return 6.0 * num_parameters * num_tokens, f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
+    trained = num_parameters - num_frozen
+    formula = f"(6 x {trained:,} trained + 4 x {num_frozen:,} frozen parameters) x {num_tokens:,} tokens"
+    return (6.0 * trained + 4.0 * num_frozen) * num_tokens, formula
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

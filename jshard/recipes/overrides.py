@@ -32,6 +32,7 @@ R = TypeVar("R", bound=Recipe)
 
 _NONES = {"none": None, "null": None}
 _BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+_KEYS = "--print-config  # shows the keys, and the values that they have"
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
 
 
@@ -65,14 +66,11 @@ def override(recipe: R, settings: Sequence[str]) -> R:
             raise _unknown(key, text, line, keys)
         if key in values:
             raise _refused(f"{lines[key]} {line}", f"{key} is set twice.", line)
-        known = keys[key]
         try:
-            values[key], lines[key] = read_value(text, known.kind), line
+            values[key], lines[key] = read_value(text, keys[key]), line
         except ValueError:
-            has_text = written(known.value) is not None
-            do = _present(key, known) if has_text else "change it in the model file: it has no text form."
-            raise _refused(line, f"{key} takes {_described(known.kind)}, not {text!r}.", do) from None
-    return _rebuilt(recipe, "", values, lines, keys)
+            raise _refused(line, f"{key} takes {_described(keys[key])}, not {text!r}.", _KEYS) from None
+    return _rebuilt(recipe, "", values, lines)
 
 
 # Values.
@@ -158,18 +156,6 @@ _READERS: dict[Any, Any] = {
 }
 
 
-def written(value: Any) -> str | None:
-    """The text that `read_value` reads as this value; None where there is none, as for a function."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, tuple | list):
-        items = [written(item) for item in value]
-        return None if None in items else ",".join(map(str, items))
-    return str(value) if isinstance(value, str | int | float | Path | dict) else None
-
-
 def _described(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
@@ -179,20 +165,15 @@ def _described(kind: Any) -> str:
 # Keys.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    kind: Any
-    value: Any
-
-
-def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, _Key]]:
+def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys and their types."""
     hints = _hints(type(node))
     for field in filter(lambda field: field.init, dataclasses.fields(node)):
         value, name = getattr(node, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _walk(value, f"{name}.")
         else:
-            yield name, _Key(hints.get(field.name, Any), value)
+            yield name, hints.get(field.name, Any)
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -209,9 +190,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return hints
 
 
-def _rebuilt(
-    node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[str, str], keys: Mapping[str, _Key]
-) -> Any:
+def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[str, str]) -> Any:
     """The dataclass with the values that belong to it and below."""
     here = [key for key in values if key.startswith(prefix)]
     if not here:
@@ -222,7 +201,7 @@ def _rebuilt(
         if not nested:
             changes[name] = values[key]
         elif name not in changes:
-            changes[name] = _rebuilt(getattr(node, name), f"{prefix}{name}.", values, lines, keys)
+            changes[name] = _rebuilt(getattr(node, name), f"{prefix}{name}.", values, lines)
     try:
         # All at once: one value may be right only with the other.
         return dataclasses.replace(node, **changes)
@@ -231,11 +210,10 @@ def _rebuilt(
     except (ValueError, AssertionError) as error:
         text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
         why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
-        do = f"{' '.join(_present(key, keys[key]) for key in here)}  # the recipe's own"
-        raise _refused(" ".join(lines[key] for key in here), why, do) from error
+        raise _refused(" ".join(lines[key] for key in here), why, _KEYS) from error
 
 
-def _unknown(key: str, text: str, line: str, keys: Mapping[str, _Key]) -> SettingError:
+def _unknown(key: str, text: str, line: str, keys: Mapping[str, Any]) -> SettingError:
     last = {other: other.rpartition(".")[2] for other in keys}
     names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
     same = [other for other in keys if last[other] in names]  # by their last names, then as a whole
@@ -243,24 +221,16 @@ def _unknown(key: str, text: str, line: str, keys: Mapping[str, _Key]) -> Settin
     why = f"the recipe has no key {key!r}."
     if key in keys or fields:
         why = "it is not key=value." if key in keys else f"{key} is set field by field."
-    near = next(iter(fields or difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None)
-    if near is None:
-        do = f"take one of its keys, for example {next(iter(keys))}."
-    else:
-        do = _present(near, keys[near])
+    near, do = next(iter(difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None), _KEYS
+    if near is not None and not fields:
         with contextlib.suppress(ValueError):
-            read_value(text, keys[near].kind)
-            do = do if fields or not text else _line(near, text)
+            read_value(text, keys[near])
+            do = _line(near, text)
     return _refused(line, "\n".join([why, *textwrap.wrap(f"its keys: {', '.join(keys)}", width=100)]), do)
 
 
 def _refused(where: str, why: str, do: str) -> SettingError:
     return SettingError("A setting cannot be used.", where=where, why=why, do=do)
-
-
-def _present(key: str, known: _Key) -> str:
-    """The line that sets a key as it is."""
-    return _line(key, written(known.value) or "VALUE")
 
 
 def _line(key: str, text: str) -> str:

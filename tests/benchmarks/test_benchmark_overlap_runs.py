@@ -125,14 +125,8 @@ def test_other_conditions_begin_anew_and_write_over_nothing(measured, tmp_path):
     save(measured, tmp_path)
     other = CONDITIONS | {"devices": 8}
     assert continued(tmp_path, "2026-12-02 09:00 UTC", other) == Record(date="2026-12-02 09:00 UTC", conditions=other)
-    with pytest.raises(BenchmarkError) as error:
+    with pytest.raises(BenchmarkError, match="devices: 1 there, 8 now"):
         continued(tmp_path, "2026-12-01 23:00 UTC", other)
-    assert str(error.value) == (
-        "Today's figures were measured under other conditions.\n"
-        "  where: 2026-12-01_overlap.json\n"
-        "  why:   devices: 1 there, 8 now.\n"
-        "  do:    --out with another folder, or the options of then."
-    )
 
 
 def test_figures_that_cannot_be_read_are_left_alone(tmp_path):

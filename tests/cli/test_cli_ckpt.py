@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import jshard as js
 from jshard import cli
-from jshard.checkpoint import CheckpointError, CheckpointWarning, manifest
+from jshard.checkpoint import CheckpointError, manifest
 from jshard.checkpoint.formats import SafetensorsSource
 
 # As a user's file: a model of two stacked layers, whose names elsewhere are those of single ones.
@@ -211,22 +211,6 @@ def test_diff(run, ckpt):
     assert {leaf["path"]: leaf["kind"] for leaf in reported["leaves"]}["model/tokens"] == "values"  # by its sums
 
 
-def test_diff_of_shapes_dtypes_and_values_that_are_no_numbers(ckpt):
-    nan = jnp.array([1.0, jnp.nan])
-    js.checkpoint.save("a", {"x": nan, "y": jnp.ones(3), "z": jnp.ones(3), "n": 1, "w": -jnp.ones(4)})
-    js.checkpoint.save("b", {"x": nan, "y": jnp.ones(4), "z": jnp.ones(3, jnp.bfloat16), "n": 1.0, "w": jnp.ones(4)})
-    _, reported = ckpt("diff", "a", "b", "--json")
-    leaves = {leaf["path"]: leaf for leaf in reported["leaves"]}
-    assert {path: leaf["kind"] for path, leaf in leaves.items()} == {
-        "x": "equal",
-        "y": "shape",
-        "z": "dtype",
-        "n": "dtype",
-        "w": "values",
-    }
-    assert (leaves["z"]["norms"]["relative"], leaves["w"]["norms"]["relative"]) == (0, 2)
-
-
 def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckpt):
     code, reported = ckpt("reshard", run / "checkpoints" / "100", "out", "--mesh", "replica=2,fsdp=4", "--json")
     assert (code, reported["mesh"]["fsdp"], reported["leaves"]) == (0, 4, 6)
@@ -355,24 +339,20 @@ def test_an_import_of_two_names_of_one_path_names_them_and_leaves_nothing(capsys
 
 
 def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
-    """Whatever ends it: an error of Orbax, or the user."""
+    """Also where the user ends it, while the main thread waits."""
     written_by_the_package("c", {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})
     read = SafetensorsSource.read
-    for error, code, why in ((TypeError("odd"), 1, "TypeError: odd"), (KeyboardInterrupt(), 130, "interrupted")):
 
-        def fails(source, name, box, error=error):
-            if name == "b" and isinstance(error, KeyboardInterrupt):
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # it waits
-                time.sleep(0.5)
-            elif name == "b":
-                raise error
-            return read(source, name, box)
+    def interrupted(source, name, box):
+        if name == "b":
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)
+        return read(source, name, box)
 
-        monkeypatch.setattr(SafetensorsSource, "read", fails)
-        assert cli.main(["ckpt", "import", "c", "new/out"]) == code
-        reported = capsys.readouterr().err
-        assert why in reported and "make room" not in reported, reported
-        assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
+    monkeypatch.setattr(SafetensorsSource, "read", interrupted)
+    assert cli.main(["ckpt", "import", "c", "new/out"]) == 130
+    assert "make room" not in capsys.readouterr().err
+    assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
 CONTROLS = "\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e"
@@ -380,23 +360,17 @@ CONTROLS = "\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e"
 
 def test_control_characters_in_names_do_not_reach_the_terminal(ckpt, capsys):
     """A name is on one line, as Python writes it, wherever it is printed; as JSON it is what it is."""
-    written_by_the_package("c", {f"m.{CONTROLS}": np.ones(4, np.float32), "m.b": np.ones(4, np.float32)})
-    written_by_the_package("d", {f"m.{CONTROLS}": np.zeros(4, np.float32)})
     reported = []
-    for name in "cd":
+    for name, value in (("c", 1.0), ("d", 0.0)):
+        written_by_the_package(name, {f"m.{CONTROLS}": np.full(4, value, np.float32), "m.b": np.ones(4, np.float32)})
         assert cli.main(["ckpt", "import", name, f"{name}.out"]) == 0
         capsys.readouterr()
         assert f"m/{CONTROLS}" in ckpt("inspect", f"{name}.out", "--json")[1]["leaves"]
         reported.append(ckpt("inspect", f"{name}.out")[1])
     reported.append(ckpt("diff", "c.out", "d.out")[1])
-    for path in ("c", "c.out"):
-        for like in ({CONTROLS: jnp.zeros(5), "b": jnp.zeros(4)}, {"b": jnp.zeros(4)}):
-            with pytest.raises(CheckpointError) as caught:
-                js.checkpoint.restore(path, {"m": like})
-            reported.append(str(caught.value))
-        with pytest.warns(CheckpointWarning) as warned:
-            js.checkpoint.restore(path, {"m": {"b": jnp.zeros(4)}}, extra="ignore")
-        reported.append(str(warned[0].message))
+    with pytest.raises(CheckpointError) as caught:
+        js.checkpoint.restore("c.out", {"m": {"b": jnp.zeros(4)}})
+    reported.append(str(caught.value))
     file = Path("c.out/arrays/00000-000.safetensors")
     content = bytearray(file.read_bytes())
     content[4096:4112] = bytes(16)
@@ -406,13 +380,6 @@ def test_control_characters_in_names_do_not_reach_the_terminal(ckpt, capsys):
     for text in reported:
         assert r"\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e" in " ".join(text.split("\n")), text
         assert not [c for c in text if not c.isprintable() and c != "\n"], text
-
-
-def test_export_and_import_as_they_are(run, ckpt):
-    assert ckpt("export", run, "plain", "--part", "optimizer", "--no-verify")[0] == 0
-    assert set(SafetensorsSource("plain").leaves) == {"nu/0"}
-    assert ckpt("import", "plain", "back", "--mesh", "fsdp=2")[0] == 0
-    assert manifest.read(Path("back")).leaves["nu/0"].shape == (2, 2)
 
 
 def test_a_whole_state_goes_to_pytorch_and_back(ckpt):

@@ -1,7 +1,6 @@
 """How a command ends: exit codes, four parts or a traceback, `--debug`, pipes, Ctrl-C; and `--print-config`."""
 
 import enum
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from jshard import cli
-from jshard._compat import installed
 from jshard.errors import MeshError, RunError
 from jshard.recipes.recipe import tree, versions
 
@@ -167,18 +165,8 @@ def test_config_is_the_resolved_tree(capsys):
     assert read["options"] == {"workers": 2, "processes": 1, "init_from": None, "track": ["tensorboard"]}
 
 
-def test_versions(monkeypatch):
-    reported = versions()
-    assert list(reported) == "python jshard jax jaxlib flax optax orbax-checkpoint grain".split()
-    assert reported["jax"] == jax.__version__
-    assert reported["python"] == ".".join(map(str, sys.version_info[:3]))
-
-    def missing(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    installed._version.cache_clear()
-    assert versions()["grain"] is None
+def test_versions():
+    assert list(versions()) == "python jshard jax jaxlib flax optax orbax-checkpoint grain".split()
 
 
 class Color(enum.Enum):
@@ -192,7 +180,6 @@ class Color(enum.Enum):
         (np.float32(0.5), 0.5),
         (Color.RED, "RED"),
         (Path("a/b"), "a/b"),
-        ((1, (2,)), [1, [2]]),
         ({1: {2}}, {"1": [2]}),
         (np.dtype("float32"), "float32"),
         (json.dumps, "json.dumps"),
