@@ -44,19 +44,12 @@ from jshard.recipes.recipe import check_batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport(Printed):
-    """The answer to one command.
-
-    Attributes:
-        plan: the step that was asked for.
-        comparison: strategies beside it.
-        tried: ways to make it fit, the last of which does if any does; None if none was needed.
-        chosen: the outcome of a search.
-    """
+    """The answer to one command: the step that was asked for, and what stands beside it."""
 
     plan: ClusterPlan
-    comparison: Comparison | None = None
-    tried: tuple[Compared, ...] | None = None
-    chosen: Chosen | None = None
+    comparison: Comparison | None = None  # with other strategies
+    tried: tuple[Compared, ...] | None = None  # ways to make it fit, the last of which does if any does
+    chosen: Chosen | None = None  # by a search
 
     @property
     def fits(self) -> bool:

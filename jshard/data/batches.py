@@ -77,24 +77,53 @@ def order_of(dataset: Any) -> list[str]:
     return found
 
 
-class Batches:
-    """An iterator over this process's rows of each global batch, with a position that is the same on every process.
+class GlobalBatches:
+    """This process's rows of each global batch of a dataset, on from any position.
 
-    The position counts the samples that were handed out, not what was read ahead. A subclass says how batches are read
-    (`_reader`), and what its position holds beside the count.
+    Row `r` of the batch after `n` samples is sample `n + r` of the dataset: neither the mesh nor the number of
+    processes enters. The state is `n`, and what the order of the samples hangs on (lengths and seeds), which a restore
+    compares. So a run may go on with other processes, other rows or another batch size, and repeats no sample and
+    skips none. Of a dataset with an end, samples that fill no batch are left out; `.repeat()` has no end.
+
+    Args:
+        dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. Not filtered: a
+            filter leaves numbers without a sample.
+        batch_size: samples in a global batch.
+        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
+        start: number of the first sample.
+        read_options: Grain's; how many threads read, and how many samples ahead.
+
+    Raises:
+        ShardingError: the rows are not rows of such a batch, or the data have fewer samples than one.
+
+    Example:
+        >>> samples = grain.MapDataset.source(photos).shuffle(seed=0).map(crop).repeat()
+        >>> batches = GlobalBatches(samples, batch_size=512, rows=mesh)
+        >>> for batch in batches:
+        ...     loss = step(js.shard_batch(batch, mesh))
     """
 
     # For `position_text`: the state is that of the run, not of a process.
     global_position: ClassVar[bool] = True
 
-    def __init__(self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0) -> None:
+    def __init__(
+        self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0, read_options: Any = None
+    ) -> None:
         self.dataset = _numbered(dataset)
         self.batch_size, self.rows = batch_size, _checked_rows(batch_size, rows)
         _check_least("start", start, 0, "it counts what is left out at the front.")
+        if len(self.dataset) < batch_size:
+            raise ShardingError(
+                "The data do not fill a batch.",
+                where=f"batch_size={batch_size}",
+                why=f"there are {len(self.dataset)} samples.",
+                do=f"{type(self).__name__}(dataset.repeat(), ...), or a smaller batch.",
+            )
         self.order, self.samples = order_of(self.dataset), start
+        self._read_options = read_options
         self._reading: Any = None
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> GlobalBatches:
         return self
 
     def __next__(self) -> Any:
@@ -149,8 +178,37 @@ class Batches:
             yield f"       here  {'; '.join(self.order)}"
 
     def _reader(self, num_batches: int) -> Any:
-        """An iterator over so many batches from the position on, which reads ahead."""
-        raise NotImplementedError
+        """An iterator over so many batches from the position on; their samples are read ahead, in parallel."""
+        import grain
+
+        first, size, rows = self.samples, self.batch_size, self.rows
+
+        def sample(number: Any) -> Any:
+            step, place = divmod(int(number), len(rows))
+            return self._sample(first + step * size + rows[place])
+
+        numbers = grain.MapDataset.range(num_batches * len(rows))
+        return iter(numbers.map(sample).to_iter_dataset(self._read_options).batch(len(rows)))
+
+    def _sample(self, number: int) -> Any:
+        try:
+            sample = self.dataset[number]
+        except Exception as cause:
+            raise RunError(
+                "A sample cannot be read.",
+                where=f"sample {number} of the run",
+                why=f"{type(cause).__name__}: {cause}",
+                do="make that sample readable, or leave it out of the source.",
+            ) from cause
+        if sample is None:
+            raise RunError(
+                "A sample is missing.",
+                where=f"sample {number} of the run",
+                why="the dataset has none with that number: .filter() leaves such gaps.",
+                do="filter before: grain.MapDataset.source([x for x in data if good(x)]); or let each lane skip them:\n"
+                "PackedBatches(dataset.repeat(), pack=lambda samples: samples, ...)",
+            )
+        return sample
 
     def _handed_out(self, read: Any) -> Any:
         return read
@@ -196,80 +254,7 @@ def _check_least(name: str, value: int, least: int, why: str) -> None:
         raise ShardingError(what, where=f"{name}={value}", why=why, do=f"{name}={least}.")
 
 
-class GlobalBatches(Batches):
-    """This process's rows of each global batch of a dataset, on from any position.
-
-    Row `r` of the batch after `n` samples is sample `n + r` of the dataset: neither the mesh nor the number of
-    processes enters. The state is `n`, and what the order of the samples hangs on (lengths and seeds), which a restore
-    compares. So a run may go on with other processes, other rows or another batch size, and repeats no sample and
-    skips none. Of a dataset with an end, samples that fill no batch are left out; `.repeat()` has no end.
-
-    Args:
-        dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. Not filtered: a
-            filter leaves numbers without a sample.
-        batch_size: samples in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
-        start: number of the first sample.
-        read_options: Grain's; how many threads read, and how many samples ahead.
-
-    Raises:
-        ShardingError: the rows are not rows of such a batch, or the data have fewer samples than one.
-
-    Example:
-        >>> samples = grain.MapDataset.source(photos).shuffle(seed=0).map(crop).repeat()
-        >>> batches = GlobalBatches(samples, batch_size=512, rows=mesh)
-        >>> for batch in batches:
-        ...     loss = step(js.shard_batch(batch, mesh))
-    """
-
-    def __init__(
-        self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0, read_options: Any = None
-    ) -> None:
-        super().__init__(dataset, batch_size=batch_size, rows=rows, start=start)
-        if len(self.dataset) < batch_size:
-            raise ShardingError(
-                "The data do not fill a batch.",
-                where=f"batch_size={batch_size}",
-                why=f"there are {len(self.dataset)} samples.",
-                do="GlobalBatches(dataset.repeat(), ...), or a smaller batch.",
-            )
-        self._read_options = read_options
-
-    def _reader(self, num_batches: int) -> Any:
-        """Samples are read in parallel, where packed batches are made one after another."""
-        import grain
-
-        first, size, rows = self.samples, self.batch_size, self.rows
-
-        def sample(number: Any) -> Any:
-            step, place = divmod(int(number), len(rows))
-            return self._sample(first + step * size + rows[place])
-
-        numbers = grain.MapDataset.range(num_batches * len(rows))
-        return iter(numbers.map(sample).to_iter_dataset(self._read_options).batch(len(rows)))
-
-    def _sample(self, number: int) -> Any:
-        try:
-            sample = self.dataset[number]
-        except Exception as cause:
-            raise RunError(
-                "A sample cannot be read.",
-                where=f"sample {number} of the run",
-                why=f"{type(cause).__name__}: {cause}",
-                do="make that sample readable, or leave it out of the source.",
-            ) from cause
-        if sample is None:
-            raise RunError(
-                "A sample is missing.",
-                where=f"sample {number} of the run",
-                why="the dataset has none with that number: .filter() leaves such gaps.",
-                do="filter before: grain.MapDataset.source([x for x in data if good(x)]); or let each lane skip them:\n"
-                "PackedBatches(dataset.repeat(), pack=lambda samples: samples, ...)",
-            )
-        return sample
-
-
-class PackedBatches(Batches):
+class PackedBatches(GlobalBatches):
     """This process's rows of each global batch of packed sequences, on from any position.
 
     The documents are dealt to `lanes`: lane `v` reads documents `v`, `v + lanes` and so on, and a packer of its own

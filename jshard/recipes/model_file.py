@@ -85,17 +85,8 @@ def dense_flops(*, num_parameters: int, num_tokens: int, num_frozen: int = 0) ->
     """Arithmetic of a step of a dense transformer, and its formula as text: 6 x parameters x tokens.
 
     Each parameter costs a multiplication and an addition per token, once forward and twice backward (Kaplan et al.
-    2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B). Attention over long sequences comes on top, and
-    recomputation does not count. A frozen parameter costs once backward: 4 operations. A model file may give its own
-    `flops` in the same form.
-
-    Args:
-        num_parameters: parameters of the model, tied ones once.
-        num_tokens: tokens (or samples) of a global batch.
-        num_frozen: of the parameters those that are not trained.
-
-    Returns:
-        Floating-point operations, and the formula.
+    2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B); a frozen one once backward. Attention over long
+    sequences comes on top, and recomputation does not count. Tied parameters count once.
     """
     if not num_frozen:
         return 6.0 * num_parameters * num_tokens, f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
