@@ -47,8 +47,6 @@ def test_what_is_measured_and_what_only_chooses():
     [
         ("10000", '"even"'),
         ("11110", '"pooled"'),
-        ("11000", "neither rule; probes of up to 58 registers began"),
-        ("00000", "void. By both rules the probe of 32 registers begins, and it did not"),
         ("11111", "void. By both rules the probe of 112 registers waits, and it did not"),
     ],
 )
@@ -56,8 +54,6 @@ def test_placement(began, verdict):
     each = {n: did == "1" for n, did in zip(conclusion.PROBE_REGISTERS, began, strict=True)}
     sentence = conclusion.placement_verdict(Placement(began=each, long_sms=132, long_ms=20), H200)
     assert sentence.startswith(f"Placement: {verdict}")
-    missing = conclusion.placement_verdict(Placement(began=each, long_sms=131, long_ms=20), H200)
-    assert missing.startswith("Placement: void. The long blocks ran on 131 of 132 multiprocessors")
 
 
 def test_kill_rule():
@@ -66,8 +62,6 @@ def test_kill_rule():
     assert killed.startswith("kill rule: padding is needless here") and "0.733" in killed
     alive = conclusion.kill_rule([small(2.9, high)])
     assert alive.startswith("kill rule: does not apply") and "drain 5 (even) or 4 (pooled)" in alive
-    assert conclusion.kill_rule([small(2.9, "baseline"), row(2.0, mode=high)]) == ""
-    assert conclusion.kill_rule([small(2.2, high, even="1")]) == ""  # what it is about is a kernel that must drain
 
 
 def test_best():

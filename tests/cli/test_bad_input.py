@@ -270,24 +270,24 @@ def test_the_texts_have_their_form():
         assert all(len(line) > 9 for line in lines[3:])
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("train model.py --recip micro", "Perhaps you meant: --recipe NAME"),
-        ("train model.py --xyz=3", "Unrecognized options: --xyz=3"),
-        ("train model.py wider.py", "wider.py"),
-        ("plan model.py --options fast", "fastest"),
-        ("train model.py --steps many", "'many'"),
-        ("train --steps 3", "Python file with the model"),
-    ],
-)
-def test_the_parser_says_what_it_cannot_read(line, said, folder, capsys):
+PARSED = {
+    "train model.py --recip micro": "Perhaps you meant: --recipe NAME",
+    "train model.py --xyz=3": "Unrecognized options: --xyz=3",
+    "train model.py wider.py": "wider.py",
+    "plan model.py --options fast": "fastest",
+    "train model.py --steps many": "'many'",
+    "train --steps 3": "Python file with the model",
+}
+
+
+def test_the_parser_says_what_it_cannot_read(folder, capsys):
     before = contents(folder)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(line.split())
-    assert stop.value.code == 2 and contents(folder) == before
-    printed = capsys.readouterr()
-    assert said in " ".join(re.sub(r"[\u2500-\u257f]", "", printed.err).split()) and not printed.out
+    for line, said in PARSED.items():
+        with pytest.raises(SystemExit) as stop:
+            cli.main(line.split())
+        assert stop.value.code == 2 and contents(folder) == before
+        printed = capsys.readouterr()
+        assert said in " ".join(re.sub(r"[\u2500-\u257f]", "", printed.err).split()) and not printed.out
 
 
 def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys):
