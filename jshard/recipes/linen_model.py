@@ -17,7 +17,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from jshard.engine.context import in_plain_flax
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_of, relaid
-from jshard.linen.call import as_arrays, flat, raw_of
+from jshard.linen.call import as_arrays, flat, nested, raw_of
 from jshard.linen.layout import Layout
 from jshard.linen.route import call_annotated
 from jshard.plans.memories import to_device
@@ -72,14 +72,9 @@ class Initialising(_Calls):
 
 def _since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """A collection without what earlier calls have sown: each call of a `LinenModel` starts anew."""
-    old, found = dict(flat(before)), {}
-    for path, value in flat(after):
-        tree = found
-        for key in path[:-1]:
-            tree = tree.setdefault(key, {})
-        sown = isinstance(value, tuple) and isinstance(old.get(path), tuple)
-        tree[path[-1]] = value[len(old[path]) :] if sown else value
-    return found
+    old = dict(flat(before))
+    is_sown = lambda path, value: isinstance(value, tuple) and isinstance(old.get(path), tuple)
+    return nested((path, x[len(old[path]) :] if is_sown(path, x) else x) for path, x in flat(after))
 
 
 # Evaluation of a Linen model: dropout off, statistics fixed, however the model says it in training.
@@ -93,16 +88,16 @@ _is_on = jax.make_user_context(default_value=False)
 @contextlib.contextmanager
 def inference(is_on: bool) -> Iterator[None]:
     """Inside, modules with a field `deterministic` or `use_running_average` run as if it were True."""
-    if not is_on:
-        yield
-        return
-    with _is_on(True), nn.intercept_methods(_intercept):
+    with contextlib.ExitStack() as stack:
+        if is_on:
+            stack.enter_context(_is_on(True))
+            stack.enter_context(nn.intercept_methods(_intercept))
         yield
 
 
 def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
     module = context.module
-    before = {name: getattr(module, name) for name in _FIELDS if _has_field(module, name)}
+    before = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name in _FIELDS}
     if not before:
         return run(*args, **kwargs)
     args, kwargs = _without(before, context, args, kwargs)
@@ -113,10 +108,6 @@ def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.m
     finally:
         for name, value in before.items():
             object.__setattr__(module, name, value)
-
-
-def _has_field(module: nn.Module, name: str) -> bool:
-    return any(field.name == name for field in dataclasses.fields(module))
 
 
 def _without(
@@ -186,13 +177,9 @@ class LinenModel(_Calls, nnx.Module):
     @property
     def variables(self) -> dict[str, Any]:
         """The variables as Linen has them, by collection."""
-        found: dict[str, Any] = {}
-        for place in self._linen.places:
-            raw, tree = self._variable(place).get_raw_value(), found
-            for key in (place.collection, *place.path[:-1]):
-                tree = tree.setdefault(key, {})
-            tree[place.path[-1]] = jax.tree.unflatten(place.boxes, jax.tree.leaves(raw))
-        return found
+        raw = lambda place: jax.tree.leaves(self._variable(place).get_raw_value())
+        leaf = lambda place: jax.tree.unflatten(place.boxes, raw(place))
+        return nested(((place.collection, *place.path), leaf(place)) for place in self._linen.places)
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
         states = [] if self.deterministic else self._linen.states

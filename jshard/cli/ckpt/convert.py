@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard._text import human_bytes
-from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.comparing import verify
 from jshard.checkpoint.errors import CheckpointError
@@ -37,7 +36,7 @@ from jshard.checkpoint.series_folder import checkpoint_at, is_checkpoint, listin
 from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, simulate_devices
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import RunError, ShardingError
-from jshard.recipes.building import abstract_model, optimizer_of
+from jshard.recipes.building import abstract_state
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
@@ -284,9 +283,7 @@ class Model:
 
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""
-        model = abstract_model(self.file, self.recipe, mesh)
-        optimizer = abstract_optimizer(model, optimizer_of(self.recipe, model), wrt=self.file.wrt)
-        state = {"model": model, "optimizer": optimizer}
+        state = abstract_state(self.file, self.recipe, mesh)
         found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
         shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}
         padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}  # cut as it would be without a model
