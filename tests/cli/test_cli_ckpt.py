@@ -330,20 +330,24 @@ def test_an_import_of_two_names_of_one_path_names_them_and_leaves_nothing(capsys
 
 
 def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
-    """Also where the user ends it, while the main thread waits."""
+    """Whatever ends it: an error of Orbax, or the user."""
     written_by_the_package("c", {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})
     read = SafetensorsSource.read
+    for error, code, why in ((TypeError("odd"), 1, "TypeError: odd"), (KeyboardInterrupt(), 130, "interrupted")):
 
-    def interrupted(source, name, box):
-        if name == "b":
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.5)
-        return read(source, name, box)
+        def fails(source, name, box, error=error):
+            if name == "b" and isinstance(error, KeyboardInterrupt):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # it waits
+                time.sleep(0.5)
+            elif name == "b":
+                raise error
+            return read(source, name, box)
 
-    monkeypatch.setattr(SafetensorsSource, "read", interrupted)
-    assert cli.main(["ckpt", "import", "c", "new/out"]) == 130
-    assert "make room" not in capsys.readouterr().err
-    assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
+        monkeypatch.setattr(SafetensorsSource, "read", fails)
+        assert cli.main(["ckpt", "import", "c", "new/out"]) == code
+        reported = capsys.readouterr().err
+        assert why in reported and "make room" not in reported, reported
+        assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
 CONTROLS = "\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e"
