@@ -36,16 +36,8 @@ _DYING_S = 1.0  # from the end of its pipe to the end of a worker
 class WorkerPool:
     """Worker processes with a copy of a reader each; they end with `close`, or with the process.
 
-    Workers leave SIGINT and SIGTERM to the run: it may still need batches to come to an end.
-
-    Args:
-        reader: what they read; sent by pickle, objects of a model file included.
-        num_workers: how many.
-        ids: the samples of a step.
-        num_steps: how many steps will be asked for.
-
-    Raises:
-        ShardingError: the reader cannot be pickled.
+    Workers leave SIGINT and SIGTERM to the run: it may still need batches to come to an end. The reader is sent by
+    pickle, objects of a model file included; `ids` are the samples of a step, of which so many will be asked for.
     """
 
     def __init__(
@@ -66,12 +58,7 @@ class WorkerPool:
             worker.joined()
 
     def batch(self, step: int) -> Sample:
-        """The batch of a step; to be called once per step, in order.
-
-        Raises:
-            RunError: the worker died, or a sample cannot be read.
-            ShardingError: the reader cannot be built anew in the worker.
-        """
+        """The batch of a step, called once per step, in order; an error if its worker died or cannot read a sample."""
         if self._pickled is not None:
             for worker in self._workers:
                 worker.send(self._pickled)

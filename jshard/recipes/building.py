@@ -66,11 +66,7 @@ def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None
 
 
 def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings.
-
-    Raises:
-        DataError: the first sample is no dict of arrays of numbers.
-    """
+    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
     sharding = None if mesh is None else batch_sharding(mesh)
 
     def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:

@@ -51,9 +51,7 @@ def _names(mutable: str | Sequence[str]) -> tuple[str, ...]:
 class Initialising(_Calls):
     """A bound Linen module, all its collections mutable, as a loss sees it while its variables are made.
 
-    Args:
-        bound: the module.
-        asked: gets the names of the collections that calls ask for, which are no state of the model.
+    `asked` gets the names of the collections that calls ask for, which are no state of the model.
     """
 
     def __init__(self, bound: nn.Module, asked: set[str]) -> None:

@@ -77,15 +77,10 @@ def override(recipe: R, settings: Sequence[str]) -> R:
 
 
 def read_value(text: str, kind: Any) -> Any:
-    """The value that a text means for a type.
+    """The value that a text means for a type; a ValueError if it is none.
 
-    Args:
-        text: as typed, e.g. `1e-3`, `yes`, `none`, `1,2`.
-        kind: a type; items of a tuple or a list are separated by commas. `Any` takes a Python literal, true, false and
-            none, and any other text as text; a class that is not known here takes a Python literal of that class.
-
-    Raises:
-        ValueError: the text is no such value.
+    Items of a tuple or a list are separated by commas. `Any` takes a Python literal, true, false and none, and any
+    other text as text; a class that is not known here takes a Python literal of that class.
     """
     kind = getattr(kind, "__supertype__", kind)  # of a NewType
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -241,11 +236,7 @@ def _line(key: str, text: str) -> str:
 
 
 def parse_units(texts: Sequence[str]) -> dict[str, Any]:
-    """The settings in texts such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`.
-
-    Raises:
-        ShardingError: there is no such setting of a unit, or it has no such value.
-    """
+    """The settings in texts such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`."""
     found: dict[str, Any] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))

@@ -339,14 +339,10 @@ class Mfu:
 
 
 def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int, str]:  # pyright: ignore[reportInvalidTypeForm]
-    """The most memory that a device of this process has held, and what kind of figure that is.
+    """The most memory that a device of this process has held, in bytes, and what kind of figure that is.
 
-    Args:
-        devices: devices of the run; those of other processes are passed over.
-        compiled_bytes: peak bytes per device of the compiled step, for backends that do not count, as the CPU's.
-
-    Returns:
-        The bytes, and "measured" (by the backend, since the process began) or "compiled".
+    "measured" is that of the backend, since the process began; "compiled" are the bytes of the compiled step, given here
+    for backends that do not count, as the CPU's.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
