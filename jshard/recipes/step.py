@@ -341,8 +341,8 @@ class Mfu:
 def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int, str]:  # pyright: ignore[reportInvalidTypeForm]
     """The most memory that a device of this process has held, in bytes, and what kind of figure that is.
 
-    "measured" is that of the backend, since the process began; "compiled" are the bytes of the compiled step, given here
-    for backends that do not count, as the CPU's.
+    "measured" is that of the backend, since the process began; "compiled" are the bytes of the compiled step,
+    given here for backends that do not count, as the CPU's.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
