@@ -99,7 +99,7 @@ CASES: dict[str, str | tuple[str, int]] = {
     "model: refuses the length": "train model.py --data text.txt --set sequence_length=40",
     "recipe: unknown": "train model.py --recipe mikro",
     "key: unknown": "train model.py --set learning_rat=1e-3",
-    "key: wrong type": "train model.py --set batch_size=many --set learning_rate=fast --set model.tied=maybe",
+    "key: wrong type": "train model.py --set model.tied=maybe",
     "key: no value": "train model.py --set batch_size",
     "key: twice": "train model.py --set batch_size=8 --set batch_size=16",
     "key: twice, as an option": "train model.py --steps 5 --set num_steps=6",
