@@ -17,19 +17,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.draft import Owner, in_four_parts, keep_on_disk, remove_draft
-from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.files.dealing import device_boxes
-from jshard.checkpoint.files.layout import Piece, laid_out
-from jshard.checkpoint.files.places import LocalFolder
-from jshard.checkpoint.files.writing import write_files
+from jshard.checkpoint.dealing import write_files
+from jshard.checkpoint.errors import CheckpointError, in_four_parts
+from jshard.checkpoint.file_io import LocalFolder
 from jshard.checkpoint.formats.source import ArraySource, Box
-from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
+from jshard.checkpoint.layout import Piece, device_boxes, laid_out
+from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf, Sums, add, box_sums
 from jshard.checkpoint.matching import stacks
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.saving import seal
-from jshard.checkpoint.sums import Sums, add, box_sums
+from jshard.checkpoint.storage import Owner, keep_on_disk, remove_draft
 from jshard.errors import RunError, printable
 
 _TIMEOUT_S = 1200.0
@@ -44,17 +42,6 @@ def reshard(
     """Writes a checkpoint anew, cut as a mesh would save it.
 
     Memory holds a few of the pieces that it is cut into at a time.
-
-    Args:
-        path: a checkpoint.
-        out: a folder that does not exist yet.
-        mesh: of as many devices as are to read it; those of a CPU will do.
-        specs: how leaves are to be sharded, by path; others are as they were saved, as far as the mesh allows.
-        on_written: called with the bytes of each piece that is written.
-
-    Raises:
-        CheckpointError: there is no checkpoint at `path`, or there is something at `out`.
-        RunError: the checkpoint is damaged, or writing failed; nothing is left at `out`.
     """
     source = own_checkpoint(path)
     like = source.manifest or Manifest(leaves={})
@@ -85,14 +72,7 @@ def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
 
 
 class _Boxes:
-    """Boxes of a source that are read when they are written, and summed where the source has sums to compare with.
-
-    Args:
-        source: what is read.
-        layout: how each array is to be sharded.
-        mesh: over what.
-        on_written: called with the bytes of each box.
-    """
+    """Boxes of a source that are read when they are written, and summed where the source has sums to compare with."""
 
     def __init__(self, source: Opened, layout: Specs, mesh: Mesh, on_written: OnWritten) -> None:
         self._source, self._on_written, self.is_stopped = source, on_written, False
@@ -207,13 +187,7 @@ def _rewritten(
 
 
 class Part(Opened):
-    """Arrays of a source under other names; a layer of a stack may be one.
-
-    Args:
-        source: what they are read from.
-        places: the name there, and of one layer its number, by the name here.
-        left_over: arrays, and layers of stacks, that are not among them, a line each.
-    """
+    """Arrays of a source under other names; a layer of a stack may be one."""
 
     def __init__(
         self, source: ArraySource, places: Mapping[str, tuple[str, int | None]], left_over: Collection[str] = ()
@@ -238,17 +212,7 @@ class Part(Opened):
 
 
 def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) -> Part:
-    """The arrays below a path, without it; random keys and counts of draws are left out.
-
-    Args:
-        source: a checkpoint.
-        part: the path, such as "model"; empty for all.
-        names: those that are wanted, layer by layer: `blocks/3/mlp/kernel` is then found in a stack
-            `blocks/mlp/kernel`, too. Those that are stored nowhere are left out. All by default, as they are stored.
-
-    Raises:
-        CheckpointError: there is nothing below it.
-    """
+    """The arrays below a path, without it; random keys and counts of draws are left out."""
     begin, arrays = f"{part.strip('/')}/" if part else "", source.arrays
     stored = {
         path.removeprefix(begin): path

@@ -10,12 +10,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.api.optimizer import abstract_optimizer, shard_optimizer
-from jshard.checkpoint import Checkpointer, forecast
+from jshard.checkpoint import Checkpointer, check
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.series_folder import checkpoint_at
+from jshard.checkpoint.lookup import checkpoint_at
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_model, new_model
 from jshard.recipes.loss_scale import LossScale
@@ -94,10 +94,10 @@ def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) 
     found, names = _source(model_file, recipe, path)
     model = abstract_model(model_file, recipe, mesh)
     if model_file.wrt is nnx.Param:
-        forecast(found, like={"model": model}, only="params", names=names)
+        check(found, like={"model": model}, only="params", names=names)
     else:  # adapters may be missing, and what is frozen may not
         frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
-        forecast(found, like={"model": frozen}, only="params", names=names, extra="ignore")
+        check(found, like={"model": frozen}, only="params", names=names, extra="ignore")
 
 
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, Names | None]:

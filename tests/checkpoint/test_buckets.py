@@ -9,10 +9,9 @@ import pytest
 
 from jshard.checkpoint import buckets
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath
-from jshard.checkpoint.files.layout import Piece, laid_out, parse_index, parse_tail
-from jshard.checkpoint.files.places import do_all
-from jshard.checkpoint.files.reading import Range, reads
-from jshard.checkpoint.files.writing import write_file
+from jshard.checkpoint.dealing import write_file
+from jshard.checkpoint.file_io import Range, do_all, reads
+from jshard.checkpoint.layout import Piece, laid_out, parse_index, parse_tail
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
 
 pytestmark = pytest.mark.wide

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, errors, saving
-from jshard.checkpoint.draft import DRAFT_SUFFIX
 from jshard.checkpoint.saving import Pending
-from jshard.checkpoint.series_folder import Keep
+from jshard.checkpoint.series import Keep
+from jshard.checkpoint.storage import DRAFT_SUFFIX
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 
@@ -199,7 +199,9 @@ def test_what_cannot_be_tidied_up_hides_no_error(tmp_path, monkeypatch):
 
 FORKED = """
 import os, pathlib, signal, sys
-from jshard.checkpoint.draft import Owner, is_owned, _held
+from jshard.checkpoint.storage import Owner
+from jshard.checkpoint.storage import is_owned
+from jshard.checkpoint.storage import _held
 draft = pathlib.Path(sys.argv[1])
 owner = Owner(draft)
 assert is_owned(draft)

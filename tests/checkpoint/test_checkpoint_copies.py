@@ -6,9 +6,10 @@ import jax
 import pytest
 from flax import nnx
 
-from jshard.checkpoint.copies import Packing, opened_parts
-from jshard.checkpoint.files import dealing
-from jshard.checkpoint.files.layout import laid_out
+from jshard.checkpoint import dealing
+from jshard.checkpoint.dealing import Packing
+from jshard.checkpoint.layout import laid_out
+from jshard.checkpoint.opened import opened_parts
 from jshard.checkpoint.restoring import Restoring
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled

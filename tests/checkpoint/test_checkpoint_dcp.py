@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import DcpSource, dcp_writer
+from jshard.checkpoint.formats import DcpSource, dcp
 from jshard.checkpoint.formats.source import stored_array
 from jshard.errors import RunError
 from tests.checkpoint import dcp_fixture
@@ -303,9 +303,9 @@ WRITTEN_VALUES = {"opt/step": 7, "lr": 0.5, "note": "text \N{SNOWMAN}"}
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    monkeypatch.setattr(dcp_writer, "_CHUNK_BYTES", 150)  # so that most arrays are in several chunks
+    monkeypatch.setattr(dcp, "_CHUNK_BYTES", 150)  # so that most arrays are in several chunks
     counted = []
-    dcp_writer.write_dcp(tmp_path / "w", Held(WRITTEN), values=WRITTEN_VALUES, on_written=counted.append)
+    dcp.write_dcp(tmp_path / "w", Held(WRITTEN), values=WRITTEN_VALUES, on_written=counted.append)
     assert sum(counted) == sum(array.nbytes for array in WRITTEN.values())
     return tmp_path / "w"
 
@@ -316,9 +316,9 @@ def test_what_is_written_is_read_as_it_was(written):
     assert dict(source.values) == {name.replace("/", "."): value for name, value in WRITTEN_VALUES.items()}
     assert source.damaged_names() == []
     with pytest.raises(CheckpointError, match="there is one already"):
-        dcp_writer.write_dcp(written, Held(WRITTEN))
+        dcp.write_dcp(written, Held(WRITTEN))
     with pytest.raises(CheckpointError, match=r"(?s)no such dtype for 1 arrays.*x  int4"):
-        dcp_writer.write_dcp(written.parent / "x", Held({"x": np.zeros(2, jnp.int4)}))
+        dcp.write_dcp(written.parent / "x", Held({"x": np.zeros(2, jnp.int4)}))
 
 
 # ---- Against PyTorch itself -----------------------------------------------------------------------

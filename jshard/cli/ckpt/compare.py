@@ -13,9 +13,9 @@ from rich.text import Text
 
 from jshard._text import human_bytes
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.comparing import Finding, LeafDiff, Verdict, diff, verify
+from jshard.checkpoint.comparing import Finding, LeafDiff, ListedCheckpoint, Verdict, diff, listing, verify
+from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.series_folder import ListedCheckpoint, checkpoint_at, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json, progress, shape_text
 from jshard.inspect.tables import FittedTable, add_row, made_table, show, whole_line

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.series_folder import series_at
+from jshard.checkpoint.lookup import series_at
 from jshard.checkpoint.timeline import Timeline, timelines
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json
