@@ -11,7 +11,7 @@ Example:
 from jshard.checkpoint.comparing import verify as verify
 from jshard.checkpoint.errors import CheckpointError as CheckpointError
 from jshard.checkpoint.errors import CheckpointWarning as CheckpointWarning
-from jshard.checkpoint.restoring import check as check
+from jshard.checkpoint.restoring import forecast as forecast
 from jshard.checkpoint.restoring import restore as restore
 from jshard.checkpoint.saving import Pending as Pending
 from jshard.checkpoint.saving import save as save

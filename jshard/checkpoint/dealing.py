@@ -369,6 +369,10 @@ HEAD_BYTES = 8
 _ONE_FILE = 1 << 62  # bytes of a part, at most
 
 
+# A state as packed parts, one of each process: a checkpoint in a place that is no folder, such as another's memory. A
+# part is the length of a manifest, the manifest, and a packed file.
+
+
 class Packing:
     """What this process packs of a state. The values are copied, or held, when it is made: the step may go on."""
 

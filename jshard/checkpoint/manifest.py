@@ -42,7 +42,7 @@ class StoredLeaf:
     dtype: str  # of its elements; "int", "float" and "str" for values of Python
     key: str | None = None  # the kind of a random key, such as "fry"; None for what is none
     spec: str | None = None  # how it was sharded when it was saved, for people
-    sums: Sums | None = None  # see `sums.py`; None for values of Python, and where nobody computed them
+    sums: Sums | None = None  # see below; None for values of Python, and where nobody computed them
     chunk: tuple[int, ...] | None = None  # the shape of the boxes in which it is stored; None if that is not known
 
     @property
@@ -204,10 +204,18 @@ def _names(kind: type) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
+# Sums over a leaf that show whether a bit of it has changed, whatever mesh it was saved from or is restored onto: of
+# what Orbax writes, as packed files have sums of their own.
+#
+# A leaf is seen as a matrix of unsigned words of 8, 16 or 32 bits; wider dtypes are several words. Its last dim are the
+# columns, all others the rows. Each row is cut into segments of 512 words, or of one in small leaves, and the segments
+# are numbered through. Two sums are kept, modulo 2**64: of all words, and of all words weighted by 2 segment + 1. So a
+# change of a single word always shows, and segments, rows and boxes that changed places show in the second; what
+# cancels within one segment does not show. Sums over disjoint boxes add up: no mesh shows in the totals.
+
 Sums = tuple[int, int]
 Box = tuple[slice, ...]
 
-_FLOAT4 = "float4_e2m1fn"
 _MODULUS = 1 << 64
 _SEGMENT_WORDS = 512  # as quick as whole rows
 _SMALL_WORDS = 1 << 16  # a leaf of so many has segments of one word
@@ -221,34 +229,22 @@ def add(parts: Iterable[Sequence[int]]) -> Sums:
     return total % _MODULUS, weighted % _MODULUS
 
 
-class LeafSums:
-    """The sums over what this process holds of a leaf."""
-
-    def __init__(self, leaf: jax.Array | np.ndarray, shape: Sequence[int] | None = None) -> None:
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        self._shape = tuple(leaf.shape if shape is None else shape)
-        if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
-            self._parts = []
-        elif isinstance(leaf, jax.Array):
-            shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-            self._parts = [(np.asarray(shard.data), tuple(shard.index)) for shard in shards]
-        else:
-            self._parts = [(leaf, tuple(slice(None) for _ in self._shape))]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what this process holds."""
-        return sum(values.nbytes for values, _ in self._parts)
-
-    def total(self) -> Sums:
-        """The sums."""
-        return add(box_sums(values[_inside(box, self._shape)], box, self._shape) for values, box in self._parts)
+def held_parts(leaf: jax.Array | np.ndarray) -> list[tuple[np.ndarray, Box]]:
+    """What this process holds of a leaf, with the boxes: of copies one, of what each process has that of the first."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
+        return []
+    if isinstance(leaf, jax.Array):
+        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        return [(np.asarray(shard.data), tuple(shard.index)) for shard in shards]
+    return [(leaf, (slice(None),) * leaf.ndim)]
 
 
-def _inside(box: Box, shape: Sequence[int]) -> Box:
-    """What of a box is no padding."""
-    return tuple(slice(max(0, size - (part.start or 0))) for part, size in zip(box, shape, strict=True))
+def sums_of(parts: Iterable[tuple[np.ndarray, Box]], shape: Sequence[int]) -> Sums:
+    """The sums over some boxes of a leaf; what is beyond its shape is padding."""
+    inside = lambda box: tuple(slice(max(0, n - (part.start or 0))) for part, n in zip(box, shape, strict=True))
+    return add(box_sums(values[inside(box)], box, shape) for values, box in parts)
 
 
 def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
@@ -279,16 +275,12 @@ def _segments(shape: tuple[int, ...], per_element: int) -> tuple[int, int]:
 
 
 def _words(values: np.ndarray) -> np.ndarray:
-    if values.dtype.name == _FLOAT4:
+    if values.dtype.name == "float4_e2m1fn":
         values = values.view(np.uint8) & np.uint8(15)  # the bits above are no part of the value
-    elif _is_sub_byte(values.dtype):
+    elif values.dtype.name in ("int2", "uint2", "int4", "uint4"):
         values = values.astype(np.int8)
     values = np.ascontiguousarray(values.reshape(1) if values.ndim == 0 else values)
     return values.view(f"uint{8 * min(values.dtype.itemsize, 4)}")
-
-
-def _is_sub_byte(dtype: Any) -> bool:
-    return np.dtype(dtype).name in ("int2", "uint2", "int4", "uint4")
 
 
 def _cuts(first: int, last: int, width: int) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from jshard.checkpoint.dealing import HEAD_BYTES, Together
 from jshard.checkpoint.errors import damaged, reason, unreadable
 from jshard.checkpoint.file_io import HOST_MEMORY, ChangedError, FileSource, LocalFolder, MappedBoxes, Read, Slab
 from jshard.checkpoint.formats.source import Box, bounds
-from jshard.checkpoint.layout import Limits, limits
+from jshard.checkpoint.layout import Limits, limits, size_of
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.matching import own_mesh
 from jshard.checkpoint.pieces import PackedFile, Pieces, Want
@@ -55,6 +55,18 @@ class Opened:
         """A box of an array, as a new array; threads may call it at the same time. It raises as `load` does."""
         raise NotImplementedError
 
+    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+        """How many elements are read of an array for some boxes, each of which reads the chunks whole that it is in."""
+        leaf = self.leaves[name]
+        chunk, count = leaf.chunk or leaf.shape, 0
+        for box in boxes:
+            read = [
+                (start // max(step, 1) * step, min(-(-stop // max(step, 1)) * step, size))
+                for (start, stop), step, size in zip(box, chunk, leaf.shape, strict=True)
+            ]
+            count += size_of(tuple(read)) if size_of(box) else 0
+        return count
+
     def values(self) -> dict[str, Any]:
         """The leaves that are numbers or texts of Python, by path."""
         raise NotImplementedError
@@ -70,6 +82,13 @@ def held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Limits, ...]
     """The boxes of an array that this process holds, each once."""
     found = sharding.addressable_devices_indices_map(shape).values()
     return tuple(dict.fromkeys(limits(index or (), shape) for index in found))
+
+
+def boxes_of(leaf: StoredLeaf, like: Any) -> tuple[Limits, ...]:
+    """The boxes of a leaf that this process is to hold; a random key is read whole."""
+    if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
+        return (tuple((0, size) for size in leaf.shape),)
+    return held_boxes(like.sharding, tuple(like.shape))
 
 
 def held_bytes(like: Any) -> int:
@@ -94,7 +113,7 @@ def cut(shape: Sequence[int], itemsize: int, budget_bytes: int) -> Iterator[Box]
             yield slice(start, start + rows), *rest
 
 
-_BATCH_BYTES = 64 << 20  # of arrays that are read at a time
+BATCH_BYTES = 64 << 20  # of arrays that are read at a time
 
 
 class PackedCheckpoint(Opened):
@@ -131,6 +150,12 @@ class PackedCheckpoint(Opened):
     def values(self) -> dict[str, Any]:
         """See `Opened.values`."""
         return dict(self.manifest.values)
+
+    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+        """See `Opened.touched`."""
+        leaf = self.leaves[name]
+        with self._named_errors():
+            return self.pieces.touched(self._numbers[name], boxes, leaf.shape, np.dtype(leaf.dtype).itemsize)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
@@ -316,7 +341,7 @@ def _batches(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
     for name, like in wanted.items():
         batch.append(name)
         held += held_bytes(like)
-        if held >= _BATCH_BYTES:
+        if held >= BATCH_BYTES:
             yield batch
             batch, held = [], 0
     if batch:

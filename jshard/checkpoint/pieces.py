@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -85,6 +85,11 @@ class Pieces:
         """How many elements of a leaf are in no piece."""
         _, _, starts, stops = self.of(leaf)
         return math.prod(shape) - int(np.prod(stops - starts, axis=1).sum()) if len(starts) else math.prod(shape)
+
+    def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
+        """How many elements are read for some boxes of a leaf."""
+        _, _, starts, stops = self.of(leaf)
+        return sum(part.count for part in _parts(tuple(boxes), *_key(starts, stops), shape, itemsize))
 
     def _ndim(self, piece: int) -> int:
         first = self._columns[1]

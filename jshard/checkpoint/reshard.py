@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import math
 import time
@@ -15,22 +14,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.dealing import write_files
-from jshard.checkpoint.errors import CheckpointError, in_four_parts
-from jshard.checkpoint.file_io import LocalFolder
+from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import ArraySource, Box
 from jshard.checkpoint.layout import Piece, device_boxes, laid_out
-from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf, Sums, add, box_sums
+from jshard.checkpoint.manifest import Manifest, StoredLeaf, Sums, add, box_sums
 from jshard.checkpoint.matching import stacks
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.saving import seal
-from jshard.checkpoint.storage import Owner, keep_on_disk, remove_draft
+from jshard.checkpoint.saving import TIMEOUT_S, Saving
+from jshard.checkpoint.storage import remove_draft
 from jshard.errors import RunError, printable
-
-_TIMEOUT_S = 1200.0
 
 Specs = Mapping[str, PartitionSpec]
 OnWritten = Callable[[int], object]
@@ -45,13 +39,13 @@ def reshard(
     """
     source = own_checkpoint(path)
     like = source.manifest or Manifest(leaves={})
-    return _rewritten(source, out, mesh, specs or {}, like=like, on_written=on_written)
+    return _Rewriting(source, out, mesh, specs or {}, like=like, on_written=on_written).run()
 
 
 def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritten = lambda num_bytes: None) -> Manifest:
     """Writes what a source holds as a checkpoint of ours; arguments, memory and errors as of `reshard`."""
     like = Manifest(leaves={}, saved_at=time.time())
-    return _rewritten(source, out, mesh, {}, like=like, on_written=on_written)
+    return _Rewriting(source, out, mesh, {}, like=like, on_written=on_written).run()
 
 
 def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
@@ -116,71 +110,38 @@ class _Boxes:
             )
 
 
-def _rewritten(
-    source: Opened, path: Path, mesh: Mesh, specs: Specs, *, like: Manifest, on_written: OnWritten
-) -> Manifest:
-    """Writes what a source holds; it is complete and under its name when this returns.
+class _Rewriting(Saving):
+    """A save of what a source holds: its pieces are read when they are written."""
 
-    `like` has the step, the time and the metrics for the manifest.
-    """
-    if path.exists():
-        raise CheckpointError(
-            "The checkpoint cannot be written.",
-            where=str(path),
-            why="there is something at that path already.",
-            do="give another path; nothing is ever overwritten.",
-        )
-    values = source.values()
-    layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
-    boxes, owner = _Boxes(source, layout, mesh, on_written), None
-    leaves = {name: leaf for name, leaf in boxes.leaves.items() if leaf.is_array}
-    leaves |= {name: _manifest.describe(value) for name, value in values.items()}
-    manifest = Manifest(
-        leaves=leaves,
-        values=values,
-        step=like.step,
-        saved_at=like.saved_at,
-        mesh=dict(mesh.shape),
-        metrics=like.metrics,
-    )
+    def __init__(
+        self, source: Opened, path: Path, mesh: Mesh, specs: Specs, *, like: Manifest, on_written: OnWritten
+    ) -> None:
+        layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
+        self._boxes, self._source, self._of = _Boxes(source, layout, mesh, on_written), source, mesh
+        check = lambda: self._boxes.check(path)
+        super().__init__(path, None, step=like.step, metrics=like.metrics, timeout_s=TIMEOUT_S, check=check)
+        self._saved_at = like.saved_at
 
-    def write(folder: Path) -> None:
-        nonlocal manifest
-        packed = write_files(LocalFolder(folder / FOLDER), boxes.files, boxes.values)
-        boxes.check(path)
-        assert owner is not None
-        owner.check()
-        manifest = dataclasses.replace(manifest, packed=packed)
-        seal(folder, path, manifest)
+    def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
+        self._values = self._source.values()
+        self._described = {name: leaf for name, leaf in self._boxes.leaves.items() if leaf.is_array}
+        self._described |= {name: _manifest.describe(value) for name, value in self._values.items()}
+        self._mesh = {"axes": dict(self._of.shape), "processes": []}
+        self._prepare(prepare)
+        return {}, {}
 
-    new_folders = [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        owner = Owner(path)
-        remove_draft(path)
-        wait = storage.save_async(path, write, timeout_s=_TIMEOUT_S)
+    def _hold(self, leaves: dict[str, Any]) -> Any:
+        return self._boxes
+
+    def run(self) -> Manifest:
+        """Does it; nothing is left where it fails."""
         try:
-            wait()
+            self.finish()
         except BaseException:  # the user may have interrupted it, and threads go on to write
-            boxes.is_stopped = True
-            with contextlib.suppress(Exception):
-                wait()
+            self._boxes.is_stopped = True
+            remove_draft(self.path)
             raise
-        keep_on_disk(path)
-    except BaseException as error:
-        if owner is not None:
-            remove_draft(path)
-        if not isinstance(error, Exception) or isinstance(error, CheckpointError | RunError):
-            raise
-        raise in_four_parts(path, error) from error
-    finally:
-        if owner is not None:
-            owner.release()
-        if not path.exists():
-            with contextlib.suppress(OSError):  # another program has put something there
-                for folder in new_folders:
-                    folder.rmdir()
-    return manifest
+        return self.manifest
 
 
 # Some leaves of a checkpoint as a source of their own, such as the model alone, layer by layer.

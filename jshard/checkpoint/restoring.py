@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import warnings
@@ -11,18 +12,21 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from jshard._processes import all_or_none
+from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
 from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.layout import size_of
 from jshard.checkpoint.lookup import place_of
-from jshard.checkpoint.manifest import LeafSums, Sums, add
+from jshard.checkpoint.manifest import Sums, add, held_parts, sums_of
 from jshard.checkpoint.matching import check_fits, finish, match, num_overflows, own_mesh, renamed, to_read
-from jshard.checkpoint.opened import Opened, PackedCheckpoint, held_bytes, is_on_cpu
+from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint, open_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
@@ -88,23 +92,26 @@ def restore(
     return _restoring(path, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
 
 
-def check(path: str | os.PathLike[str], like: Any, *, names: Names | None = None, **options: Any) -> None:
-    """Raises what `restore` would raise of a state that does not fit; no array is read.
+def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = None, **options: Any) -> Forecast:
+    """What `restore` would read in this process, from what describes the checkpoint alone.
 
     Args:
         path: see `restore`.
         like: a state of the same structure.
         names: what another library calls the leaves.
-        **options: `only`, `rename`, `missing` and `extra` of `restore`.
+        **options: `only`, `rename`, `missing`, `extra`, `read_once` and `verify` of `restore`.
+
+    Returns:
+        Bytes that are wanted, that are read for them, and of host memory; as a text, one line.
 
     Raises:
         CheckpointError: there is no checkpoint at `path`, or its leaves do not fit those of `like`.
         RunError: what describes it is damaged.
 
     Example:
-        >>> js.checkpoint.check("run/100", like={"model": model})
+        >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
-    _restoring(path, like, names=names, **options)
+    return _restoring(path, like, names=names, **options).forecast
 
 
 def _restoring(path: Any, like: Any, *, names: Names | None, verify: bool = True, **options: Any) -> Restoring:
@@ -122,11 +129,33 @@ def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str] | None:
     return None if any(f"{path}/".startswith(f"{name}/") for path in opened.leaves) else {name: ""}
 
 
+_AMPLIFICATION = 4.0  # bytes read for each that is wanted: from here on it is worth a word
+_WORTH_BYTES = 1 << 30  # of reads in vain
 _SUMMING_THREADS = 2  # of whole leaves, as Orbax has them
 
 
 Missing = Literal["error", "init"]
 Extra = Literal["error", "ignore"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What this process will read of a checkpoint."""
+
+    wanted_bytes: int  # of the boxes that its devices will hold, each counted once
+    touched_bytes: int  # that are read for them: rows of packed pieces; of other formats whole chunks
+    host_bytes: int  # at most, beside the state: what is on its way, and leaves that stay on the host
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read for each byte that is wanted."""
+        return self.touched_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
+
+    def __str__(self) -> str:
+        wanted, touched, host = (human_bytes(size, 1) for size in dataclasses.astuple(self))
+        return (
+            f"{touched} to read for {wanted} (x{self.amplification:.2f}); up to {host} of host memory beside the state"
+        )
 
 
 class Restoring:
@@ -186,6 +215,21 @@ class Restoring:
         return found
 
     @functools.cached_property
+    def forecast(self) -> Forecast:
+        """What this process will read."""
+        sizes, touched = [], 0
+        for path, like in self.reads.items():
+            if hasattr(like, "shape") and (leaf := self._stored[path]).is_array:
+                boxes = boxes_of(leaf, like)
+                sizes.append(sum(map(size_of, boxes)) * np.dtype(leaf.dtype).itemsize)
+                touched += self.opened.touched(path, boxes) * np.dtype(leaf.dtype).itemsize
+        on_host = sum(like.nbytes for like in self.reads.values() if isinstance(like, np.ndarray))
+        in_flight = min(2 * (BATCH_BYTES + max(sizes, default=0)), touched)
+        share = max(1, len(self._members))
+        host_bytes = on_host + (2 if share > 1 else 1) * in_flight
+        return Forecast(wanted_bytes=sum(sizes), touched_bytes=touched // share, host_bytes=host_bytes)
+
+    @functools.cached_property
     def _members(self) -> tuple[int, ...]:
         """The processes that read a part each of what all of them want; empty where nothing is shared."""
         can_share = jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
@@ -197,7 +241,7 @@ class Restoring:
         together = Together(self._members, timeout_s=timeout_s) if self._members else None
         try:
             found, sums = self._read(verify, together)
-            num_bytes = sum(map(held_bytes, self.reads.values()))
+            num_bytes = self.forecast.wanted_bytes
         except OtherFailedError:
             pass
         except Exception as caught:  # the others wait to hear of it
@@ -244,8 +288,7 @@ class Restoring:
             return found, {}
         with self.phases("verify"):
             summed = [key for key in found if key in manifest.leaves and manifest.leaves[key].sums]
-            shape = lambda stored: None if stored.key else stored.shape
-            total = lambda key: LeafSums(found[key], shape(manifest.leaves[key])).total()
+            total = lambda key: sums_of(held_parts(found[key]), manifest.leaves[key].shape)
             with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
 
@@ -308,6 +351,13 @@ class Restoring:
             notes.append(f"it was read, and not mapped: {why}.")
         if self._read_once and jax.process_count() > 1 and not isinstance(self.opened, PackedCheckpoint):
             notes.append("read_once is for packed checkpoints: of this one every process read what it wanted.")
+        in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
+        if self.forecast.amplification > _AMPLIFICATION and in_vain > _WORTH_BYTES:
+            notes.append(
+                f"{self.forecast}.\n"
+                "It is stored in pieces for another layout; where it is restored often, rewrite it:\n"
+                f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
+            )
         if notes:
             message = f"{self.opened.path} is restored; " + "\n".join(notes)
             warnings.warn(message, CheckpointWarning, stacklevel=5)

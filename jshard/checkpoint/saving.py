@@ -32,7 +32,7 @@ from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, in_four
 from jshard.checkpoint.file_io import LocalFolder, flush
 from jshard.checkpoint.leaves import check_equal, local_copies
 from jshard.checkpoint.lookup import place_of
-from jshard.checkpoint.manifest import FOLDER, LeafSums, Manifest, StoredLeaf, add
+from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf, add, held_parts, sums_of
 from jshard.checkpoint.matching import own_mesh
 from jshard.checkpoint.storage import Owner, keep_on_disk, remove_draft
 from jshard.checkpoint.timeline import Phases, mesh_layout
@@ -117,9 +117,10 @@ class Saving:
         self.phases = Phases()
         self._failures = f"save {next(_numbers)}"
         self._held = contextlib.ExitStack()  # what ends with the save
-        self._totals: dict[str, LeafSums] = {}
+        self._totals: dict[str, list[Any]] = {}  # what this process holds of each leaf, to be summed
         self._owner: Owner | None = None
         self._heard: list[dict[str, Any]] = []  # the reports of all processes
+        self._saved_at = self.phases.began_at
         self._agreed: Exception | None = None  # why no process could write, where all have heard of it
         try:
             with self.phases("plan"):
@@ -130,7 +131,7 @@ class Saving:
             orbax_operations(max(counts))
             with self._errors_named():
                 # Of several processes Orbax asks the devices, which are the step's as soon as this returns.
-                can_wait = jax.process_count() == 1 and isinstance(held, HeldState)
+                can_wait = jax.process_count() == 1 and not isinstance(held, dict)
                 self._wait = (lambda: self._begun(held)()) if can_wait else self._begun(held)
         except BaseException as error:
             if isinstance(error, Exception):
@@ -174,7 +175,7 @@ class Saving:
         def work() -> tuple[None, dict[str, Any]]:
             with self.phases("write"):
                 files = write()
-                sums = {key: sums.total() for key, sums in self._totals.items()}
+                sums = {key: sums_of(parts, self._described[key].shape) for key, parts in self._totals.items()}
             num_bytes = sum(size for size, _ in files.values()) or self._num_bytes
             return None, {"files": files, "sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
 
@@ -214,17 +215,17 @@ class Saving:
                 return HeldState(leaves, self._described)
             arrays = {key: leaf for key, leaf in leaves.items() if key not in self._values}
             full = {key: _without_padding(leaf, self._described[key]) for key, leaf in arrays.items()}
-            self._totals = {key: LeafSums(leaf) for key, leaf in full.items()}
+            self._totals = {key: held_parts(leaf) for key, leaf in full.items()}
             return {key: leaf for key, leaf in {**leaves, **full}.items() if getattr(leaf, "size", 1)}  # Orbax's rule
 
     def _begun(self, held: HeldState | dict[str, Any]) -> Callable[[], None]:
         """Begins to write what is held; a function that waits until the checkpoint has its name."""
-        self._num_bytes = sum(sums.num_bytes for sums in self._totals.values())  # Orbax does not say it
+        self._num_bytes = sum(values.nbytes for parts in self._totals.values() for values, _ in parts)  # of Orbax
         if isinstance(self.path, BucketPath):
-            assert isinstance(held, HeldState)
+            assert not isinstance(held, dict)
             sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same
             return lambda: self._write(lambda: write_files(sink, held.files, held.values, begin=begin), self.path)
-        if isinstance(held, HeldState):
+        if not isinstance(held, dict):
             write = lambda folder: lambda: write_files(LocalFolder(folder / FOLDER), held.files, held.values)
             leaves = None
         else:
@@ -261,17 +262,17 @@ class Saving:
         if self._format == "orbax":
             sums = {key: [other["sums"][key] for other in self._heard] for key in self._totals}
             leaves |= {key: dataclasses.replace(leaves[key], sums=add(found)) for key, found in sums.items()}
-        manifest = Manifest(
+        self.manifest = Manifest(
             leaves=leaves,
             packed=packed,
             values=self._values,
             step=self._step,
-            saved_at=self.phases.began_at,
+            saved_at=self._saved_at,
             mesh=self._mesh["axes"],
             processes=len(self._heard),
             metrics=self._metrics,
         )
-        seal(folder, self.path, manifest)
+        seal(folder, self.path, self.manifest)
 
     def _together(self, topic: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
         """Does work that all processes come to the end of, or none; it gives what stays here, and what others hear."""

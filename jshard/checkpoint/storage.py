@@ -213,6 +213,11 @@ def is_committed(path: Place) -> bool:
     return (path / (MANIFEST if isinstance(path, BucketPath) else COMMIT_MARK)).is_file()
 
 
+# The folder of a save until it is complete. No two saves write into one, and none removes what another is writing: the
+# first process holds a lock on the file `NAME.owner` as long as it saves; the system lets go of it when the process
+# dies. Some file systems have no locks: there the later save takes the folder, and the earlier one finds another token
+# in the file, and fails before it completes what is not its own.
+
 DRAFT_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, and renames
 _held: set[int] = set()  # files that are locked
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.api.optimizer import abstract_optimizer, shard_optimizer
-from jshard.checkpoint import Checkpointer, check
+from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import foreign_source
@@ -94,10 +94,10 @@ def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) 
     found, names = _source(model_file, recipe, path)
     model = abstract_model(model_file, recipe, mesh)
     if model_file.wrt is nnx.Param:
-        check(found, like={"model": model}, only="params", names=names)
+        forecast(found, like={"model": model}, only="params", names=names)
     else:  # adapters may be missing, and what is frozen may not
         frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
-        check(found, like={"model": frozen}, only="params", names=names, extra="ignore")
+        forecast(found, like={"model": frozen}, only="params", names=names, extra="ignore")
 
 
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, Names | None]:

@@ -12,7 +12,7 @@ from jshard.checkpoint.layout import laid_out
 from jshard.checkpoint.opened import opened_parts
 from jshard.checkpoint.restoring import Restoring
 from jshard.errors import RunError
-from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
+from tests.checkpoint.checkpoint_states import abstract, differences, filled
 
 
 def packed(state, step=1):
@@ -25,10 +25,9 @@ def restored(data, layout):
     return Restoring(opened, abstract(layout)).run(verify=True, timeout_s=60)
 
 
-@pytest.mark.parametrize("source", ["hsdp", "all axes"])
-@pytest.mark.parametrize("target", LAYOUTS)
-def test_every_layout_is_read_onto_every_other(source, target):
-    data = packed(filled(source, 3))
+@pytest.mark.parametrize("target", ["one device", "all axes"])
+def test_a_layout_is_read_onto_others(target):
+    data = packed(filled("hsdp", 3))
     assert differences(restored(data, target), target, 3) == []
 
 

@@ -132,15 +132,6 @@ def test_the_position_counts_what_was_handed_out_and_not_what_was_read():
     batches.close()
 
 
-def test_data_with_an_end_give_whole_batches_and_keep_the_rest_for_another_batch_size():
-    dataset = grain.MapDataset.range(10)
-    batches = GlobalBatches(dataset, batch_size=4, rows=[0, 1, 2, 3])
-    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    smaller = GlobalBatches(dataset, batch_size=2, rows=[0, 1])
-    smaller.set_state(batches.get_state())
-    assert [batch.tolist() for batch in smaller] == [[8, 9]]
-
-
 def test_a_sample_that_cannot_be_read_is_named_and_not_left_out():
     broken = {5}
 
@@ -160,19 +151,10 @@ def test_a_sample_that_cannot_be_read_is_named_and_not_left_out():
     batches.close()
 
 
-def test_what_is_done_to_each_sample_may_differ_and_a_start_may_be_told():
-    other = samples().map(lambda sample: {"id": sample["id"] + 1000})
-    batches = GlobalBatches(other, batch_size=2, rows=[0, 1], start=4)
-    assert (next(batches)["id"] - 1000).tolist() == unbroken(samples(), 6)[4:]
-    batches.set_state(global_batches(2, [0, 1]).get_state())
-    assert (next(batches)["id"] - 1000).tolist() == unbroken(samples(), 2)
-    batches.close()
-
-
 segments = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(0, 4)), min_size=2, max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     lanes=st.integers(1, 7),
@@ -234,24 +216,6 @@ def test_any_packer_of_grain_and_a_filter_keep_their_buffers():
     assert sorted(joined) == ["tokens", "tokens_positions", "tokens_segment_ids"]
     jax.tree.map(np.testing.assert_array_equal, joined, wanted)
     closed([whole, *before, *after])
-
-
-def test_a_document_that_cannot_be_read_is_named_and_not_left_out():
-    broken = {4}
-
-    def read(i):
-        if i in broken:
-            raise OSError("stale handle")
-        return np.arange(10 * i, 10 * i + 4)
-
-    docs = grain.MapDataset.range(8).map(read).repeat()
-    batches = PackedBatches(docs, pack=4, batch_size=2, rows=[0, 1])
-    assert next(batches)["tokens"][:, 0].tolist() == [0, 10]
-    with pytest.raises(RunError, match=r"lane 0, sequence 1\n.*OSError: stale handle"):
-        next(batches)
-    broken.clear()
-    assert next(batches)["tokens"][:, 0].tolist() == [20, 30]
-    batches.close()
 
 
 def test_another_packing_is_refused_with_everything_that_differs():
@@ -336,7 +300,7 @@ def test_a_state_comes_back_exactly_and_objects_are_refused():
     assert is_data_position(grain_iterator()) and not is_data_position({"get_state": 1})
 
 
-@pytest.mark.parametrize("dataset", [samples(seed=4), samples(size=24), samples().slice(slice(1, None))])
+@pytest.mark.parametrize("dataset", [samples(seed=4), samples(size=24)])
 def test_other_data_or_another_order_are_refused(dataset):
     batches = GlobalBatches(dataset, batch_size=2, rows=[0, 1])
     with pytest.raises(CheckpointError) as error:

@@ -117,6 +117,7 @@ def once():
     restore()  # what is imported, and the connections
     before = read_bytes()
     found = {"differ": differ(restore()), "bytes": read_bytes() - before}
+    found["forecast"] = checkpoint.forecast(path, held, read_once=True).touched_bytes
     found["other leaves"] = reported(lambda: restore({"large": held["large"], "step": 0} if PROCESS else held))
 
     read = file_io.LocalFolder.read

@@ -92,7 +92,7 @@ def what_both_hold_is_read_once(folder):
     assert not any(each["differ"] for each in found)
     size = sum(path.stat().st_size for path in (folder / "once" / "arrays").iterdir())
     for each in found:
-        assert 0.45 * size < each["bytes"] < 0.55 * size, (size, found)
+        assert 0.45 * size < each["bytes"] < 0.55 * size and 0.45 * size < each["forecast"] < 0.55 * size, (size, found)
         assert each["other leaves"]["type"] == "CheckpointError" and "do not ask for the same" in str(each)
         assert "arrays/00001-000.safetensors\n         large" in each["a bit"]["text"]
         assert "ValueError: not foreseen" in each["one fails"]["text"]

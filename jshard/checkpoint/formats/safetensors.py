@@ -55,10 +55,7 @@ class SafetensorsSource:
 
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "safetensors")
-        files, self._index = _files(self.path)
-        self._regions = _all_regions(files)
-        if self._index is not None:
-            _check_index(self.path / INDEX, self._index, self._regions)
+        self._regions = _all_regions(_files(self.path))
         self.leaves: Mapping[str, StoredLeaf] = {
             name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
@@ -69,13 +66,12 @@ class SafetensorsSource:
         return read_region(self._regions[name], box)
 
 
-def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The files to read, and the index if there is one: file by name of the array."""
+def _files(path: Path) -> list[Path]:
+    """The files to read."""
     if path.is_file():
-        return [path], None
+        return [path]
     if (path / INDEX).is_file():
-        index = _read_index(path / INDEX)
-        return [path / file for file in sorted(set(index.values()))], index
+        return [path / file for file in sorted(set(_read_index(path / INDEX).values()))]
     files = sorted(path.glob("*" + SUFFIX))
     if not files:
         raise CheckpointError(
@@ -84,7 +80,7 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
             why=f"the folder holds neither {INDEX} nor a file that ends in {SUFFIX}.",
             do="give the path of such a file, or of the folder it is in.",
         )
-    return files, None
+    return files
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
@@ -100,12 +96,6 @@ def _read_index(path: Path) -> Mapping[str, str]:
     if gone:
         raise damaged(path, f"files that it names are missing: {', '.join(gone)}")
     return index
-
-
-def _check_index(path: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
-    wrong = [name for name, file in index.items() if name not in regions or regions[name].path.name != file]
-    if wrong:
-        raise damaged(path, f"{len(wrong)} arrays are not where it says, the first is {wrong[0]} in {index[wrong[0]]}.")
 
 
 def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
