@@ -163,17 +163,14 @@ def diff(
 
     def one(path: str) -> LeafDiff:
         first, second = (leaves.get(path) for leaves in held)
-        kind, norms = _known(first, second), None
-        is_noted = first is not None and second is not None and None not in (first.sums, second.sums)
-        if first is not None and second is not None and first.shape == second.shape and (values or not is_noted):
-            are_arrays = first.is_array and second.is_array
-            if are_arrays and (values or kind == "equal"):
+        kind, norms, is_equal = _known(first, second), None, True
+        if first is not None and second is not None and first.shape == second.shape:
+            is_noted = None not in (first.sums, second.sums)
+            if not first.is_array:
+                is_equal = np.array_equal(np.asarray(python[0].get(path)), np.asarray(python[1].get(path)))
+            elif second.is_array and (values or (kind == "equal" and not is_noted)):
                 is_equal, norms = _compared(sources, path, on_read, norms=values)
-                kind = "values" if kind == "equal" and not is_equal else kind
-            elif not first.is_array and not np.array_equal(
-                np.asarray(python[0].get(path)), np.asarray(python[1].get(path))
-            ):
-                kind = "values" if kind == "equal" else kind
+        kind = "values" if kind == "equal" and not is_equal else kind
         return LeafDiff(path=path, kind=kind, a=first, b=second, norms=norms)
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

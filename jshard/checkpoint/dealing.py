@@ -60,19 +60,14 @@ class LeafFacts:
     sharding: tuple[Sharding, tuple[int, ...]] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class WritePlan:
-    """What one process writes."""
-
-    files: tuple[FileLayout, ...]  # the layout of each file
-    # by file, for each of its pieces in the order there: the number of the leaf, the box of the shard that it is
-    # in, and which part of that shard it is
-    parts: tuple[tuple[tuple[int, Limits, tuple[slice, ...] | None], ...], ...]
-
-
 @functools.lru_cache(maxsize=8)
-def plan(leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes: int) -> WritePlan:
-    """What a process writes of some leaves."""
+def plan(
+    leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes: int
+) -> tuple[tuple[FileLayout, ...], tuple[tuple[tuple[int, Limits, tuple[slice, ...] | None], ...], ...]]:
+    """What a process writes of some leaves: the layout of each file, and where its pieces are.
+
+    That is for each piece of a file the number of the leaf, the box of the shard that it is in, and which part of that.
+    """
     load = np.zeros(processes, np.int64)
     mine: dict[tuple[int, Limits], tuple[Limits, tuple[slice, ...] | None]] = {}
     pieces: list[Piece] = []
@@ -104,7 +99,7 @@ def plan(leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes
                 take(leaves[place], part, held)
     files = laid_out(sorted(pieces, key=lambda piece: (piece.leaf, piece.box)), most_bytes=most_bytes)
     parts = tuple(tuple((piece.leaf, *mine[piece.leaf, piece.box]) for piece in file.pieces) for file in files)
-    return WritePlan(tuple(files), parts)
+    return tuple(files), parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,9 +148,13 @@ class HeldState:
     ) -> None:
         numbers = {path: number for number, path in enumerate(leaves)}
         full = {path: _numbers(leaf) for path, leaf in leaves.items() if stored[path].nbytes}
-        facts = tuple(_facts(numbers[path], path, leaf, stored[path]) for path, leaf in full.items())
-        self._plan = plan(facts, jax.process_index(), jax.process_count(), most_bytes)
-        used = {(number, box) for file in self._plan.parts for number, box, _ in file}
+        layout = lambda leaf: (leaf.sharding, tuple(leaf.shape)) if isinstance(leaf, jax.Array) else None
+        facts = tuple(
+            LeafFacts(numbers[path], path, stored[path].shape, stored[path].dtype, layout(leaf))
+            for path, leaf in full.items()
+        )
+        self.files, self._parts = plan(facts, jax.process_index(), jax.process_count(), most_bytes)
+        used = {(number, box) for file in self._parts for number, box, _ in file}
         self._arrays: dict[tuple[int, Limits], Any] = {}
         for path, leaf in full.items():
             number = numbers[path]
@@ -173,14 +172,9 @@ class HeldState:
         # On a CPU these are no copies, and keep the values when the array is donated.
         self._arrays = {place: np.asarray(values) for place, values in self._arrays.items()}
 
-    @property
-    def files(self) -> tuple[FileLayout, ...]:
-        """The layouts of the files that this process writes."""
-        return self._plan.files
-
     def values(self, file: int, number: int) -> np.ndarray:
         """The values of a piece."""
-        leaf, box, part = self._plan.parts[file][number]
+        leaf, box, part = self._parts[file][number]
         values = self._arrays[leaf, box]
         return np.ascontiguousarray(values if part is None else values[part])
 
@@ -190,14 +184,6 @@ def _numbers(leaf: Any) -> Any:
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
 
-
-def _facts(number: int, path: str, leaf: Any, stored: StoredLeaf) -> LeafFacts:
-    sharding = (leaf.sharding, tuple(leaf.shape)) if isinstance(leaf, jax.Array) else None
-    return LeafFacts(number, path, stored.shape, stored.dtype, sharding)
-
-
-Values = Callable[[int], np.ndarray]
-"""The values of a piece of a file, by its number there: an array in the order of C."""
 
 _ZEROS = memoryview(bytes(8 << 10))  # padding is shorter than a page
 
@@ -213,14 +199,14 @@ def write_files(
     return found
 
 
-def write_file(sink: Sink, name: str, layout: FileLayout, values: Values) -> int:
+def write_file(sink: Sink, name: str, layout: FileLayout, values: Callable[[int], np.ndarray]) -> int:
     """Writes a file, and returns when it is on the disk."""
     index = bytearray()
     sink.write(name, layout.num_bytes, _parts(layout, values, sink.part_bytes, index))
     return int.from_bytes(index[-16:-8], "little")
 
 
-def _parts(layout: FileLayout, values: Values, part_bytes: int, index: bytearray) -> Parts:
+def _parts(layout: FileLayout, values: Callable[[int], np.ndarray], part_bytes: int, index: bytearray) -> Parts:
     """What is in a file, in parts; the index, which is the last of it, is also put into a buffer."""
     sums = np.zeros(num_blocks(layout.index_begin), np.uint64)
     summed = threading.Semaphore(0)
@@ -244,7 +230,7 @@ def _parts(layout: FileLayout, values: Values, part_bytes: int, index: bytearray
         yield lambda views=views: views
 
 
-def _extents(layout: FileLayout, values: Values) -> Iterator[memoryview]:
+def _extents(layout: FileLayout, values: Callable[[int], np.ndarray]) -> Iterator[memoryview]:
     yield memoryview(layout.header)
     end = len(layout.header)
     for number, offset in enumerate(layout.offsets):

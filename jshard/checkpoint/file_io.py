@@ -120,11 +120,7 @@ class Sink(Protocol):
     part_bytes: int  # of the parts in which files are written; a multiple of 256 KiB
 
     def write(self, name: str, num_bytes: int, parts: Parts) -> None:
-        """Writes a file of so many bytes, once and whole; it would survive a power cut when this returns.
-
-        Each part has `part_bytes`, the last one the rest; it is asked for when there is room for it. An `OSError` if
-        the file cannot be written.
-        """
+        """Writes a whole file, on the disk when this returns; each part has `part_bytes`, the last one the rest."""
         ...
 
 
@@ -136,10 +132,7 @@ class FileSource(Protocol):
     threads: int  # how many reads are worth doing at the same time
 
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills buffers with the bytes from an offset on, one after the other.
-
-        Threads call it at the same time. An `OSError` if some of the bytes are not there.
-        """
+        """Fills buffers with the bytes from an offset on, one after the other; threads call it at the same time."""
 
     def mapped(self, name: str) -> np.ndarray | None:
         """A file as bytes that are read when they are looked at; None where that cannot be."""
@@ -226,16 +219,16 @@ def _allocate(number: int, num_bytes: int) -> None:
 
 def _move(call: Callable[..., int], number: int, offset: int, views: Sequence[memoryview]) -> None:
     """Moves all bytes of some buffers from or to a file: one call of the system may move fewer."""
-    left = list(views)
-    while left:
-        count = call(number, left[:_MOST_BUFFERS], offset)
+    views, first = [view for view in views if view.nbytes], 0
+    while first < len(views):
+        count = call(number, views[first : first + _MOST_BUFFERS], offset)
         if not count:
             raise OSError(errno.EIO, "the file ends too early")
         offset += count
-        while left and count >= left[0].nbytes:
-            count -= left.pop(0).nbytes
+        while first < len(views) and count >= views[first].nbytes:
+            count, first = count - views[first].nbytes, first + 1
         if count:
-            left[0] = left[0][count:]
+            views[first] = views[first][count:]
 
 
 READ_BYTES = 4 << 20
@@ -314,7 +307,10 @@ class Read:
             elif taken is None:
                 self.source.read(self.name, start, some)
             else:
-                _fill(some, taken)
+                for left in some:
+                    for part in take_bytes(taken, left.nbytes):
+                        left[: part.nbytes] = part
+                        left = left[part.nbytes :]
             if self.sums is not None:
                 for begin, end in changed(start, some, self.sums):
                     raise ChangedError(self.name, begin, end)
@@ -334,13 +330,6 @@ class Read:
             place = until
         if self.stop > place:
             yield HOST_MEMORY.take(self.stop - place).data
-
-
-def _fill(views: Iterable[memoryview], given: collections.deque[memoryview]) -> None:
-    for view in views:
-        for some in take_bytes(given, view.nbytes):
-            view[: some.nbytes] = some
-            view = view[some.nbytes :]
 
 
 def take_bytes(given: collections.deque[memoryview], num_bytes: int) -> list[memoryview]:
@@ -369,27 +358,28 @@ def reads(
     run: list[Range] = []
     for each in sorted(ranges, key=lambda each: each.offset):
         if run and each.offset // unit * unit - up(run[-1].end, unit) > source.gap_bytes:
-            yield from (dataclasses.replace(read, mapped=mapped) for read in _run(source, name, run, sums, end))
+            yield from _run(source, name, run, sums, end, mapped)
             run = []
         run.append(each)
     if run:
-        yield from (dataclasses.replace(read, mapped=mapped) for read in _run(source, name, run, sums, end))
+        yield from _run(source, name, run, sums, end, mapped)
 
 
-def _run(source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int) -> list[Read]:
+def _run(
+    source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int, mapped: np.ndarray | None
+) -> Iterator[Read]:
     """Cuts ranges near each other into reads of some MiB: between blocks, where they are checked."""
     unit = 1 if sums is None else BLOCK_BYTES
     cuts = [*range(run[0].offset // unit * unit, run[-1].end, READ_BYTES), min(up(run[-1].end, unit), end)]
-    found: list[Read] = []
-    first = 0
+    found, first = [], 0
     for start, stop in itertools.pairwise(cuts):
         while run[first].end <= start:
             first += 1
         here = list(itertools.takewhile(lambda each: each.offset < stop, itertools.islice(run, first, None)))  # noqa: B023
         for each in here:
             each.expect()
-        found.append(Read(source=source, name=name, start=start, stop=stop, ranges=here, sums=sums))
-    return found
+        found.append(Read(source=source, name=name, start=start, stop=stop, ranges=here, sums=sums, mapped=mapped))
+    yield from found  # all are expected before one is done
 
 
 def changed(start: int, views: Sequence[memoryview], sums: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -55,9 +55,8 @@ class Opened:
         """A box of an array, as a new array; threads may call it at the same time. It raises as `load` does."""
         raise NotImplementedError
 
-    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+    def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """How many elements are read of an array for some boxes, each of which reads the chunks whole that it is in."""
-        leaf = self.leaves[name]
         chunk, count = leaf.chunk or leaf.shape, 0
         for box in boxes:
             read = [
@@ -151,9 +150,8 @@ class PackedCheckpoint(Opened):
         """See `Opened.values`."""
         return dict(self.manifest.values)
 
-    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+    def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """See `Opened.touched`."""
-        leaf = self.leaves[name]
         with self._named_errors():
             return self.pieces.touched(self._numbers[name], boxes, leaf.shape, np.dtype(leaf.dtype).itemsize)
 

@@ -222,7 +222,7 @@ class Restoring:
             if hasattr(like, "shape") and (leaf := self._stored[path]).is_array:
                 boxes = boxes_of(leaf, like)
                 sizes.append(sum(map(size_of, boxes)) * np.dtype(leaf.dtype).itemsize)
-                touched += self.opened.touched(path, boxes) * np.dtype(leaf.dtype).itemsize
+                touched += self.opened.touched(path, leaf, boxes) * np.dtype(leaf.dtype).itemsize
         on_host = sum(like.nbytes for like in self.reads.values() if isinstance(like, np.ndarray))
         in_flight = min(2 * (BATCH_BYTES + max(sizes, default=0)), touched)
         share = max(1, len(self._members))

@@ -69,18 +69,10 @@ def save_async(
 ) -> Pending:
     """`save` that returns when the devices' values are copied: the next step may overwrite them.
 
-    Args:
-        path: a folder that does not exist yet.
-        state: what `save` takes.
-        format: see `save`.
-        timeout_s: how long to wait for other processes.
+    Arguments and errors are those of `save`, but for what goes wrong later.
 
     Returns:
         The save at work. Its `wait()` raises what went wrong; a program that ends waits for it where Python can.
-
-    Raises:
-        CheckpointError: there is something at `path` already, or some leaves are no data.
-        RunError: the values could not be copied, or a process did not come.
 
     Example:
         >>> pending = js.checkpoint.save_async("run/200", {"model": model, "step": 200})

@@ -203,10 +203,7 @@ class Checkpointer:
         still at work is waited for: memory holds one copy of the state, not more. A checkpoint of the step that is
         damaged is renamed to `STEP.damaged`.
 
-        Args:
-            step: number of steps that are done.
-            state: what `jshard.checkpoint.save` takes; it may be overwritten as soon as this returns.
-            metrics: what it is worth, for `Keep(best=...)` and for people.
+        Arguments are those of `save`; the state may be overwritten as soon as this returns.
 
         Raises:
             CheckpointError: there is something at that path already, or the processes do not see the same folder.
@@ -267,13 +264,10 @@ class Checkpointer:
             fall_back: whether to go on with the next older one where one is damaged; a warning says so. A save of the
                 step that was passed over renames it to `STEP.damaged`, and `set_aside_newer` does so at once.
             only: see `jshard.checkpoint.restore`, as for those below.
-            rename: beginnings of paths, and what they stand for.
-            missing: "error" or "init".
-            extra: "error" or "ignore".
-            verify: whether sums are checked.
-
-        Returns:
-            New objects of the kinds in `like`.
+            rename: see there.
+            missing: see there.
+            extra: see there.
+            verify: see there.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it does not fit `like`.

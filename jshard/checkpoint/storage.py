@@ -344,9 +344,6 @@ def remove_draft(path: Path) -> bool:
     return is_there
 
 
-# What would survive a power cut.
-
-
 def keep_on_disk(path: Path) -> None:
     """Waits until a checkpoint that has its name would survive a power cut; all files of ours are on the disk."""
     flush(path)

@@ -1,6 +1,5 @@
 """Saves in the background: of the values at the call, one at a time, and never lost without a word."""
 
-import errno
 import logging
 import os
 import shutil
@@ -153,21 +152,6 @@ def test_two_saves_do_not_write_into_one_folder(tmp_path, gate):
     second.save(2, state(2))
     assert second.steps() == [1, 2] and is_state(second.restore(state(0), step=1), 1)
     assert not list(tmp_path.glob(f"*{DRAFT_SUFFIX}*"))
-
-
-def test_what_cannot_be_tidied_up_hides_no_error(tmp_path, monkeypatch):
-    """As where the file system turned read-only."""
-    opened = os.open
-
-    def refuses(path, flags, *mode, **options):
-        if str(path).endswith(".owner") and not flags & os.O_CREAT:
-            raise OSError(errno.EROFS, "read-only")
-        return opened(path, flags, *mode, **options)
-
-    monkeypatch.setattr(os, "open", refuses)
-    monkeypatch.setattr(saving.storage, "save_async", lambda *_, **__: (_ for _ in ()).throw(full()))
-    with pytest.raises(RunError, match="No space left"):
-        Checkpointer(tmp_path).save(1, state(1))
 
 
 FORKED = """

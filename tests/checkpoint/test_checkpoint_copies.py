@@ -58,10 +58,8 @@ def test_a_part_that_is_missing_is_found(monkeypatch):
     plan = dealing.plan
 
     def half(*args):  # of two processes the first one
-        found = plan(*args)
-        (file,) = found.files
-        (less,) = laid_out(file.pieces[1:])
-        return dealing.WritePlan((less,), (found.parts[0][1:],))
+        (file,), (parts,) = plan(*args)
+        return tuple(laid_out(file.pieces[1:])), (parts[1:],)
 
     monkeypatch.setattr(dealing, "plan", half)
     with pytest.raises(RunError, match="are in none of the files"):

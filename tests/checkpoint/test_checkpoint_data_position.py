@@ -11,10 +11,9 @@ from grain.experimental import ElasticIterator, FirstFitPackIterDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jshard as js
 from jshard.checkpoint import position as position_module
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.position import check_position, from_text, is_data_position, position_text, set_position, to_text
+from jshard.checkpoint.position import from_text, is_data_position, position_text, set_position, to_text
 from jshard.data import packed_batches as packed_module
 from jshard.data.batches import GlobalBatches, order_of
 from jshard.data.packed_batches import PackedBatches
@@ -110,14 +109,6 @@ def test_a_run_goes_on_with_other_processes_and_another_batch_size():
     assert from_text(text)["state"]["samples"] == 52 and len(text) < 300
 
 
-def test_rows_of_a_mesh_are_those_of_its_devices():
-    batches = GlobalBatches(samples(), batch_size=8, rows=js.mesh(fsdp=-1), read_options=FEW)
-    assert batches.rows == tuple(range(8))
-    batch = js.shard_batch(next(batches), js.mesh(fsdp=-1))
-    assert np.asarray(batch["id"]).tolist() == unbroken(samples(), 8)
-    batches.close()
-
-
 def test_the_position_counts_what_was_handed_out_and_not_what_was_read():
     ahead = threading.Event()
     dataset = grain.MapDataset.range(64).map(lambda i: (i >= 4 and ahead.set()) or {"id": np.int64(i)})
@@ -179,22 +170,6 @@ def test_packed_sequences_are_the_same_however_the_run_is_split(sizes, lanes, le
     count = sum(map(len, found))
     if count:
         assert np.array_equal(np.concatenate(found), lane_by_lane(docs, lanes, length, count))
-
-
-def test_the_saved_number_of_lanes_is_taken_over():
-    whole = packed_batches(6, range(6))
-    wanted = taken([whole], 4)["tokens"]
-    before = processes(packed_batches, 6, 2)
-    first = taken(before, 2)["tokens"]
-    text = text_of(before)
-    after = processes(packed_batches, 3, 3)
-    for batches in after:
-        check_position(batches, text)
-        assert batches.samples == 0 and batches.lanes == 3
-        set_position(batches, text)
-        assert batches.lanes == 6
-    assert np.array_equal(np.concatenate([first, taken(after, 4)["tokens"]]), wanted)
-    closed([whole, *before, *after])
 
 
 def first_fit(docs):

@@ -119,12 +119,11 @@ def test_a_pickle_changes_nothing_for_the_next_one(folder, name):
 
 
 def test_an_enum_of_an_early_python_3_11_is_read(folder):
-    def change(metadata):
-        for record in metadata.state_dict_metadata.values():
-            if hasattr(record, "properties"):
-                dtype, layout, grad, encoding, pinned = record.properties._state
-                member = Call(getattr, type(encoding), encoding.name)
-                record.properties._state = dtype, layout, grad, member, pinned
+    def change(described):
+        for tensor in described.tensors.values():
+            tensor.encoding = dcp._Call(
+                dcp._Global("builtins", "getattr"), (tensor.encoding.function, "TORCH_CONTIGUOUS_FORMAT")
+            )
 
     edit_metadata(folder, change)
     assert b"getattr" in (folder / ".metadata").read_bytes()
@@ -135,7 +134,7 @@ def test_an_enum_of_an_early_python_3_11_is_read(folder):
 
 
 def set_place(name, **fields):
-    return lambda folder: edit_metadata(folder, lambda metadata: vars(places(metadata, name)[0]).update(fields))
+    return lambda folder: edit_metadata(folder, lambda described: places(described, name)[0].update(fields))
 
 
 def cut(folder):
@@ -143,25 +142,26 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def lose_a_chunk(metadata):
-    metadata.state_dict_metadata["model.w"].chunks.pop()
+def lose_a_chunk(described):
+    described.tensors["model.w"].chunks.pop()
 
 
-def double_a_chunk(metadata):
-    chunks = metadata.state_dict_metadata["model.w"].chunks
-    chunks[1].offsets = chunks[0].offsets
+def double_a_chunk(described):
+    chunks = described.tensors["model.w"].chunks
+    chunks[1].begin = chunks[0].begin
 
 
-def shift_a_chunk(metadata):
+def shift_a_chunk(described):
     """Two chunks overlap, and their sizes add up all the same."""
-    chunk = metadata.state_dict_metadata["model.w"].chunks[1]
-    index = next(i for i in metadata.storage_data if i.fqn == "model.w" and i.offset == chunk.offsets)
-    chunk.offsets = index.offset = type(chunk.offsets)((4, 0))
+    chunk = described.tensors["model.w"].chunks[1]
+    place = next(place for place in described.places if (place.name, place.begin) == ("model.w", chunk.begin))
+    chunk.begin = place.begin = (4, 0)
 
 
-def swap_two(metadata):
-    first, second = places(metadata, "model.w")[0], places(metadata, "model.half")[0]
-    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+def swap_two(described):
+    first, second = places(described, "model.w")[0], places(described, "model.half")[0]
+    both = dict(first), dict(second)
+    first.update(both[1]), second.update(both[0])
 
 
 RUN_ERRORS = {

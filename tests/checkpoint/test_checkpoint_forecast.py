@@ -34,7 +34,8 @@ def test_any_degree_reads_what_it_wants_and_other_dims_read_whole_rows(saved):
         assert reported.wanted_bytes == reported.touched_bytes == reported.host_bytes == 4 * ROWS * COLUMNS
     assert str(reported) == "8.0 MiB to read for 8.0 MiB (x1.00); up to 8.0 MiB of host memory beside the state"
     boxes = [((0, ROWS), (0, COLUMNS // 8)), ((0, ROWS // 2), (COLUMNS // 8, COLUMNS // 4))]
-    assert open_checkpoint(saved / "packed").touched("kernel", boxes) == ROWS * COLUMNS
+    opened = open_checkpoint(saved / "packed")
+    assert opened.touched("kernel", opened.leaves["kernel"], boxes) == ROWS * COLUMNS
 
 
 def test_of_zarr_each_device_reads_whole_chunks_and_a_lot_is_a_warning(saved, monkeypatch):

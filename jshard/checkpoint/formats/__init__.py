@@ -25,18 +25,8 @@ from jshard.checkpoint.formats.source import Stored as Stored
 def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | None:
     """Opens a checkpoint of another library.
 
-    Args:
-        path: a file or folder on this machine.
-
-    Returns:
-        The checkpoint; None if there is none of a format that is known here.
-
-    Raises:
-        CheckpointError: it cannot be read, or its pickle names something that is not allowed.
-        RunError: it is damaged.
-
-    Example:
-        >>> source = foreign_source("gpt2/")
+    None if there is none of a format that is known here. A `CheckpointError` if it cannot be read, or its pickle names
+    something that is not allowed, and a `RunError` if it is damaged.
     """
     path = Path(path)
     if (path / _METADATA).is_file():

@@ -8,6 +8,7 @@ numbers of a chunk are one run of bytes.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import io
 import itertools
 import math
@@ -247,7 +248,7 @@ def write_dcp(
     with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):
         with data.open("wb") as stream:
             places = _write_items(stream, source, values, on_written)
-        metadata.write_bytes(_pickled(_metadata(folder, source.leaves, places), protocol=4))
+        metadata.write_bytes(_pickled(_description(folder, source.leaves, places), protocol=4))
     return [folder / _FILE, folder / METADATA]
 
 
@@ -328,19 +329,26 @@ def _rebuilt(array: np.ndarray) -> Any:
 # `.metadata`.
 
 
-def _metadata(folder: Path, leaves: Mapping[str, StoredLeaf], places: list[_StoredItem]) -> Any:
+def _description(folder: Path, leaves: Mapping[str, StoredLeaf], places: list[_StoredItem]) -> Any:
     chunks = collections.defaultdict(list)
     for place in places:
         if place.begin is not None:
             corners = {"offsets": _size(place.begin), "sizes": _size(place.shape)}
             chunks[place.name].append(_record("ChunkStorageMetadata", corners))
-    described = {_dotted(name): _described(leaf, chunks[_dotted(name)]) for name, leaf in leaves.items()}
+    described = {}
+    layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
+    for name, leaf in leaves.items():
+        state = (_Global("torch", _TORCH_NAMES[np.dtype(leaf.dtype)]), layout, False, contiguous, False)
+        fields = {"properties": _record("TensorProperties", state), "size": _size(leaf.shape)}
+        described[_dotted(name)] = _record("TensorStorageMetadata", fields | {"chunks": chunks[_dotted(name)]})
     described |= {place.name: _record("BytesStorageMetadata", {}) for place in places if place.begin is None}
     info = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    stored = {
-        _index(place): _Object(info, {"relative_path": _FILE, "offset": place.offset, "length": place.length})
-        for place in places
-    }
+    stored = {}
+    for place in places:
+        begin = None if place.begin is None else _size(place.begin)
+        index = _record("MetadataIndex", {"fqn": place.name, "offset": begin, "index": None})
+        stored[index] = _Object(info, {"relative_path": _FILE, "offset": place.offset, "length": place.length})
     meta = {"checkpoint_id": str(folder), "save_id": "jshard", "load_id": None, "modules": []}
     return _record(
         "Metadata",
@@ -352,19 +360,6 @@ def _metadata(folder: Path, leaves: Mapping[str, StoredLeaf], places: list[_Stor
             "version": "1.0.0",
         },
     )
-
-
-def _described(leaf: StoredLeaf, chunks: list[Any]) -> Any:
-    layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
-    dtype = _Global("torch", _TORCH_NAMES[np.dtype(leaf.dtype)])
-    properties = _record("TensorProperties", (dtype, layout, False, contiguous, False))
-    return _record("TensorStorageMetadata", {"properties": properties, "size": _size(leaf.shape), "chunks": chunks})
-
-
-def _index(place: _StoredItem) -> Any:
-    begin = None if place.begin is None else _size(place.begin)
-    return _record("MetadataIndex", {"fqn": place.name, "offset": begin, "index": None})
 
 
 def _record(name: str, state: Any) -> Any:
@@ -392,7 +387,8 @@ class _Call(NamedTuple):
     args: tuple
 
 
-class _Object(NamedTuple):
+@dataclasses.dataclass(eq=False)  # a key of a dict
+class _Object:
     """An object that is made without arguments and is then given its state."""
 
     kind: _Global
