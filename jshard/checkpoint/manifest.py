@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `jshard.json`: what it holds, and how to see that nothing of it is lost.
 
 It is written last, when everything else is on the disk. It lists every leaf with its logical shape and its sums
-(`sums.py`), and every file with its size, small ones with a checksum: those that say how the large ones are to be read.
+(see below), and every file with its size, small ones with a checksum: those that say how the large ones are to be read.
 The mesh, the layout and the processes it was saved from are for people, and nothing depends on them.
 """
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jshard._processes import is_primary
+from jshard._processes import exchange, is_primary
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.lookup import (
@@ -24,7 +24,7 @@ from jshard.checkpoint.lookup import (
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import LOOK_S, TIMEOUT_S, Format, Pending, Saving, checked_format
-from jshard.checkpoint.series_store import check_shared, store_of, warn
+from jshard.checkpoint.series_store import check_shared, is_shown, store_of, warn
 from jshard.errors import RunError
 
 
@@ -168,6 +168,17 @@ class Checkpointer:
             unreadable.append(f"{self.path(step)}: {why}")
         if unreadable:
             warn("these checkpoints are damaged and do not count:\n  " + "\n  ".join(unreadable))
+        return latest
+
+    def agreed_latest(self) -> int | None:
+        """The newest step that the first process sees; every process calls it, and all get the same answer.
+
+        A network file system may show the others an older state of the folder: they wait until they see that step,
+        up to a minute.
+        """
+        seen = self.latest() if is_primary() else None
+        latest = exchange(f"latest {self.folder.name}", seen, timeout_s=self.timeout_s)[0]
+        is_shown(lambda: latest in (None, *self.steps()))
         return latest
 
     def should_save(self, step: int) -> bool:

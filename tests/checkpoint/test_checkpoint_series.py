@@ -226,6 +226,21 @@ def test_what_is_not_flushed_does_not_count(tmp_path, monkeypatch):
     assert names(tmp_path) == ["1", "history.jsonl", "series.json"]
 
 
+def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch):
+    checkpoints = Checkpointer(tmp_path)
+    assert checkpoints.agreed_latest() is None
+    checkpoints.save(1, {"step": 1})
+    reported = []
+
+    def exchange(topic, value, timeout_s):
+        reported.append(value)
+        checkpoints.save(2, {"step": 2})  # it is there all the time, and this process sees it only now
+        return [2, value]
+
+    monkeypatch.setattr("jshard.checkpoint.series.exchange", exchange)
+    assert (checkpoints.agreed_latest(), reported) == (2, [1])
+
+
 # Damage.
 
 
