@@ -60,8 +60,12 @@ def match(
             missing.append(path)
             continue
         picks[path] = pick
-        found = _as_wanted(pick, stored)
-        verdict = _compare(found, leaf) or _unequal_layers(pick, stored)
+        first = stored[pick.stored[0]]
+        form = {"same": first.shape, "layer": first.shape[1:], "stack": (len(pick.stored), *first.shape)}[pick.form]
+        found = dataclasses.replace(first, shape=form)
+        verdict, shapes = _compare(found, leaf), {stored[name].shape for name in pick.stored}
+        if verdict in (None, "cast") and len(shapes) > 1:
+            verdict = f"stored layers of shapes {', '.join(map(str, sorted(shapes)))}  wanted a stack"
         if verdict == "cast":
             casts.append(f"{path}  {found.kind} -> {leaf.kind}")
         elif verdict is not None:
@@ -112,13 +116,6 @@ def _layers(begin: list[str], end: list[str], stored: Mapping[str, StoredLeaf]) 
         number += 1
 
 
-def _as_wanted(pick: Pick, stored: Mapping[str, StoredLeaf]) -> StoredLeaf:
-    """A stored leaf in the form in which it is wanted."""
-    leaf = stored[pick.stored[0]]
-    shape = {"same": leaf.shape, "layer": leaf.shape[1:], "stack": (len(pick.stored), *leaf.shape)}[pick.form]
-    return dataclasses.replace(leaf, shape=shape)
-
-
 def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
     """What is wrong with a leaf; None for nothing, "cast" where its dtype changes."""
     if stored.shape != wanted.shape:
@@ -138,11 +135,6 @@ def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
     if both(jnp.integer) and np.can_cast(stored.dtype, wanted.dtype, "safe"):
         return "cast"
     return f"stored {stored.dtype}  wanted {wanted.dtype}"
-
-
-def _unequal_layers(pick: Pick, stored: Mapping[str, StoredLeaf]) -> str | None:
-    shapes = {stored[path].shape for path in pick.stored}
-    return f"stored layers of shapes {', '.join(map(str, sorted(shapes)))}  wanted a stack" if len(shapes) > 1 else None
 
 
 def _values_fit(stored: str, wanted: str) -> bool:

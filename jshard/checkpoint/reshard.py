@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import time
@@ -118,6 +119,7 @@ class _Rewriting(Saving):
     ) -> None:
         layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
         self._boxes, self._source, self._of = _Boxes(source, layout, mesh, on_written), source, mesh
+        self._out, self._new_folders = path, [folder for folder in path.parents if not folder.exists()]
         check = lambda: self._boxes.check(path)
         super().__init__(path, None, step=like.step, metrics=like.metrics, timeout_s=TIMEOUT_S, check=check)
         self._saved_at = like.saved_at
@@ -139,7 +141,12 @@ class _Rewriting(Saving):
             self.finish()
         except BaseException:  # the user may have interrupted it, and threads go on to write
             self._boxes.is_stopped = True
-            remove_draft(self.path)
+            with contextlib.suppress(Exception):
+                self._wait()
+            remove_draft(self._out)
+            with contextlib.suppress(OSError):  # another program has put something there
+                for folder in self._new_folders:
+                    folder.rmdir()
             raise
         return self.manifest
 

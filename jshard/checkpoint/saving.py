@@ -124,7 +124,10 @@ class Saving:
             with self._errors_named():
                 # Of several processes Orbax asks the devices, which are the step's as soon as this returns.
                 can_wait = jax.process_count() == 1 and not isinstance(held, dict)
-                self._wait = (lambda: self._begun(held)()) if can_wait else self._begun(held)
+                begun = functools.cache(lambda: self._begun(held))
+                self._wait = lambda: begun()()
+                if not can_wait:
+                    begun()
         except BaseException as error:
             if isinstance(error, Exception):
                 publish_failure(self._failures, error)
@@ -217,13 +220,12 @@ class Saving:
             assert not isinstance(held, dict)
             sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same
             return lambda: self._write(lambda: write_files(sink, held.files, held.values, begin=begin), self.path)
-        if not isinstance(held, dict):
-            write = lambda folder: lambda: write_files(LocalFolder(folder / FOLDER), held.files, held.values)
-            leaves = None
-        else:
-            write, leaves = lambda folder: dict, held
-        work = lambda folder: self._write(write(folder), folder)
-        return storage.save_async(self.path, work, leaves=leaves, timeout_s=self._timeout_s)
+        if isinstance(held, dict):
+            work = lambda folder: self._write(dict, folder)
+            return storage.save_async(self.path, work, leaves=held, timeout_s=self._timeout_s)
+        write = lambda folder: write_files(LocalFolder(folder / FOLDER), held.files, held.values)
+        work = lambda folder: self._write(lambda: write(folder), folder)
+        return storage.save_async(self.path, work, timeout_s=self._timeout_s)
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -232,7 +234,7 @@ class Saving:
                 "The checkpoint cannot be written.",
                 where=str(self.path),
                 why="there is something at that path already.",
-                do="save under another name, for example with the step in it.",
+                do="give another path, for example with the step in it; nothing is ever overwritten.",
             )
         if isinstance(self.path, BucketPath):
             return

@@ -211,9 +211,8 @@ class _Bucket(SeriesStore):
     def note(self, record: Mapping[str, Any]) -> None:
         path = self.place / _history.NAME
         with contextlib.suppress(OSError):
-            if self._history is None:
-                self._history = path.read_bytes() if path.is_file() else b""
-            self._history += json.dumps(record).encode() + b"\n"
+            before = self._history if self._history is not None else path.read_bytes() if path.is_file() else b""
+            self._history = before + json.dumps(record).encode() + b"\n"
             path.write(self._history)  # anew: an object cannot be added to
 
 

@@ -468,7 +468,7 @@ CheckpointError: There is no series of checkpoints.
 CheckpointError: The checkpoint cannot be written.
   where: {here}/c
   why:   there is something at that path already.
-  do:    give another path; nothing is ever overwritten.
+  do:    give another path, for example with the step in it; nothing is ever overwritten.
 """,
     ("reshard", "c", "d", "--mesh", "fsdp=16"): """\
 ShardingError: There are not as many devices as the mesh has.
