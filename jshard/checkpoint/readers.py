@@ -20,12 +20,7 @@ from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource,
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
-from jshard.checkpoint.opened import (
-    Opened,
-    PackedCheckpoint,
-    is_packed,
-    packed_source,
-)
+from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
 from jshard.errors import RunError
 
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for

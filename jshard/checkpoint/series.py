@@ -13,14 +13,7 @@ from typing import Any
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.errors import CheckpointError, reason
-from jshard.checkpoint.lookup import (
-    incomplete_in,
-    no_such_step,
-    not_read,
-    not_written,
-    place_of,
-    steps_in,
-)
+from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import LOOK_S, TIMEOUT_S, Format, Pending, Saving, checked_format

@@ -9,13 +9,7 @@ import pytest
 from flax import nnx
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import (
-    ForeignSource,
-    NamedSource,
-    SafetensorsSource,
-    Stored,
-    write_safetensors,
-)
+from jshard.checkpoint.formats import ForeignSource, NamedSource, SafetensorsSource, Stored, write_safetensors
 from jshard.train import load_model_file
 from tests.checkpoint.checkpoint_states import Held, check_source
 from tests.micro_gpt import MODELS, micro

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import (
-    SafetensorsSource,
-    write_safetensors,
-)
+from jshard.checkpoint.formats import SafetensorsSource, write_safetensors
 from jshard.checkpoint.formats.safetensors import INDEX
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import Held, bits, check_source, everything
