@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import json
 import logging
 import math
@@ -14,6 +15,9 @@ import re
 import secrets
 import shutil
 import socket
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
-from jshard.errors import RunError
+from jshard.errors import RunError, causes
 
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it at the end, and renames the folder
 ITEM = "state"
@@ -353,6 +357,8 @@ def keep_on_disk(path: Path) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Drops what Orbax logs: a write that fails would print one traceback once per thread, and is raised anyway."""
+    if not isinstance(sys.unraisablehook, _NotLate):  # before the work: some of its threads end before it fails
+        sys.unraisablehook = _NotLate(sys.unraisablehook)
     # The user may log with absl too.
     theirs = lambda record: not re.search(r"[/\\](orbax|asyncio|tensorstore)[/\\]", record.pathname)
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
@@ -360,6 +366,26 @@ def quiet() -> Iterator[None]:
         logger.addFilter(theirs)
     try:
         yield
+    except Exception as error:
+        for cause in causes(error, context=True):  # ends what is suspended: each would print a traceback
+            traceback.clear_frames(cause.__traceback__)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()
+        raise
     finally:
         for logger in loggers:
             logger.removeFilter(theirs)
+
+
+class _NotLate:
+    """A hook for errors that nobody can catch, without those of work that ends after its like has failed."""
+
+    def __init__(self, before: Callable[[Any], None]) -> None:
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+        abandoned = code is not None and any(name in code.co_filename for name in ("orbax", "asyncio"))
+        if not abandoned and "Event loop is closed" not in str(unraisable.exc_value):
+            self._before(unraisable)

@@ -97,6 +97,12 @@ def several_trees(run):
     checkpoint.restore(path, {"w": jnp.zeros((2, 4))})
 
 
+def not_one(run):
+    (run.parent / "photos").mkdir(exist_ok=True)
+    (run.parent / "photos" / "a.jpg").write_text("a photo")
+    restore(run, path="../photos")
+
+
 def indivisible(run):
     sharding = NamedSharding(js.mesh(fsdp=3, devices=jax.devices()[:3]), P("fsdp"))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), nnx.state(Net()))
@@ -111,10 +117,12 @@ def other_dtype(run):
 
 MISTAKES = {
     "path: no such folder": lambda run: restore(run, path="../ran/checkpoints/200"),
+    "path: no such step": lambda run: restore(run, path="checkpoints/300"),
     "path: of the run": lambda run: restore(run, path=""),
     "path: of all checkpoints": lambda run: restore(run, path="checkpoints"),
     "path: inside of a checkpoint": lambda run: restore(run, path="checkpoints/200/arrays"),
     "path: of one checkpoint, for a series": lambda run: Checkpointer(run / "checkpoints" / "200").restore(state()),
+    "path: of the run, for a series": lambda run: Checkpointer(run).restore(state()),
     "path: after the state": lambda run: checkpoint.save(state(), run / "checkpoints" / "300"),
     "path: in the place of the state": lambda run: checkpoint.restore(run / "checkpoints" / "200", like="/run"),
     "step: there is none": lambda run: Checkpointer(run / "checkpoints").restore(state(), step=150),
@@ -129,6 +137,7 @@ MISTAKES = {
     "target: only what is not there": lambda run: restore(run, only="encoder"),
     "checkpoint: of several trees": several_trees,
     "checkpoint: of a newer jshard": newer,
+    "checkpoint: it is none": not_one,
     "checkpoint: copied by half": half_copied,
     "checkpoint: copied without its manifest": without_the_seal,
     "save: nothing is overwritten": lambda run: checkpoint.save(run / "checkpoints" / "200", state()),
