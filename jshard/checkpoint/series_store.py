@@ -153,7 +153,7 @@ class SeriesStore:
 
     def in_the_way(self, step: int, begun: Collection[int], here: Mapping[str, int]) -> bool:
         """Whether somebody else left something there that is not complete."""
-        return self.path(step).is_dir()
+        return self.path(step).exists()
 
     def has(self, step: int, here: Mapping[str, int]) -> bool:
         """Whether something is there of a step, or is being written, by whomever."""
@@ -190,6 +190,8 @@ class _Bucket(SeriesStore):
 
     def set_aside(self, step: int) -> None:
         path = self.path(step)
+        if not is_committed(path):
+            return  # the next save removes what is ours
         aside = f"{_manifest.NAME}.damaged-{secrets.token_hex(4)}"
         (path / aside).write((path / _manifest.NAME).read_bytes())
         path.delete([_manifest.NAME])
