@@ -1,7 +1,7 @@
 """A checkpoint against its sums, and two against each other: with no more than some boxes of each in memory.
 
 `verify` finds whether everything that was saved is still there, every file and the values of every leaf; `diff` where
-two checkpoints differ, by path, shape, dtype and value.
+two checkpoints differ, by path, shape, dtype and value; `listing` what is in a folder of them, without a value.
 """
 
 from __future__ import annotations

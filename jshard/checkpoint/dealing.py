@@ -1,7 +1,8 @@
 """Who writes what: every box of every leaf once, dealt to the processes that hold it by bytes.
 
 All processes come to the same result, each from the shardings alone. A box that several hold is written by the one
-with the least to write; a large one is cut, and each of them writes a part.
+with the least to write; a large one is cut, and each of them writes a part. What several want to read, each can read a
+part of, and they exchange the parts (`Together`).
 """
 
 from __future__ import annotations

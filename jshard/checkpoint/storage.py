@@ -1,4 +1,4 @@
-"""The only module that calls Orbax: what is asked of it, and why."""
+"""The only module that calls Orbax: what is asked of it, and why; and whose a folder is until it is complete."""
 
 from __future__ import annotations
 
