@@ -1,11 +1,12 @@
 """Files of a checkpoint, and memory of the host that reads go into.
 
-A `Sink` writes whole files in parts, a `FileSource` gives ranges of bytes: a folder of the machine is both, and so is a
-bucket (`buckets`). Of what is wanted of a file exactly that is read, merged, each block of the file checked: ranges that
-are near each other are one read, into all their buffers at once.
+A `Sink` writes whole files in parts, a `FileSource` gives ranges of bytes: a folder of the machine is both, and so is
+a bucket (`buckets`). Of a file exactly what is wanted is read, merged, each block of it checked: ranges that are near
+each other are one read, into all their buffers at once.
 
-Memory is kept and given out again. The first touch of fresh memory takes several times as long as the read itself. And jax takes an array on a CPU as it
-is, without a copy, where it begins on 64 bytes: such memory belongs to the arrays until the last of them is gone.
+Memory is kept and given out again. The first touch of fresh memory takes several times as long as the read itself. And
+jax takes an array on a CPU as it is, without a copy, where it begins on 64 bytes: such memory belongs to the arrays
+until the last of them is gone.
 """
 
 from __future__ import annotations
