@@ -24,7 +24,7 @@ from jshard.api.init import abstract_init, abstract_optimizer, shard_init, shard
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.series_folder import checkpoint_at
+from jshard.checkpoint.lookup import checkpoint_at
 from jshard.data import Data, DataError
 from jshard.data.loader import read_sample
 from jshard.linen.annotation import annotation_of, initialise

@@ -15,24 +15,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jshard as js
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.comparing import verify
+from jshard.checkpoint.comparing import listing, verify
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
     ArraySource,
     ForeignSource,
     NamedSource,
     foreign_source,
-    whole_leaves,
     write_dcp,
     write_safetensors,
 )
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.lookup import local_path
+from jshard.checkpoint.lookup import checkpoint_at, is_checkpoint, local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
-from jshard.checkpoint.series_folder import checkpoint_at, is_checkpoint, listing
 from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, simulate_devices
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import RunError, ShardingError
@@ -225,7 +223,7 @@ def run_export(argv: Sequence[str]) -> int:
             files = write_dcp(local_path(args.out), source, values=values, on_written=note)
         else:
             files = write_safetensors(
-                local_path(args.out), whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
+                local_path(args.out), source, max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
             )
     if args.json:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))

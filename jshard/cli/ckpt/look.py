@@ -16,11 +16,11 @@ from rich.text import Text
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.comparing import Finding, LeafDiff, Verdict, diff, verify
+from jshard.checkpoint.comparing import Finding, LeafDiff, ListedCheckpoint, Listing, Verdict, diff, listing, verify
+from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import open_checkpoint
-from jshard.checkpoint.series_folder import ListedCheckpoint, Listing, checkpoint_at, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import ShardingError, printable

@@ -16,7 +16,7 @@ from rich.text import Text
 from jshard._text import duration, human_bytes
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.series_folder import series_at
+from jshard.checkpoint.lookup import series_at
 from jshard.checkpoint.timeline import SLOWER, Timeline, timelines
 from jshard.cli._arguments import check_writable, parse, remark, write
 from jshard.cli.ckpt import as_json
