@@ -27,11 +27,18 @@ from jshard.cli._arguments import (
 )
 from jshard.cli._devices import open_mesh
 from jshard.cli._request import Request, check_profile_name, explained, request_of
-from jshard.cluster.compare import COMPARED, Compared, Comparison, VariantCompiler, compare, variants_for
 from jshard.cluster.compile import CompileRequest, Variant, compile_step, flags_of, latency_flag, unused_flags
 from jshard.cluster.costs import Costs
 from jshard.cluster.estimate import PlannedCluster, parse_known
-from jshard.cluster.report import ClusterPlan
+from jshard.cluster.report import (
+    COMPARED,
+    ClusterPlan,
+    Compared,
+    Comparison,
+    VariantCompiler,
+    compare,
+    variants_for,
+)
 from jshard.cluster.search import Chosen, choose, suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler, traced_for_device
 from jshard.errors import ShardingError
@@ -76,7 +83,7 @@ class PlanReport(Printed):
         if self.tried is not None:
             whole["suggestions"] = [row.to_dict() for row in self.tried if row.fits]
         if self.comparison is not None:
-            whole["comparison"] = self.comparison.to_dicts()
+            whole["comparison"] = [row.to_dict() for row in self.comparison.rows]
         if self.chosen is not None:
             whole["chosen"] = self.chosen.to_dict()
         return json.dumps(whole, indent=1)

@@ -13,9 +13,9 @@ from flax import nnx
 from jshard import _compat
 from jshard.engine.context import during, guard
 from jshard.errors import CallError
+from jshard.plans.checks import check_replicated, warn_of_unplanned
 from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of, store
-from jshard.plans.replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
 from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
 
 Kept = list[tuple[Path, Any]]
@@ -194,7 +194,7 @@ class NnxCall:
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
         self.params = [raw(parts.params[i][1]) for i in planned]
         self.placements = [members[i].placement for i in planned]
-        self.owners = [members[i].owner if members[i].placement.gathered else NESTED for i in planned]
+        self.owners = [members[i].role if members[i].placement.gathered else NESTED for i in planned]
         self.names = [dotted(parts.params[i][0][1:]) for i in planned]
         params, state, arrays = parts.values()
         unplanned = [x for i, x in enumerate(params) if members[i] is None]
@@ -215,8 +215,6 @@ class NnxCall:
         name = self.where.split(".")[0]
         if not unit.nested:
             check_replicated(unit, name)
-            others = (other for path, x in self._parts.state if path[0] == 0 for other in others_in(path[1:], x))
-            warn_of_others(unit, name, tuple(others))
         planned = set(self._planned)
         paths = [path for i, (path, _) in enumerate(self._parts.params) if i not in planned and not path[0]]
         warn_of_unplanned([dotted(path[1:]) for path in paths], self.where)

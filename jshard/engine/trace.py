@@ -20,13 +20,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard._kernel_names import ATTENTION, CONTEXT
+from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
 from jshard.engine.call import is_float, refuse_written
 from jshard.engine.context import attention_again
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
-from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
+from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
 
 
 class Call(Protocol):

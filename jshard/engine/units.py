@@ -23,8 +23,7 @@ from jshard.engine.stored import without_padding
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import data_axes, data_degree
 from jshard.plans.placement import Placement
-from jshard.plans.policies import MixedPrecision, Prefetch
-from jshard.plans.remat import ATTENTION_AGAIN, Remat
+from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Prefetch, Remat
 from jshard.plans.units import NESTED, OWN, Unit
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -18,7 +18,7 @@ import jshard as js
 from jshard import _compat, cli
 from jshard._live import at_work, took
 from jshard.cli import plan as plan_command
-from jshard.inspect.tables import FittedTable, broken_words, printed, show, width
+from jshard.inspect.tables import FittedTable, printed, show, width
 from tests.cli.test_cli import read_terminal
 from tests.cli.test_cli_plan import folder  # noqa: F401
 from tests.cluster.fake_compiler import Compiler, step_of
@@ -60,11 +60,6 @@ def test_where_room_is_short_columns_are_left_out_by_their_marks_and_named():
     narrow = rendered(table, 36)
     assert " ".join(narrow[-2:]) == "A caption. Left out at this width: kind, where."
     assert any("attention_of_layer  12,345,678 B" in line for line in narrow)
-
-
-def test_a_path_goes_on_after_a_slash_and_only_a_part_that_is_too_long_loses_its_middle():
-    assert broken_words("blocks/0/attention/key/kernel float32", 20) == "blocks/0/attention/\nkey/kernel float32"
-    assert broken_words("a/attention_of_the_encoder/b", 12) == "a/\nattent…oder/\nb"
 
 
 def test_elsewhere_than_on_a_terminal_it_is_plain_text_of_one_width(monkeypatch, capsys):
@@ -118,7 +113,8 @@ def test_the_sentences_of_an_error_end_their_lines_between_words_and_what_is_to_
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert (
-        cli.main(["plan", "my_model.py", "--html", "a_folder/that_is_not_there/plan.html", "--topology=h100:1x8"]) == 2
+        cli.main(["plan", "my_model.py", "--html", "a_folder/that_is_not_there/plan.html", "--topology=h100:1x8"])
+        == 2
     )
     assert terminal.shown[:-1] == [
         "ShardingError: The file cannot be",

@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.api.optimizer import abstract_optimizer
+from jshard.api.init import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
-from jshard.inspect.hlo.schedule import Window
+from jshard.inspect.hlo import Window
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from models.gpt import GPT, GPTConfig, annotate, loss_fn
