@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.kernels.compiled import CompiledKernel, KernelCall, assembler, compile_calls
 from jshard import _compat
-from jshard._kernel_names import PREFIX
+from jshard._text import PREFIX
 from jshard.kernels.knobs import Occupancy, with_half_the_rows
 from jshard.occupancy.footprints import ShippedKernel
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jshard.checkpoint.balance import as_one, is_local
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.position import is_data_position, position_text, set_position
-from jshard.linen.padded import is_padded
+from jshard.linen.layout import is_padded
 from jshard.plans.padding import logical_shape, padding_of
 
 Path = tuple[str, ...]

@@ -23,7 +23,6 @@ from jshard.inspect.drawing import Bar, chrome_trace, html_page
 from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.plans.mesh import FSDP, REPLICA
-from jshard.plans.policies import strategies
 
 
 def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
@@ -385,6 +384,43 @@ def _with_range(stated: str, low: str, high: str) -> list[str]:
 
 
 # The strategies to compare, as ways.
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to shard a model, as keywords; docs/strategies.md has its memory and communication."""
+
+    replica: int = 1
+    fsdp: int = -1
+    reshard_after_forward: bool | int | None = None
+    shard_replicated: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keywords for `js.mesh`."""
+        return {"replica": self.replica, "fsdp": self.fsdp}
+
+    @property
+    def annotation(self) -> dict[str, Any]:
+        """Keywords for `js.fully_shard`."""
+        return {"reshard_after_forward": self.reshard_after_forward}
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keywords for `js.shard_optimizer`."""
+        return {"shard_replicated": self.shard_replicated}
+
+
+strategies = {
+    "replicate": Strategy(replica=-1, fsdp=1),
+    "zero1": Strategy(replica=-1, fsdp=1, shard_replicated=True),
+    "zero2": Strategy(reshard_after_forward=False),
+    "zero3": Strategy(),
+    "hsdp": Strategy(replica=2),
+    "hsdp_zero2": Strategy(replica=2, reshard_after_forward=False),
+    "hpz": Strategy(reshard_after_forward=8),
+}
+"""The strategies by name."""
 
 
 def variants_for(

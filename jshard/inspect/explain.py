@@ -13,16 +13,15 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import folded_names, human_bytes, human_count, joined_name, name_pattern
-from jshard.engine.moved import Mixing, mixing_of
-from jshard.engine.stacks import as_traced
+from jshard.engine.moved import Mixing, as_traced, mixing_of
 from jshard.errors import AnnotationError
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.linen.annotation import annotation_of
+from jshard.plans.checks import Other, others_of
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.plan import plan as make_plan
-from jshard.plans.replicated import Other, others_of
 from jshard.plans.units import dotted, numberless
 
 
@@ -70,7 +69,7 @@ def explain(
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
-    others = others_of(model_or_plan) if isinstance(model_or_plan, nnx.Module) else ()
+    others = tuple(others_of(model_or_plan)) if isinstance(model_or_plan, nnx.Module) else ()
     return Explanation(plan, held, traffic_of(plan), leaves, others, mixing)
 
 
@@ -255,7 +254,6 @@ def _mixing_table(found: Sequence[Mixing]) -> FittedTable:
 
 def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
     """What no table says: what is never gathered or not ahead, what is replicated, padded, tied, or no parameter."""
-    yield from (f"Strategy: {unit.strategy}" for unit in plan.units[:1] if unit.strategy)
     if never := folded_names([unit.name for unit in plan.units if not unit.gathered]):
         why = "called in global view; what that sends is the model's own, and not counted"
         yield f"Never gathered: {', '.join(never)} ({why})"

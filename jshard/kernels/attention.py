@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
-from jshard._kernel_names import CONTEXT, scope
+from jshard._text import CONTEXT, scope
 from jshard.engine.context import note_attention
 from jshard.kernels.backend import TracedDevice, check_sizes, place
 from jshard.kernels.knobs import KernelError

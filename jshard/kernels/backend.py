@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard import _compat
-from jshard._kernel_names import scope
+from jshard._text import scope
 from jshard.engine.context import region_mesh
 from jshard.facts.devices import device_of
 from jshard.kernels.knobs import KernelError, Occupancy

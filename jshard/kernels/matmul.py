@@ -9,7 +9,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from jshard._kernel_names import PREFIX
+from jshard._text import PREFIX
 from jshard.engine.per_example import per_example
 from jshard.kernels.backend import Backend, KernelRun, check_sizes, decide
 from jshard.kernels.knobs import Occupancy, as_matrix, as_row, vary_alike

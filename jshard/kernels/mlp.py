@@ -10,7 +10,7 @@ from typing import Literal, cast
 import jax
 import jax.numpy as jnp
 
-from jshard._kernel_names import PREFIX
+from jshard._text import PREFIX
 from jshard.engine.per_example import per_example
 from jshard.kernels.backend import Backend, KernelRun, check_sizes, decide
 from jshard.kernels.knobs import KernelError, Occupancy, as_matrix, as_row, vary_alike, with_half_the_rows

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
-from jshard._kernel_names import PRODUCT
+from jshard._text import PRODUCT
 from jshard.kernels.backend import KernelRun
 from jshard.kernels.knobs import Occupancy, fitted, product_ns, stated, traffic_ns, vary, varying_over
 from jshard.kernels.mosaic_product import (

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.extend import core as jex
 
-from jshard._kernel_names import kernels_of
+from jshard._text import kernels_of
 from jshard.engine.context import shapes_only
 from jshard.inspect.hlo.collectives import unit_and_phase
 from jshard.plans.mesh import data_shards

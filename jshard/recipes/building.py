@@ -17,8 +17,7 @@ from jshard.api.fully_shard import revise
 from jshard.api.init import abstract_init, shard_init
 from jshard.data import Data, DataError
 from jshard.data.source import first_sample
-from jshard.linen.annotation import annotation_of
-from jshard.linen.route import initialise
+from jshard.linen.annotation import annotation_of, initialise
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.units import dotted
 from jshard.recipes.linen_model import Initialising, LinenModel

@@ -19,7 +19,6 @@ from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_of, relaid
 from jshard.linen.call import as_arrays, flat, raw_of
 from jshard.linen.layout import Layout
-from jshard.linen.route import call_annotated
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
@@ -165,14 +164,13 @@ class LinenModel(nnx.Module):
         annotation = annotation_of(module)
         assert annotation is not None, "who makes a LinenModel has checked it"
         _check(module, collections)
-        places = _hold(self, collections, {path: unit.kind for path, unit in annotation.layout.units.items()})
-        self._linen = _Linen(module, annotation.layout, places)
         layout = annotation.layout
-        records = {path: dataclasses.replace(unit, nested=bool(path)) for path, unit in layout.records.items()}
-        for path, unit in records.items():
-            attach(_part(self, path), unit.with_plan(layout.plan.seen_from(path, records)), _as_it_is)
+        places = _hold(self, collections, {path: unit.kind for path, unit in layout.records.items() if path})
+        self._linen = _Linen(module, layout, places)
+        for path, unit in layout.records.items():
+            attach(_part(self, path), unit, _as_it_is)
         for place in places:
-            _store_padded(self._variable(place), annotation.layout, place)
+            _store_padded(self._variable(place), layout, place)
 
     def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
         """Calls the Linen module. With `mutable`, names of collections, it also returns what the call put there."""
@@ -234,7 +232,7 @@ class LinenModel(nnx.Module):
 
     def _policies(self) -> dict[Path, UnitPolicy]:
         """The settings of the units as their records have them now."""
-        records = ((path, unit_of(_part(self, path))) for path in ((), *self._linen.layout.units))
+        records = ((path, unit_of(_part(self, path))) for path in self._linen.layout.records)
         return {path: record.policy for path, record in records if record is not None}
 
 
@@ -266,7 +264,7 @@ class _Linen:
             return _plain_flax(self.module, policies)
         key = tuple(policies.items())
         if key not in self._modules:
-            self._modules[key] = relaid(self.module, lambda layout: layout.with_policies(policies), call_annotated)
+            self._modules[key] = relaid(self.module, lambda layout: layout.with_policies(policies))
         return self._modules[key]
 
 
@@ -306,7 +304,7 @@ def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path
 
 def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None:
     """Says of a parameter that is stored padded that it is, so that an optimizer sees the logical one."""
-    leaf = layout.leaves.get(dotted(place.path)) if place.collection == _PARAMS else None
+    leaf = layout.leaves.get(place.path) if place.collection == _PARAMS else None
     padding = None if leaf is None else Padding.of(leaf.placement)
     if padding is not None:
         store(variable, padding, variable.get_raw_value())

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jshard.api.fully_shard import SETTINGS
 from jshard.errors import FourPartError, ShardingError
-from jshard.plans.policies import Prefetch
-from jshard.plans.remat import check_remat
+from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.api.optimizer import abstract_optimizer, shard_optimizer
+from jshard.api.init import abstract_optimizer, shard_optimizer
 from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.buckets import Place

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jshard as js
-from jshard.api.optimizer import abstract_optimizer
+from jshard.api.init import abstract_optimizer
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats.source import Names
 from jshard.cli._arguments import num_devices, parse_mesh

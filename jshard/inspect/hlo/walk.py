@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard._kernel_names import kernels_of
+from jshard._text import kernels_of
 from jshard.inspect.hlo import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.collectives import (
     KINDS,
