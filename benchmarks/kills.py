@@ -48,23 +48,14 @@ _TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of kill: which run, and what is killed of it.
+    """A kind of kill: which run, and what is killed of it."""
 
-    Attributes:
-        processes: of the run.
-        is_cluster: a supervisor for each.
-        process: the one that is hit.
-        hits: "worker" or "supervisor".
-        comes_back: whether its supervisor is started again.
-        is_equal: whether the mesh stays, and so every bit.
-    """
-
-    processes: int
-    is_cluster: bool = False
-    process: int
-    hits: str = "worker"
-    comes_back: bool = True
-    is_equal: bool = True
+    processes: int  # of the run
+    is_cluster: bool = False  # a supervisor for each
+    process: int  # the one that is hit
+    hits: str = "worker"  # "worker" or "supervisor"
+    comes_back: bool = True  # whether its supervisor is started again
+    is_equal: bool = True  # whether the mesh stays, and so every bit
 
 
 KINDS = {

@@ -78,13 +78,7 @@ def main() -> None:
 
 
 def row_of(name: str, hlo: Path | None = None, *, seconds: bool = True) -> dict[str, Any]:
-    """Traces, lowers and compiles a case.
-
-    Args:
-        name: of the case.
-        hlo: a folder for the compiled program.
-        seconds: measure how long it takes to trace and lower, too.
-    """
+    """Traces, lowers and compiles a case."""
     case = CASES[name]
     topology = parse_topology(case.topology)
     mesh = js.mesh(**case.mesh, devices=topology_devices(topology))
@@ -234,12 +228,7 @@ _TOLERANCE, _LEAST_AMOUNT = 0.02, 0.002
 
 
 def compared(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The rows that both have, `before > after`; what is worse by more than 2 % is in bold.
-
-    Args:
-        before: rows of one version, by case.
-        after: those of the other.
-    """
+    """The rows that both have, `before > after`; what is worse by more than 2 % is in bold."""
     names = [name for name in before if name in after]
     cells = [[name, *(_cell(*column, before[name], after[name]) for column in _COLUMNS.values())] for name in names]
     return markdown_table(["case", *_COLUMNS], cells)

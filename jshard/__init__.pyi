@@ -16,7 +16,7 @@ from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import explain as explain
 from jshard.inspect.profile import trace as trace
-from jshard.occupancy.shape import overlap as overlap
+from jshard.occupancy.overlap import overlap as overlap
 from jshard.plans.mesh import mesh as mesh
 from jshard.plans.mesh import shard_batch as shard_batch
 from jshard.plans.placement import ShardPlacement as ShardPlacement

@@ -125,10 +125,8 @@ def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple
         capability = _HOPPER if target is None else target.major
         is_asked = stack.enter_context(_compat.cudnn_assumed(CUDNN, (capability, 0)))
         if target is not None:
-            name, cores, is_hopper = target.description, target.core_count, capability == _HOPPER
-            stack.enter_context(
-                planned_for(TracedDevice("gpu", name, cores, is_hopper=is_hopper, capability=capability))
-            )
+            here = TracedDevice("gpu", target.description, target.core_count, capability=capability)
+            stack.enter_context(planned_for(here))
         yield lambda: (_CUDNN_ASSUMED,) if is_asked() else ()
 
 

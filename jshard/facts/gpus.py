@@ -7,7 +7,7 @@ import difflib
 import re
 import types
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES
@@ -26,7 +26,6 @@ KIB = 1024
 _XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
 _CUDA = "cuda_occupancy.h of CUDA 13.0, {}"
 _GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capability"
-_EVEN = "assumption: for blocks of one kernel it is what the vendor computes, for blocks of two nobody says"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class GpuFacts:
     num_sms: int  # multiprocessors
     smem_per_sm_bytes: int  # shared memory of a multiprocessor
     smem_per_block_bytes: int  # the most that one block can ask for
-    splits_bytes: tuple[int, ...]  # the sizes between which the driver splits shared memory from the L1 cache
     threads_per_sm: int = 2048  # resident at once
     blocks_per_sm: int = 32  # resident at once
     # The same for all of them:
@@ -56,9 +54,6 @@ class GpuFacts:
     registers_per_sm: int = 65536  # of 32 bits
     registers_per_thread: int = 255  # the most of one thread
     register_unit: int = 256  # the registers of a warp are rounded up to this
-    # Of the warps of a block, as assumed: "even", spread over the partitions; or "pooled", as if the registers were one
-    # pool, which holds more blocks of two kernels than partitions can.
-    placement: Literal["even", "pooled"] = "even"
     sources: Mapping[str, str] = dataclasses.field(compare=False)  # where all of this is from
 
     @property
@@ -78,7 +73,6 @@ def _nvidia(
     arch: str,
     *,
     smem_kib: int,
-    splits_kib: tuple[int, ...],
     spec: str,
     sms_source: str = "",
     **more: Any,
@@ -89,7 +83,6 @@ def _nvidia(
         arch=arch,
         smem_per_sm_bytes=smem_kib * KIB,
         smem_per_block_bytes=smem_kib * KIB - KIB,
-        splits_bytes=tuple(kib * KIB for kib in splits_kib),
         sources=types.MappingProxyType(_nvidia_sources(spec, sms_source)),
         **more,
     )
@@ -102,7 +95,6 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
         "smem_per_block_bytes": f"{spec}, shared_memory_per_block_optin",
         "smem_reserved_bytes": f"{_GUIDE}: 1 KiB of shared memory is reserved by block since 8.0",
         "smem_unit_bytes": _CUDA.format("cudaOccSMemAllocationGranularity"),
-        "splits_bytes": _CUDA.format("cudaOccAlignUpShmemSizeVoltaPlus"),
         "threads_per_sm": f"{spec}, threads_per_core_limit",
         "threads_per_block": f"{spec}, threads_per_block_limit",
         "blocks_per_sm": _CUDA.format("cudaOccMaxBlocksPerMultiprocessor"),
@@ -111,7 +103,6 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
         "registers_per_sm": f"{spec}, registers_per_core_limit",
         "registers_per_thread": _GUIDE,
         "register_unit": _CUDA.format("cudaOccRegAllocationGranularity"),
-        "placement": _EVEN,
     }
 
 
@@ -120,14 +111,12 @@ def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
     facts = DEVICES[device or name]
     target = facts.target
     assert target is not None and target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
-    splits = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
     return _nvidia(
         name,
         title,
         f"sm_{target.major}0",
         num_sms=target.core_count,
         smem_kib=target.shared_memory_per_core // KIB,
-        splits_kib=tuple(kib for kib in splits if kib * KIB <= target.shared_memory_per_core),
         spec=facts.spec,
     )
 
@@ -141,7 +130,6 @@ _ALL = (
         smem_kib=100,
         threads_per_sm=1536,
         blocks_per_sm=16,
-        splits_kib=(0, 8, 16, 32, 64, 100),
         spec=_XLA.format("a6000") + " (RTX A6000: the same chip)",
         sms_source="NVIDIA A40 data sheet: 10,752 CUDA cores, 128 in a multiprocessor",
     ),
