@@ -40,10 +40,9 @@ from jshard.cluster.options import compile_nothing, options_for
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.engine.context import plain_flax
 from jshard.inspect.audit import Audit, audit
-from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.building import abstract_model, batch_of, optimizer_of
 from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import override
-from jshard.recipes.state import optimizer_of
 from jshard.recipes.step import trace_step
 
 _LARGE_BYTES = 2**20

@@ -261,7 +261,7 @@ def sample(
     Guidance (Ho & Salimans 2022, arXiv 2207.12598) goes beyond the velocity with class, away from that without; 1 is
     none. `jshard train` samples text only, so this is for a script or a notebook, where this file is `vdit`:
 
-        from jshard.recipes.state import restore
+        from jshard.recipes.building import restore
 
         checkpoints = js.checkpoint.Checkpointer("runs/vdit-tiny/checkpoints")
         model, _, _ = restore(js.train.load_model_file("vdit.py"), vdit.tiny(), js.mesh(), checkpoints)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from jshard.cli._arguments import answer, check_writable, parse, remark
+from jshard.cli._arguments import answer, check_writable, parse, write
 from jshard.inspect.profile import trace
 
 
@@ -36,9 +36,7 @@ def run(argv: Sequence[str]) -> int:
     check_writable(args.html, option="--html")
     found = trace(args.path)
     if args.html is not None:
-        texts = {args.html: found.to_html(), args.html.with_suffix(".trace.json"): found.to_chrome_trace()}
-        for path, text in texts.items():
-            path.write_text(text)
-            remark(f"written: {path}")
+        write(args.html, found.to_html())
+        write(args.html.with_suffix(".trace.json"), found.to_chrome_trace())
     answer(found, json=args.json)
     return 0

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from jshard.cli._arguments import Count, RecipeArgs, answer, num_devices, parse, remark
-from jshard.cli._devices import open_mesh
+from jshard.cli._arguments import Count, RecipeArgs, answer, num_devices, open_mesh, parse, remark
 from jshard.cli._request import abstract, own_data, request_of
 from jshard.errors import ShardingError
 from jshard.occupancy import OccupancyWarning, footprint

@@ -25,11 +25,10 @@ from jshard.cluster.topology import Topology, parse_topology, topology_devices, 
 from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError
 from jshard.inspect.audit import CompiledMemory
-from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.building import abstract_model, batch_of, optimizer_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, versions
-from jshard.recipes.state import optimizer_of
 from jshard.recipes.step import lower_step
 
 # What the TPU compiler says of a program that does not fit: needed and there, in GiB.

@@ -164,6 +164,19 @@ def everything(array: np.ndarray) -> tuple[slice, ...]:
     return (slice(None),) * array.ndim
 
 
+class Held:
+    """Arrays in memory as a source; `boxes` are those that were read."""
+
+    def __init__(self, arrays: dict[str, Any]):
+        self.arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self.leaves = {name: stored_array(array.shape, array.dtype) for name, array in self.arrays.items()}
+        self.boxes: list[Any] = []
+
+    def read(self, name: str, box: Any) -> np.ndarray:
+        self.boxes.append((name, box))
+        return self.arrays[name][box].copy()
+
+
 def check_source(source: Any, arrays: dict[str, np.ndarray]) -> None:
     """Whether a source holds these arrays, as a whole and by any box."""
     draw = np.random.default_rng(0)

@@ -107,18 +107,9 @@ def test_the_page_about_it_tells_every_option():
 
 
 @pytest.mark.wide
-def test_a_run_that_goes_on_profiles_what_is_left(run, capfd):
-    out, _ = run
-    goes_on = ["--out", "run", "--resume", "--steps"]
-    assert train(*goes_on, "5", "--profile", "1:3") == 0
+def test_steps_that_were_done_before_are_not_profiled(run, capfd):
+    assert train("--out", "run", "--resume", "--steps", "5", "--profile", "1:3") == 0
     assert "not profiled: steps 2..3 were done before this start." in capfd.readouterr().out
-    assert train(*goes_on, "7", "--profile", "4:7") == 0
-    said = capfd.readouterr().out
-    assert "profiled: steps 6..7; step 6 is the first after the start, and slower than others." in said
-    assert "profile: run/profile/steps-6-7; shown by: jshard trace run" in said
-    found = js.trace(out)
-    assert [step.number for step in found.steps] == [6, 7]
-    assert any(note.startswith("The newest of 2 profiles") for note in found.notes)
 
 
 def test_exit_codes(tmp_path, capfd):

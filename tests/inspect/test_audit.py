@@ -16,7 +16,7 @@ from jshard.inspect import ProgramError, collectives, full_bytes
 from jshard.inspect.audit import Audit, CompiledMemory, audit
 from jshard.inspect.communication import Traffic, differences, hlo_dtype, traffic_of
 from jshard.inspect.hlo import Window
-from jshard.recipes.state import create
+from jshard.recipes.building import create
 from jshard.recipes.step import lower_step
 from jshard.train import load_model_file
 from tests.helpers import Config, Decoder, abstract, compile_to_read, program, token_batch
