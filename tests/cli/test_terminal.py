@@ -112,8 +112,7 @@ def test_the_sentences_of_an_error_end_their_lines_between_words_and_what_is_to_
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert (
-        cli.main(["plan", "my_model.py", "--html", "a_folder/that_is_not_there/plan.html", "--topology=h100:1x8"])
-        == 2
+        cli.main(["plan", "my_model.py", "--html", "a_folder/that_is_not_there/plan.html", "--topology=h100:1x8"]) == 2
     )
     assert terminal.shown[:-1] == [
         "ShardingError: The file cannot be",
