@@ -26,12 +26,11 @@ from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.checkpointer import TIMEOUT_S
-from jshard.checkpoint.copies import Packing, opened_parts
-from jshard.checkpoint.errors import reason
-from jshard.checkpoint.opened import unreadable
+from jshard.checkpoint.dealing import Packing
+from jshard.checkpoint.errors import reason, unreadable
+from jshard.checkpoint.opened import opened_parts
 from jshard.checkpoint.restoring import Restoring
-from jshard.checkpoint.saving import give_memory_back
+from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.keeper import KeeperClient, KeptPart
 from jshard.launch.peers import hostname

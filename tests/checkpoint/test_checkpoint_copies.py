@@ -6,12 +6,13 @@ import jax
 import pytest
 from flax import nnx
 
-from jshard.checkpoint.copies import Packing, opened_parts
-from jshard.checkpoint.files import dealing
-from jshard.checkpoint.files.layout import laid_out
+from jshard.checkpoint import dealing
+from jshard.checkpoint.dealing import Packing
+from jshard.checkpoint.layout import laid_out
+from jshard.checkpoint.opened import opened_parts
 from jshard.checkpoint.restoring import Restoring
 from jshard.errors import RunError
-from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
+from tests.checkpoint.checkpoint_states import abstract, differences, filled
 
 
 def packed(state, step=1):
@@ -24,10 +25,9 @@ def restored(data, layout):
     return Restoring(opened, abstract(layout)).run(verify=True, timeout_s=60)
 
 
-@pytest.mark.parametrize("source", ["hsdp", "all axes"])
-@pytest.mark.parametrize("target", LAYOUTS)
-def test_every_layout_is_read_onto_every_other(source, target):
-    data = packed(filled(source, 3))
+@pytest.mark.parametrize("target", ["one device", "all axes"])
+def test_a_layout_is_read_onto_others(target):
+    data = packed(filled("hsdp", 3))
     assert differences(restored(data, target), target, 3) == []
 
 
@@ -58,10 +58,8 @@ def test_a_part_that_is_missing_is_found(monkeypatch):
     plan = dealing.plan
 
     def half(*args):  # of two processes the first one
-        found = plan(*args)
-        (file,) = found.files
-        (less,) = laid_out(file.pieces[1:])
-        return dealing.WritePlan((less,), (found.parts[0][1:],))
+        (file,), (parts,) = plan(*args)
+        return tuple(laid_out(file.pieces[1:])), (parts[1:],)
 
     monkeypatch.setattr(dealing, "plan", half)
     with pytest.raises(RunError, match="are in none of the files"):

@@ -59,8 +59,8 @@ def test_compiled_bytes_are_those_of_the_plan(asked: dict):
         key = traffic.kind, traffic.axes, traffic.group_size
         planned[key] = planned.get(key, 0) + traffic.full_bytes
     compiled: dict[tuple, int] = {}
-    for one in collectives(made.compiled):
-        key = one.kind, one.axes(made.mesh), len(one.group)
+    for one in collectives(made.compiled, mesh=made.mesh):
+        key = one.kind, one.axes, len(one.group)
         if len(one.group) > 1:
             compiled[key] = compiled.get(key, 0) + one.total_bytes
     assert compiled.keys() == planned.keys()
@@ -71,7 +71,7 @@ def test_compiled_bytes_are_those_of_the_plan(asked: dict):
 
 def test_hsdp_reduces_only_the_shard_over_replica():
     made = program(DECODER, replica=2, remat="full")
-    over_replica = [c for c in collectives(made.compiled) if c.axes(made.mesh) == ("replica",)]
+    over_replica = [c for c in collectives(made.compiled, mesh=made.mesh) if c.axes == ("replica",)]
     assert {c.kind for c in over_replica} == {"all-reduce"}
     total = sum(c.total_bytes for c in over_replica) / made.plan.logical_bytes
     assert total == pytest.approx(1 / 4, abs=0.01)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import jshard as js
 from jshard import _compat
-from jshard.api.optimizer import abstract_optimizer
+from jshard.api.init import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
 from jshard.plans.mesh import batch_sharding

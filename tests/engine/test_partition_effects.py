@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jshard.engine.values import PARTIAL
+from jshard.engine.rules import PARTIAL
 from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, check_on, mesh_of, on_shards, run_alone
 
 rng = np.random.default_rng(0)

@@ -12,14 +12,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.rules import RULES, linear
-from jshard.engine.values import PARTIAL, State, Value
+from jshard.engine.rules import PARTIAL, RULES, State, Value, linear
 from tests.engine.partition_cases import CASES, FAMILIES, KEYS, KEYS_OF_FIRST, SINCE_0_12, UNTIL_0_11, Case
 from tests.helpers import equations_run
 from tests.wide import wide
 
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
-OWN_TESTS = ("constraints", "effects", "experts", "loops", "opaque")
+OWN_TESTS = ("partitioner", "loops", "opaque")
 """Modules of rules that have files of tests of their own, beside the cases here."""
 NOT_COMPILED = ("mulhi",)
 """Primitives that XLA of jax 0.12 cannot compile in any `jax.shard_map` on CPU."""

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jshard as js
-from jshard.recipes.state import create
+from jshard.recipes.building import create
 from jshard.train import TrainStep, load_model_file
 from tests.engine.test_frozen import sent_in
 from tests.helpers import with_placement

@@ -20,9 +20,8 @@ from jshard.data import load_text
 from jshard.engine.context import plain_flax
 from jshard.errors import AnnotationError
 from jshard.inspect.memory import activations
-from jshard.recipes.building import abstract_model, batch_of, new_model
+from jshard.recipes.building import abstract_model, batch_of, create, new_model, restore
 from jshard.recipes.model_file import next_token_loss
-from jshard.recipes.state import create, restore
 from jshard.recipes.step import inference_view
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
 from tests.helpers import with_placement

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard import cli
-from jshard.recipes import shipped_models
+from jshard import cli, recipes
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS
 
@@ -33,7 +32,7 @@ def installed(folder):
     (folder / "site-packages" / "models").mkdir()
     (folder / "site-packages" / "models" / "gpt.py").write_text("RECIPES = {}")
     shutil.copytree(MODELS, package / "models")
-    file = shutil.copy(shipped_models.__file__, package / "train")
+    file = shutil.copy(recipes.__file__, package / "train")
     spec = importlib.util.spec_from_file_location("installed_shipped_models", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -41,25 +40,25 @@ def installed(folder):
 
 
 def test_every_model_is_found_by_its_name_in_a_checkout_and_in_a_wheel(folder):
-    assert shipped_models.shipped_models() == {name: MODELS / f"{name}.py" for name in sorted(NAMES)}
+    assert recipes.shipped_models() == {name: MODELS / f"{name}.py" for name in sorted(NAMES)}
     module, models = installed(folder)
     assert module.shipped_models() == {name: models / f"{name}.py" for name in sorted(NAMES)}
     assert module.model_path(Path("gpt")) == models / "gpt.py"
 
 
 def test_a_file_of_the_working_folder_comes_before_a_shipped_model(folder):
-    assert shipped_models.model_path(Path("gpt")) == MODELS / "gpt.py"
+    assert recipes.model_path(Path("gpt")) == MODELS / "gpt.py"
     (folder / "gpt").mkdir()
-    assert shipped_models.model_path(Path("gpt")) == MODELS / "gpt.py"  # a folder is no model
+    assert recipes.model_path(Path("gpt")) == MODELS / "gpt.py"  # a folder is no model
     (folder / "gpt.py").write_text("")
-    assert shipped_models.model_path(Path("gpt")) == Path("gpt.py")
+    assert recipes.model_path(Path("gpt")) == Path("gpt.py")
     (folder / "llama").write_text("")
-    assert shipped_models.model_path(Path("llama")) == Path("llama")
+    assert recipes.model_path(Path("llama")) == Path("llama")
 
 
 @pytest.mark.parametrize("given", ["./gpt.py", "digits", "x" * 5000, ""])
 def test_nothing_else_means_a_shipped_model(folder, given):
-    assert shipped_models.model_path(Path(given)) == Path(given)
+    assert recipes.model_path(Path(given)) == Path(given)
 
 
 def test_a_shipped_model_loads_and_is_recorded_by_its_name(folder, capsys):
@@ -111,6 +110,6 @@ def test_init_overwrites_nothing(folder, capsys):
     assert cli.main(do[1:]) == 0, do
 
 
-@pytest.mark.parametrize("path", shipped_models.shipped_models().values(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", recipes.shipped_models().values(), ids=lambda path: path.stem)
 def test_a_model_file_stays_short(path):
     assert len(path.read_text().splitlines()) <= {"gpt": 380, "llama": 375, "t5": 375}.get(path.stem, 407)

@@ -22,9 +22,11 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
+from jax.sharding import Sharding
 
 BLOCK_BYTES = 256 << 10
 """Bytes of a file that have one sum."""
@@ -63,19 +65,12 @@ _ENTRY = {  # what safetensors calls dtypes; others are bytes there
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a leaf.
+    """A box of a leaf."""
 
-    Attributes:
-        leaf: the number of the leaf among those of the checkpoint.
-        path: of the leaf.
-        dtype: of its elements.
-        box: where it is in the leaf.
-    """
-
-    leaf: int
-    path: str
-    dtype: np.dtype
-    box: Limits
+    leaf: int  # the number of the leaf among those of the checkpoint
+    path: str  # of the leaf
+    dtype: np.dtype  # of its elements
+    box: Limits  # where it is in the leaf
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
@@ -90,20 +85,13 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """Where everything of a file is, but the sums.
+    """Where everything of a file is, but the sums."""
 
-    Attributes:
-        header: the first bytes, up to the first piece.
-        pieces: in the order of the file; `offsets` says where each begins, in the file.
-        index_begin: where the index begins.
-        num_bytes: of the file.
-    """
-
-    header: bytes
-    pieces: tuple[Piece, ...]
+    header: bytes  # the first bytes, up to the first piece
+    pieces: tuple[Piece, ...]  # in the order of the file; `offsets` says where each begins, in the file
     offsets: tuple[int, ...]
-    index_begin: int
-    num_bytes: int
+    index_begin: int  # where the index begins
+    num_bytes: int  # of the file
 
     @functools.cached_property
     def columns(self) -> bytes:
@@ -130,26 +118,16 @@ class FileLayout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileIndex:
-    """What the index of a file says.
+    """What the index of a file says."""
 
-    Attributes:
-        leaves: the leaf of each piece.
-        offsets: where each begins in the file.
-        starts: where the boxes begin, one after the other; `stops` says where they end.
-        begins: where the box of each piece begins in `starts`.
-        sums: of the blocks.
-        index_begin: bytes before the index, which the sums are over.
-        checksum: of the index itself.
-    """
-
-    leaves: np.ndarray
-    offsets: np.ndarray
-    starts: np.ndarray
+    leaves: np.ndarray  # the leaf of each piece
+    offsets: np.ndarray  # where each begins in the file
+    starts: np.ndarray  # where the boxes begin, one after the other; `stops` says where they end
     stops: np.ndarray
-    begins: np.ndarray
-    sums: np.ndarray
-    index_begin: int
-    checksum: int
+    begins: np.ndarray  # where the box of each piece begins in `starts`
+    sums: np.ndarray  # of the blocks
+    index_begin: int  # bytes before the index, which the sums are over
+    checksum: int  # of the index itself
 
 
 def laid_out(pieces: Iterable[Piece], *, most_bytes: int = FILE_BYTES) -> list[FileLayout]:
@@ -170,13 +148,13 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
     entries: dict[str, tuple[str, Sequence[int], int, int]] = {}
     places, end = [], 0
     for piece in pieces:
-        begin = _up(end, _unit(piece.nbytes))
+        begin = up(end, _unit(piece.nbytes))
         if begin > end:
             entries[f"{_PADDING}.{len(places)}"] = "U8", (begin - end,), end, begin
         end = begin + piece.nbytes
         entries[entry_name(piece.path, piece.box)] = (*_entry_of(piece), begin, end)
         places.append(begin)
-    data_bytes = _up(end, 8)
+    data_bytes = up(end, 8)
     if data_bytes > end:
         entries[f"{_PADDING}.{len(places)}"] = "U8", (data_bytes - end,), end, data_bytes
     columns = len(pieces) * 16 + sum(len(piece.box) for piece in pieces) * 16
@@ -184,7 +162,7 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
     # length of the header is found first, with room for the digits.
     header = functools.partial(_header, _listed(entries), data_bytes)
     guess = len(header(data_bytes + columns + 8 * (1 << 32)))
-    head_bytes = _up(8 + guess, _PAGE)
+    head_bytes = up(8 + guess, _PAGE)
     index_begin = head_bytes + data_bytes
     index_bytes = columns + 8 * num_blocks(index_begin) + TAIL_BYTES
     text = header(data_bytes + index_bytes).ljust(head_bytes - 8)
@@ -199,7 +177,7 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
 
 def spaced(num_bytes: int) -> int:
     """From the beginning of a piece of so many bytes to that of another one behind it."""
-    return _up(num_bytes, _unit(num_bytes))
+    return up(num_bytes, _unit(num_bytes))
 
 
 def _unit(num_bytes: int) -> int:
@@ -306,5 +284,24 @@ def cut_views(views: Iterable[memoryview], size: int) -> Iterator[list[memoryvie
         yield found
 
 
-def _up(value: int, multiple: int) -> int:
+def up(value: int, multiple: int) -> int:
+    """The next multiple, or the value itself."""
     return -(-value // multiple) * multiple
+
+
+@functools.lru_cache(maxsize=4096)
+def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Limits]:
+    """The box of an array that each device holds."""
+    return {device: limits(index or (), shape) for device, index in sharding.devices_indices_map(tuple(shape)).items()}
+
+
+def limits(index: Sequence[slice], shape: Sequence[int]) -> Limits:
+    """An index of an array, as where it begins and ends along each dim."""
+    return tuple(
+        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True)
+    )
+
+
+def size_of(box: Limits) -> int:
+    """How many elements a box has."""
+    return math.prod(stop - start for start, stop in box)

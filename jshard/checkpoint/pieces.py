@@ -10,10 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jshard.checkpoint.files.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail
-from jshard.checkpoint.files.memory import MappedBoxes, Slab
-from jshard.checkpoint.files.places import FileSource
-from jshard.checkpoint.files.reading import READ_BYTES, Range, Read, changed, reads
+from jshard.checkpoint.file_io import READ_BYTES, FileSource, MappedBoxes, Range, Read, Slab, changed, reads
+from jshard.checkpoint.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +53,12 @@ class PackedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """Boxes of a leaf, and where they go.
+    """Boxes of a leaf, and where they go."""
 
-    Args:
-        leaf: the number of the leaf.
-        shape: of the leaf.
-        boxes: of it, each once.
-        out: what they go into; or what they are already, and are only checked.
-    """
-
-    leaf: int
-    shape: tuple[int, ...]
-    boxes: tuple[Limits, ...]
-    out: Slab | MappedBoxes
+    leaf: int  # the number of the leaf
+    shape: tuple[int, ...]  # of the leaf
+    boxes: tuple[Limits, ...]  # of it, each once
+    out: Slab | MappedBoxes  # what they go into; or what they are already, and are only checked
 
 
 class Pieces:
@@ -183,25 +174,17 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """Elements of a piece that are read, one after the other, and where they go.
+    """Elements of a piece that are read, one after the other, and where they go."""
 
-    Attributes:
-        piece: its number among those of the leaf.
-        begin: the first element in the piece.
-        count: how many.
-        place: the box that they go into as they are, and at which element; None where they are copied.
-        shape: of the elements, where they are copied.
-        copies: the box, where in it, and what of the elements goes there.
-        is_whole: whether the part is a piece and a box, and the first parts are the first boxes.
-    """
-
-    piece: int
-    begin: int
-    count: int
+    piece: int  # its number among those of the leaf
+    begin: int  # the first element in the piece
+    count: int  # how many
+    # the box that they go into as they are, and at which element; None where they are copied
     place: tuple[int, int] | None = None
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # of the elements, where they are copied
+    # the box, where in it, and what of the elements goes there
     copies: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...] = ()
-    is_whole: bool = False
+    is_whole: bool = False  # whether the part is a piece and a box, and the first parts are the first boxes
 
 
 def _scatter(part: _Stretch, boxes: Sequence[np.ndarray], view: memoryview) -> None:
@@ -219,16 +202,7 @@ def _key(starts: np.ndarray, stops: np.ndarray) -> tuple[tuple[int, ...], bytes,
 def _parts(
     boxes: tuple[Limits, ...], num: tuple[int, ...], starts: bytes, stops: bytes, shape: tuple[int, ...], itemsize: int
 ) -> tuple[_Stretch, ...]:
-    """What is read of the pieces of a leaf for some boxes; the same for all leaves that are cut alike.
-
-    Args:
-        boxes: of the leaf; what is beyond its shape is no part of it.
-        num: how many pieces, and how many dims.
-        starts: where the boxes of the pieces begin.
-        stops: where they end.
-        shape: of the leaf.
-        itemsize: bytes of an element.
-    """
+    """What is read of the pieces of a leaf for some boxes; the same for all leaves that are cut alike."""
     low, high = (np.frombuffer(each, np.int64).reshape(num) for each in (starts, stops))
     pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
     hits: dict[int, list[tuple[int, Limits]]] = {}
@@ -240,7 +214,7 @@ def _parts(
             common = _common(pieces[piece], wanted)
             assert common is not None
             hits.setdefault(piece, []).append((number, common))
-            left -= _size(common)
+            left -= size_of(common)
         if left:
             raise ValueError(f"{left} elements of a leaf of shape {shape} are in none of the files")
     found: list[_Stretch] = []
@@ -262,7 +236,7 @@ def _of_piece(
     for number, common in hits:
         there, here = _run(box, common), _run(boxes[number], common)
         if there is not None and here is not None:
-            direct.append(_Stretch(piece, there, _size(common), place=(number, here)))
+            direct.append(_Stretch(piece, there, size_of(common), place=(number, here)))
     direct.sort(key=lambda part: part.begin)
     overlap = any(a.begin + a.count > b.begin for a, b in itertools.pairwise(direct))
     if len(direct) == len(hits) and not overlap:
@@ -278,7 +252,7 @@ def _of_piece(
         assert there is not None
         inside = [(number, both) for number, common in hits if (both := _common(tile, common)) is not None]
         copies = tuple((number, _within(boxes[number], both), _within(tile, both)) for number, both in inside)
-        tiles.append(_Stretch(piece, there, _size(tile), shape=tuple(b - a for a, b in tile), copies=copies))
+        tiles.append(_Stretch(piece, there, size_of(tile), shape=tuple(b - a for a, b in tile), copies=copies))
     return tiles
 
 
@@ -313,10 +287,6 @@ def _run(box: Limits, part: Limits) -> int | None:
         begin += (a - start) * stride
         stride *= stop - start
     return begin
-
-
-def _size(box: Limits) -> int:
-    return math.prod(b - a for a, b in box)
 
 
 def _common(a: Limits, b: Limits) -> Limits | None:
