@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import box_sums
 from jshard.checkpoint.position import is_data_position, position_text, set_position
-from jshard.linen.padded import is_padded
+from jshard.linen.layout import is_padded
 from jshard.plans.padding import logical_shape, padding_of
 
 Path = tuple[str, ...]

@@ -12,7 +12,7 @@ import jax
 
 from jshard._processes import is_primary
 from jshard.errors import ShardingError
-from jshard.inspect.profile.trace import PROFILE, PROGRAM, process_folder
+from jshard.inspect.profile import PROFILE, PROGRAM, process_folder
 
 _FAILURES = (RuntimeError, OSError, ValueError)  # jax's errors are RuntimeErrors
 

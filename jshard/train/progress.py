@@ -10,7 +10,7 @@ from typing import TextIO
 
 from jshard._live import LiveLine
 from jshard._text import duration, human_bytes
-from jshard.recipes.mfu import Mfu
+from jshard.recipes.step import Mfu
 
 
 class Meter:

@@ -26,13 +26,11 @@ from jshard.data import Data, DataError, Loader, local_rows
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import stall
 from jshard.plans.plan import plan
-from jshard.recipes.building import batch_like
+from jshard.recipes.building import abstract_state, batch_like, check_source
 from jshard.recipes.loss_scale import loss_scale_of
-from jshard.recipes.mfu import Mfu, device_peak, peak_bytes
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.state import abstract_state, check_source
-from jshard.recipes.step import EvalStep, TrainStep
+from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes
 from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
 from jshard.train.jsonl import Jsonl, plot_loss

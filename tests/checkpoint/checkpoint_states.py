@@ -15,17 +15,16 @@ import optax
 from flax import nnx
 
 import jshard as js
-from jshard.api.optimizer import abstract_optimizer
+from jshard.api.init import abstract_optimizer
 from jshard.checkpoint.formats.source import stored_array
 from jshard.data.batches import GlobalBatches
-from jshard.plans.policies import strategies
 
 # By name: the degrees of the mesh.
 LAYOUTS: dict[str, dict[str, int]] = {
     "one device": {"fsdp": 1},
-    "replicate": strategies["replicate"].mesh,
-    "zero3": strategies["zero3"].mesh,
-    "hsdp": strategies["hsdp"].mesh,
+    "replicate": {"replica": -1, "fsdp": 1},
+    "zero3": {"fsdp": -1},
+    "hsdp": {"replica": 2, "fsdp": -1},
     "tensor": {"fsdp": 4, "tensor": 2},
     "all axes": {"replica": 2, "fsdp": 2, "tensor": 2},
 }

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from jshard.checkpoint import position as position_module
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.position import from_text, is_data_position, position_text, set_position, to_text
-from jshard.data import packed_batches as packed_module
-from jshard.data.batches import GlobalBatches, order_of
-from jshard.data.packed_batches import PackedBatches
+from jshard.data import batches as batches_module
+from jshard.data.batches import GlobalBatches, PackedBatches, order_of
 from jshard.errors import RunError, ShardingError
 
 FEW = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
@@ -72,7 +71,7 @@ def text_of(group):
         return position_text(group[index])
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(group)) as pool:
-        patch.setattr(packed_module, "gather_texts", gather)
+        patch.setattr(batches_module, "gather_texts", gather)
         patch.setattr(position_module, "gather_texts", gather)
         texts = list(pool.map(run, range(len(group))))
     assert len(set(texts)) == 1

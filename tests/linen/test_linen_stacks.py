@@ -1,8 +1,6 @@
-"""Layers that `nn.scan` stacks and no unit names are not gathered ahead: the plan says so, and a warning if large."""
+"""Layers that `nn.scan` stacks and no unit names: the plan and explain say how they are gathered, and so they are."""
 
 import collections
-import re
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -11,22 +9,15 @@ import pytest
 
 import jshard as js
 from jshard.inspect.memory import memory_of
-from jshard.linen import route
 from tests.helpers import compile_to_read
-from tests.linen_models import WIDTH, Block
+from tests.linen_models import WIDTH, Layer
 
 LAYERS = 4
-X = jax.ShapeDtypeStruct((16, WIDTH), "float32")
+SHAPE = jax.ShapeDtypeStruct((16, WIDTH), "float32")
 KERNEL = 4 * WIDTH * WIDTH
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return Block()(x), None
-
-
-class Tower(nn.Module):
+class Stack(nn.Module):
     """Layers in a loop, each with parameters of its own or all with the same."""
 
     lifted: Any = None
@@ -35,15 +26,6 @@ class Tower(nn.Module):
     def __call__(self, x):
         lifted = self.lifted or {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         return nn.scan(Layer, length=LAYERS, **lifted)(name="layers")(x, None)[0]
-
-
-class Heads(nn.Module):
-    """Layers side by side: all of them run at once."""
-
-    @nn.compact
-    def __call__(self, x):
-        heads = nn.vmap(Block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=LAYERS)
-        return heads(name="heads")(x).mean(0)
 
 
 class Model(nn.Module):
@@ -55,31 +37,21 @@ class Model(nn.Module):
 
 
 def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
-    model = js.fully_shard(Model(tower or Tower()), mesh=js.mesh(), **settings)
-    jax.eval_shape(model.init, jax.random.key(0), X)
+    model = js.fully_shard(Model(tower or Stack()), mesh=js.mesh(), **settings)
+    jax.eval_shape(model.init, jax.random.key(0), SHAPE)
     return model
 
 
-@pytest.fixture
-def all_are_large(monkeypatch):
-    """Whatever is stacked is worth a warning, reported anew."""
-    monkeypatch.setattr(route, "_LARGE_BYTES", 1)
-    route.warn_of_stacks.cache_clear()
-
-
 NOT_AHEAD = {
-    "no units": (None, "(root)", "each layer when it is due"),
     "a unit beside": ("head", "(root)", "each layer when it is due"),
-    "a unit around": (Tower, "tower", "all layers at once"),
+    "a unit around": (Stack, "tower", "all layers at once"),
 }
 
 
 @pytest.mark.parametrize(("units", "unit", "how"), NOT_AHEAD.values(), ids=NOT_AHEAD)
-def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
+def test_explain_names_layers_that_no_unit_names(units, unit, how):
     size = 4 * LAYERS * 2 * KERNEL
-    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}, {how}")) as reported:
-        model = annotated(units=units)
-    assert len(reported) == 1
+    model = annotated(units=units)
     plan = js.plan(model)
     assert plan.unscheduled_stacks == {("tower/layers", unit): size}
     assert js.ShardPlan.from_json(plan.to_json()) == plan
@@ -87,36 +59,13 @@ def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
     assert words in " ".join(str(js.explain(model)).split())
 
 
-NONE = {
-    "a unit inside": (Tower(), Block),
-    "the layer": (Tower(), Layer),
-    "as the warning says": (Tower(), ["head", "tower/layers"]),
-    "the same parameters in all": (Tower({"variable_broadcast": "params", "split_rngs": {"params": False}}), None),
-    "side by side": (Heads(), None),
-}
-
-
-@pytest.mark.parametrize(("tower", "units"), NONE.values(), ids=NONE)
-def test_of_others_nothing_is_told(all_are_large, tower, units):
-    model = annotated(tower, units=units)
-    assert not js.plan(model).unscheduled_stacks and "Stacked" not in str(js.explain(model))
-
-
-def test_a_small_stack_is_told_by_the_plan_alone():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert js.plan(annotated()).unscheduled_stacks
-
-
-@pytest.mark.parametrize(
-    ("units", "loop", "whole"), [("head", 2, False), (["head", "tower/layers"], 2, False), (Tower, 0, True)], ids=str
-)
+@pytest.mark.parametrize(("units", "loop", "whole"), [("head", 2, False), (Stack, 0, True)], ids=str)
 def test_the_program_does_as_told(units, loop, whole):
     """A layer's kernel at a time, forward and backward; or those of all layers before the first."""
     model = annotated(units=units)
-    params = js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), SHAPE)["params"], model)
     grad = jax.jit(jax.grad(lambda params, x: (model.apply({"params": params}, x) ** 2).mean()))
-    found = js.audit(compile_to_read(grad.lower(params, X)), model=model)
+    found = js.audit(compile_to_read(grad.lower(params, SHAPE)), model=model)
     gathered = collections.Counter()
     for window in found.schedule.windows:
         for _, shape in window.arrays if window.kind == "all-gather" else ():

@@ -13,7 +13,7 @@ import pytest
 import jshard as js
 from jshard import launch
 from jshard.cli._arguments import TrainArgs
-from jshard.cli._restarts import restarts_of, shrunk
+from jshard.cli.train import restarts_of, shrunk
 from tests.processes.launching import HERE, children, fake, gone, plain, until
 
 QUICK = launch.Deadlines(grace_s=0.5)
@@ -88,9 +88,9 @@ PLACE = launch.Cluster(kind="slurm", coordinator="a:1000", num_processes=4, proc
     [
         ({"max_restarts": -1}, None, "The restarts make no sense."),
         ({"min_processes": 2}, PLACE, "The restarts make no sense."),
-        ({"max_restarts": 1, "min_processes": 2}, None, "There is no cluster."),
+        ({"max_restarts": 1, "min_processes": 2}, None, "on a cluster alone"),
         ({"max_restarts": 1, "min_processes": 2, "mesh": "fsdp=4"}, PLACE, "--min-processes 3"),
-        ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "Too few processes would go on"),
+        ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "more than half go on"),
         ({"max_restarts": 1, "min_processes": 3}, PLACE, "name all degrees"),
         ({"max_restarts": 1, "min_processes": 3, "mesh": "fsdp=4", "auto": True}, PLACE, "--auto"),
     ],
@@ -102,7 +102,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, cluster, repo
 
 
 def test_the_counts_that_work_are_named_and_the_others_too(capfd, monkeypatch):
-    monkeypatch.setattr("jshard.cli._restarts._batch", lambda argv: (12, 1))
+    monkeypatch.setattr("jshard.cli.train._batch", lambda argv: (12, 1))
     place = launch.Cluster(kind="slurm", coordinator="a:1000", num_processes=8, process_id=0, variables={})
     found = restarts_of(TrainArgs(model="gpt", max_restarts=1, min_processes=5, mesh="fsdp=8"), [], place)
     assert found is not None and found.meshes == {6: "fsdp=6"}

@@ -1,16 +1,166 @@
-"""What an operation of a profile is, and which part of a device's time is one run of the step's program."""
+"""The events of devices in a profile: what each of them did, and which part of its time is one run of the program.
+
+Read with `jax.profiler.ProfileData`, JAX's own reader. What each platform writes:
+
+CPU  host threads; an event per operation with `hlo_op`, `hlo_module`, `run_id` and `device_ordinal`
+GPU  a plane `/device:GPU:0` with a line per stream (`Stream #14(Compute)`); kernels, most with `hlo_op`, `hlo_module`
+"""
 
 import bisect
 import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
 
-from jshard.inspect.hlo.collectives import KINDS, OTHERS, group_of
-from jshard.inspect.hlo.forms import Forms, base_opcode, unit_and_phase
+from jshard.inspect.hlo.collectives import KINDS, OTHERS, Forms, base_opcode, group_of, unit_and_phase
 from jshard.inspect.hlo.module import Computation, Instruction, Module, parse_module
-from jshard.inspect.profile.planes import DeviceEvents, Event
+
+_HOST = "/host:CPU"
+_DEVICE = re.compile(r"^/device:GPU:(\d+)$")
+_STREAM = re.compile(r"^Stream\b")
+# Copies between host and device: the device neither computes nor talks to another one.
+_HOST_COPY = re.compile(r"^Memcpy\s?(H2D|D2H|HtoD|DtoH)\b", re.IGNORECASE)
+_SKIPPED = ("Threadpool", "Wait", "Rendezvous", "$")  # most of what a CPU's threads report; $ are frames of Python
+_END = "end: "
+_NEXT = "ThunkExecutor::Execute"  # the thread that ends an operation begins the next ones before it says so
+_AT_ONCE = 10**8  # picoseconds from the end of that to the word of it
+_POOL = "tf_"  # threads of XLA's
+_TICKS = 1000  # picoseconds of a nanosecond
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a device did."""
+
+    op: str  # name of the operation in the program's text, or what stands for it: a kernel may come without
+    label: str  # how the profile calls it, such as the name of a kernel
+    begin_ps: int  # when it began
+    end_ps: int  # when it ended
+    module: str = ""  # name of the program; empty if the profile does not say
+    run: int | None = None  # which run of the program, where the profile says so
+    computes: bool = True  # if it does not communicate; not so what has other events inside
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceEvents:
+    """What a profile has of one device."""
+
+    name: str  # such as `gpu:0`; as counted by the process
+    platform: str  # `cpu` or `gpu`
+    events: tuple[Event, ...]  # of all its lines, by their begin
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessEvents:
+    """What one file of a profile has."""
+
+    devices: tuple[DeviceEvents, ...]  # those that did something
+    # Numbers of the steps that the program marked with `jax.profiler.StepTraceAnnotation`, in order.
+    marks: tuple[int, ...]
+
+
+def process_events(data: Any) -> ProcessEvents:
+    """Reads the events of devices."""
+    planes = list(data.planes)
+    devices = [_gpu(plane, int(match[1])) for plane in planes if (match := _DEVICE.match(plane.name))]
+    host = [plane for plane in planes if plane.name == _HOST]
+    found = tuple(d for d in devices if d.events)
+    if not found:
+        found = tuple(d for plane in host for d in _cpu_devices(plane))
+    return ProcessEvents(found, tuple(sorted({n for plane in host for n in _marks(plane)})))
+
+
+def _gpu(plane: Any, number: int) -> DeviceEvents:
+    events = [_event(raw, _details(raw)) for line in plane.lines if _STREAM.match(line.name) for raw in line.events]
+    return DeviceEvents(f"gpu:{number}", "gpu", _by_begin(e for e in events if not _HOST_COPY.match(e.label)))
+
+
+def _cpu_devices(plane: Any) -> Iterator[DeviceEvents]:
+    by_ordinal: dict[int, list[Event]] = collections.defaultdict(list)
+    flows: dict[tuple[int, str, int], int] = {}  # of an event, by its device, operation and begin
+    ends: dict[int, list[int]] = {}  # by flow: an operation may be done in other threads, and end after its event
+    for line in plane.lines:
+        of_line: dict[int, list[Event]] = collections.defaultdict(list)
+        said, nexts = dict[int, int](), list[Event]()
+        for raw in line.events:
+            if raw.name.startswith(_SKIPPED):
+                continue
+            details = _details(raw)
+            if raw.name.startswith(_END) and "_c" in details:
+                said[details["_c"]] = round(raw.start_ns * _TICKS)
+            elif raw.name == _NEXT:
+                nexts.append(_event(raw, details))
+            elif "hlo_op" in details and "device_ordinal" in details:
+                event, ordinal = _event(raw, details), int(details["device_ordinal"])
+                of_line[ordinal].append(event)
+                flows[ordinal, event.op, event.begin_ps] = details.get("_p", -1)
+        nexts.sort(key=_end)
+        for flow, at in said.items():
+            first, last = bisect.bisect_left(nexts, at - _AT_ONCE, key=_end), bisect.bisect_right(nexts, at, key=_end)
+            ends[flow] = [at, *(e.begin_ps for e in nexts[first:last])]
+        for ordinal, events in of_line.items():
+            by_ordinal[ordinal] += _nested(events)
+    for place, ordinal in enumerate(sorted(by_ordinal)):  # ordinals of later processes do not begin at 0
+        done = ((e, ends.get(flows[ordinal, e.op, e.begin_ps], ())) for e in by_ordinal[ordinal])
+        ended = ((e, min((end for end in found if end >= e.begin_ps), default=0)) for e, found in done)
+        events = [dataclasses.replace(e, end_ps=end) if end > e.end_ps else e for e, end in ended]
+        yield DeviceEvents(f"cpu:{place}", "cpu", _by_begin(events))
+
+
+def _end(event: Event) -> int:
+    return event.end_ps
+
+
+def _marks(plane: Any) -> Iterator[int]:
+    for line in plane.lines:
+        if line.name.startswith(_POOL):
+            continue  # a thread of the program has its command's name: python, jshard
+        for raw in line.events:
+            if not raw.name.startswith(_SKIPPED):
+                number = _details(raw).get("step_num")
+                if number is not None:
+                    yield int(number)
+
+
+def _event(raw: Any, details: dict[str, Any]) -> Event:
+    begin = round(raw.start_ns * _TICKS)
+    run = details.get("run_id")
+    return Event(
+        op=str(details.get("hlo_op", "")) or raw.name.partition(" ")[0],
+        label=raw.name,
+        begin_ps=begin,
+        end_ps=begin + round(raw.duration_ns * _TICKS),
+        module=str(details.get("hlo_module", "")),
+        run=None if run is None else int(run),
+    )
+
+
+def _details(raw: Any) -> dict[str, Any]:
+    return {key: value for key, value in raw.stats if key is not None}
+
+
+def _nested(events: Iterable[Event]) -> list[Event]:
+    """The events of a thread, those noted that have others inside: loops, branches, calls."""
+    found: list[Event] = []
+    around: list[int] = []  # places of the events that are open
+    for event in sorted(events, key=lambda e: (e.begin_ps, -e.end_ps)):
+        while around and found[around[-1]].end_ps <= event.begin_ps:
+            around.pop()
+        if around and event.end_ps <= found[around[-1]].end_ps:
+            outer = around[-1]
+            found[outer] = dataclasses.replace(found[outer], computes=False)
+        around.append(len(found))
+        found.append(event)
+    return found
+
+
+def _by_begin(events: Iterable[Event]) -> tuple[Event, ...]:
+    return tuple(sorted(events, key=lambda e: (e.begin_ps, e.end_ps)))
+
+
+# What an operation is.
 
 _CONTAINERS = ("while", "conditional")  # others are known by what is inside their time
 _NAMES = "|".join((*KINDS, *OTHERS, "all-reduce-scatter"))
@@ -88,13 +238,11 @@ class Ops:
         ours = {e.op for e in events if self.has_text and e.module == self.program and self.of(e).kind}
         return {name for name in ours if not _NCCL.match(name) and _one_name(name) not in self._known}
 
-    def missing_at_an_end(self, seen: Set[str]) -> tuple[Op, ...]:
-        """Outermost collectives of the program that come before or after everything that was seen: it was cut off."""
+    def lacks_an_end(self, seen: Set[str]) -> bool:
+        """Whether an outermost collective comes before or after everything that was seen: it was cut off."""
         places = {op: op.place for op in self._known.values() if op.place is not None}
         found = [place for op, place in places.items() if op.name in seen]
-        if not found:
-            return ()
-        return tuple(op for op, place in places.items() if op.kind and not min(found) <= place <= max(found))
+        return bool(found) and any(op.kind and not min(found) <= at <= max(found) for op, at in places.items())
 
 
 class _Table:
@@ -173,20 +321,14 @@ def busiest_program(devices: Iterable[DeviceEvents]) -> str:
     """The program whose operations take the most time on the devices."""
     busy_ps: dict[str, int] = collections.defaultdict(int)
     for device in devices:
-        for event in device.runs or device.events:
+        for event in device.events:
             if event.module and event.computes:
                 busy_ps[event.module] += event.end_ps - event.begin_ps
     return max(busy_ps, key=lambda name: busy_ps[name], default="")
 
 
-def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> list[Run]:
+def runs_of(device: DeviceEvents, program: str, ops: Ops) -> list[Run]:
     """The runs of a program on a device, in order, those included that are cut off."""
-    if device.runs:
-        return [
-            Run(r.begin_ps, r.end_ps, r.run, _names(_between(device.events, r.begin_ps, r.end_ps), ops))
-            for r in device.runs
-            if r.module == program
-        ]
     own = [e for e in device.events if e.module in ("", program) or not program]
     if any(e.run is not None for e in own):
         by_id: dict[int, list[Event]] = collections.defaultdict(list)
@@ -195,15 +337,8 @@ def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> lis
                 by_id[event.run].append(event)
         runs = [_run(events, ops, id) for id, events in by_id.items()]
     else:
-        runs = [_run(events, ops, None) for events in _repeated(own, ops, marked)]
+        runs = [_run(events, ops, None) for events in _repeated(own, ops)]
     return sorted(runs, key=lambda r: r.begin_ps)
-
-
-def whole(runs: Sequence[Run], expected: frozenset[str], ops: Ops | None) -> list[bool]:
-    """Of each run, whether it is in the profile from its begin to its end."""
-    if ops is not None and len(runs) == 1:  # no other run to hold it against, but perhaps the program's text
-        return [expected <= runs[0].ops and not ops.missing_at_an_end(runs[0].ops)]
-    return [expected <= run.ops for run in runs]
 
 
 def expected_ops(runs: Iterable[Run], ops: Ops | None) -> frozenset[str]:
@@ -213,22 +348,18 @@ def expected_ops(runs: Iterable[Run], ops: Ops | None) -> frozenset[str]:
 
 
 def _run(events: Sequence[Event], ops: Ops, id: int | None) -> Run:
-    return Run(min(e.begin_ps for e in events), max(e.end_ps for e in events), id, _names(events, ops))
+    names = frozenset(ops.of(e).name for e in events)
+    return Run(min(e.begin_ps for e in events), max(e.end_ps for e in events), id, names)
 
 
-def _names(events: Iterable[Event], ops: Ops) -> frozenset[str]:
-    return frozenset(ops.of(e).name for e in events)
+def _repeated(events: Sequence[Event], ops: Ops) -> list[list[Event]]:
+    """Events of a device without a note of runs: a run begins where late operations are followed by early ones.
 
-
-def _between(events: Sequence[Event], begin: int, end: int) -> Sequence[Event]:
-    first = bisect.bisect_left(events, begin, key=lambda e: e.begin_ps)
-    last = bisect.bisect_left(events, end, key=lambda e: e.begin_ps)
-    return events[first:last]
-
-
-def _repeated(events: Sequence[Event], ops: Ops, marked: int) -> list[list[Event]]:
-    """Events of a device without a note of runs: a run begins where late operations are followed by early ones."""
-    ranks = _ranks(events, ops, marked)
+    Late and early are the program's outermost operations, which run once; without its text all is one run.
+    """
+    places = {e.op: place for e in events if (place := ops.of(e).place) is not None}
+    order = sorted(places, key=lambda name: places[name])
+    ranks = {name: place / max(1, len(order) - 1) for place, name in enumerate(order)}
     groups: list[list[Event]] = [[]]
     is_late = False
     for event in events:
@@ -241,17 +372,3 @@ def _repeated(events: Sequence[Event], ops: Ops, marked: int) -> list[list[Event
                 is_late = True
         groups[-1].append(event)
     return [group for group in groups if group]
-
-
-def _ranks(events: Sequence[Event], ops: Ops, marked: int) -> dict[str, float]:
-    """Where operations that run once stand in the order of a run, from 0 to 1."""
-    if ops.has_text:
-        places = {e.op: place for e in events if (place := ops.of(e).place) is not None}
-        order = sorted(places, key=lambda name: places[name])
-    else:
-        counts = collections.Counter(e.op for e in events)
-        once = min(counts.values(), default=0)
-        if marked in counts.values():
-            once = marked
-        order = [name for name in counts if counts[name] == once]  # as they appear
-    return {name: place / max(1, len(order) - 1) for place, name in enumerate(order)}

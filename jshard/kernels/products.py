@@ -1,4 +1,4 @@
-"""`mlp`: the feed-forward half of a block, whose activation is part of the first product."""
+"""`matmul` and `mlp`: products that leave room on the GPU; the activation of an MLP is part of the first one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,111 @@ from typing import Literal, cast
 import jax
 import jax.numpy as jnp
 
-from jshard._kernel_names import PREFIX
+from jshard._text import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import Backend, KernelRun, check_sizes, decide
-from jshard.kernels.knobs import KernelError, Occupancy, as_matrix, as_row, vary_alike, with_half_the_rows
-from jshard.kernels.matmul import gradients, plain_matmul, product, sum_of_rows
+from jshard.kernels.backend import Backend, KernelRun, check_known, check_shapes, decide
+from jshard.kernels.knobs import Occupancy, as_matrix, as_row, vary_alike, with_half_the_rows
 
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": jax.nn.gelu, "silu": jax.nn.silu}
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    occupancy: Occupancy | None = None,
+    backend: Backend = "auto",
+) -> jax.Array:
+    """The product `x @ w + bias`, summed in float32, by a kernel that can leave room for communication.
+
+    On a Hopper GPU it runs on Pallas Mosaic GPU, forward and backward; everywhere else, and for other dtypes than
+    bfloat16 and float16, as plain XLA. It takes arrays that are whole on the device: inside a sharded module it sees
+    its shard of the batch and gathered parameters, which is that.
+
+    Args:
+        x: (..., K).
+        w: (K, N), of the same dtype.
+        bias: (N,), of the same dtype, or none.
+        occupancy: how much of the GPU it may hold.
+        backend: "auto", "mosaic" (an error where it cannot run), "interpret" (step by step on a CPU, to test), "xla".
+
+    Returns:
+        (..., N) in the dtype of `x`.
+
+    Raises:
+        KernelError: the sizes do not go together, or the device has not what is asked for.
+
+    Example:
+        >>> x, w = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
+        >>> js.kernels.matmul(x, w, occupancy=js.kernels.Occupancy(reserved_sms=16)).shape
+        (8, 32)
+    """
+    given = {"x": x, "w": w} | ({} if bias is None else {"bias": bias})
+    wanted = {"w": (*x.shape[-1:], *w.shape[-1:]), "bias": w.shape[-1:]}
+    check_shapes("matmul", given, wanted, [] if x.ndim else ["x has rows: it is (..., K)."])
+    call = decide("matmul", backend, occupancy, given.values())
+    with call.named():
+        if call.is_plain:
+            return plain_matmul(x, w, bias)
+        x_MK, w, *biases = vary_alike(as_matrix(x), w, *([] if bias is None else [bias]))
+        rows = per_example(functools.partial(_matmul, call), in_axes=(0, None, None))
+        y_MN = cast(jax.Array, rows(x_MK, w, biases[0] if biases else None))
+        return y_MN.reshape(*x.shape[:-1], w.shape[1])
+
+
+def plain_matmul(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The twin of `matmul`, as XLA compiles it."""
+    y = jnp.matmul(x, w, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+    return (y if bias is None else y + as_row(bias, y)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, bias_N: jax.Array | None) -> jax.Array:
+    return product(call, x_MK, w_KN, bias_N)
+
+
+def _matmul_forward(
+    call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, bias_N: jax.Array | None
+) -> tuple[jax.Array, tuple]:
+    return product(call, x_MK, w_KN, bias_N), (x_MK, w_KN, bias_N)
+
+
+def _matmul_backward(call: KernelRun, kept: tuple, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    x_MK, w_KN, bias_N = kept
+    with call.named():
+        return *gradients(call, x_MK, w_KN, dy_MN), None if bias_N is None else sum_of_rows(dy_MN)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def gradients(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gradients of both operands of a product."""
+    return product(call, dy_MN, w_KN, kind="nt"), product(call, x_MK, dy_MN, kind="tn")
+
+
+def sum_of_rows(dy_MN: jax.Array) -> jax.Array:
+    """The gradient of what was added to every row."""
+    return dy_MN.sum(0, dtype=jnp.float32).astype(dy_MN.dtype)
+
+
+def product(
+    call: KernelRun, a: jax.Array, b: jax.Array, bias: jax.Array | None = None, *, kind: str = "nn"
+) -> jax.Array:
+    """One product on Mosaic GPU; `kind` says of each operand whether it is stored (n)ormally or (t)ransposed."""
+    from jshard.kernels.mosaic_product import Product, run  # slow to import, and only where a kernel runs
+
+    what = Product(f"{PREFIX}{call.name}_{kind}", kind[0] == "t", kind[1] == "t", 1, _sum)
+    return run(call, what, a, [b], [] if bias is None else [bias])[0]
+
+
+def _sum(*terms: jax.Array) -> tuple[jax.Array]:
+    return (sum(terms[1:], start=terms[0]),)
+
+
+# A feed-forward layer.
 
 
 def mlp(
@@ -62,7 +159,7 @@ def mlp(
     """
     named = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "b_up": b_up, "b_down": b_down}
     given = {name: array for name, array in named.items() if array is not None}
-    _check(given, activation)
+    _check_mlp(given, activation)
     firsts = [w_up] if w_gate is None else [w_gate, w_up]
     call = decide("mlp", backend, occupancy, given.values())
     with call.named():
@@ -93,20 +190,18 @@ def _bend(activation: Activation, first: jax.Array, *second: jax.Array) -> jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mlp(call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    arrays = {"x": x_MD, **weights}
-    (h_MF,) = _products(call, activation, arrays, keep=False)
-    return product(call, h_MF, arrays["w_down"], arrays.get("b_down"))
+    return _mlp_forward(call, activation, x_MD, weights, keep=False)[0]
 
 
-def _forward(
-    call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]
+def _mlp_forward(
+    call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array], *, keep: bool = True
 ) -> tuple[jax.Array, tuple]:
     arrays = {"x": x_MD, **weights}
-    h_MF, *before = _products(call, activation, arrays, keep=True)
+    h_MF, *before = _hidden(call, activation, arrays, keep=keep)
     return product(call, h_MF, arrays["w_down"], arrays.get("b_down")), (arrays, before)
 
 
-def _backward(call: KernelRun, activation: Activation, kept: tuple, dy_MD: jax.Array) -> tuple[jax.Array, dict]:
+def _mlp_backward(call: KernelRun, activation: Activation, kept: tuple, dy_MD: jax.Array) -> tuple[jax.Array, dict]:
     arrays, before = kept
     with call.named():
         wide = [each.astype(jnp.float32) for each in before]
@@ -121,7 +216,7 @@ def _backward(call: KernelRun, activation: Activation, kept: tuple, dy_MD: jax.A
         return dx_MD, found | {name: sum_of_rows(d) for name, d in biases.items() if name in arrays}
 
 
-_mlp.defvjp(_forward, _backward)
+_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _firsts(arrays: dict[str, jax.Array]) -> list[str]:
@@ -129,10 +224,9 @@ def _firsts(arrays: dict[str, jax.Array]) -> list[str]:
     return ["w_gate", "w_up"] if "w_gate" in arrays else ["w_up"]
 
 
-def _products(call: KernelRun, activation: Activation, arrays: dict[str, jax.Array], *, keep: bool) -> list[jax.Array]:
+def _hidden(call: KernelRun, activation: Activation, arrays: dict[str, jax.Array], *, keep: bool) -> list[jax.Array]:
     """The hidden layer on Mosaic GPU; with `keep` also what the activation was taken of."""
-    from jshard.kernels.mosaic_product import Product  # slow to import, and only where a kernel runs
-    from jshard.kernels.mosaic_run import run
+    from jshard.kernels.mosaic_product import Product, run
 
     ws = [arrays[name] for name in _firsts(arrays)]
     biases = [arrays["b_up"]] if "b_up" in arrays else []
@@ -151,23 +245,10 @@ def _products(call: KernelRun, activation: Activation, arrays: dict[str, jax.Arr
     return run(call, what, arrays["x"], ws, biases)
 
 
-def _check(given: dict[str, jax.Array], activation: str) -> None:
+def _check_mlp(given: dict[str, jax.Array], activation: str) -> None:
     """Refuses sizes that do not go together, all at once."""
-    if activation not in ACTIVATIONS:
-        raise KernelError(
-            "mlp does not have this activation.",
-            where=f"activation={activation!r}",
-            why=f"it is one of {', '.join(map(repr, ACTIVATIONS))}.",
-            do='activation="silu" with w_gate for SwiGLU.',
-        )
-    d = given["x"].shape[-1:]
-    f = given["w_up"].shape[-1:]
+    check_known("mlp", "activation", activation, ACTIVATIONS)
+    d, f = given["x"].shape[-1:], given["w_up"].shape[-1:]
     wanted = {"w_up": (*d, *f), "w_gate": (*d, *f), "w_down": (*f, *d), "b_up": f, "b_down": d}
-    wrong = [
-        f"{name} is {wanted[name]} for an x of {given['x'].shape} and a w_up of {given['w_up'].shape}."
-        for name, array in given.items()
-        if name != "x" and array.shape != wanted[name]
-    ]
-    if {"w_gate", "b_up"} <= given.keys():
-        wrong.append("b_up is only for a layer without a gate.")
-    check_sizes("mlp", given, wrong, "js.kernels.mlp(x, w_up, w_down, w_gate=w_gate)")
+    both = {"w_gate", "b_up"} <= given.keys()
+    check_shapes("mlp", given, wanted, ["b_up is only for a layer without a gate."] if both else [])
