@@ -6,11 +6,11 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jshard import launch
 from jshard.cli import loading
 from jshard.cli._arguments import TrainArgs, num_devices, parse, parse_mesh
-from jshard.cli._restarts import restarts_of
 from jshard.errors import ShardingError
 
 
@@ -37,6 +37,13 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
             why=f"this is process {cluster.process_id} of {cluster.num_processes} ({cluster.kind}).",
             do="leave out --processes on a cluster.",
         )
+    if args.max_restarts < 0:
+        raise ShardingError(
+            "The restarts make no sense.",
+            where=f"--max-restarts {args.max_restarts}",
+            why="a run is restarted 0 times or more often.",
+            do="--max-restarts 3",
+        )
     devices = num_devices(parse_mesh(args.mesh))
     if cluster is None and (args.processes < 1 or devices % args.processes):
         raise ShardingError(
@@ -45,11 +52,19 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
             why=f"the mesh has {devices} devices, and each process simulates as many as the others.",
             do=f"--processes {next(n for n in range(min(devices, max(args.processes, 1)), 0, -1) if devices % n == 0)}",
         )
+    program = [sys.executable, "-m", "jshard", "train"]
+
+    def resumed(folder: str | None) -> list[str]:
+        # Without a folder nothing was begun: --resume alone could take up an older run.
+        words = args.words(None if folder is None else Path(folder))
+        return [*program, *words, *(["--resume"] if args.resume or folder is not None else [])]
+
     return launch.supervise(
-        [sys.executable, "-m", "jshard", "train", *argv],
+        [*program, *argv],
         processes=args.processes if cluster is None else None,
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
         again=args.again(),
-        restarts=restarts_of(args, argv, cluster),
+        max_restarts=args.max_restarts,
+        resumed=resumed,
     )

@@ -1,10 +1,14 @@
-"""The place of a process among those of a run, and every deadline of such a run."""
+"""The place of a process among those of a run, every deadline of such a run, and the signals that end it."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
+import threading
+import time
 from collections.abc import Mapping
+from types import FrameType
+from typing import Self
 
 from jshard.errors import ShardingError
 
@@ -16,6 +20,9 @@ RESUME = 75
 """Exit code of a run that stopped, or lost a peer: the same command with --resume goes on. (EX_TEMPFAIL.)"""
 GOOD = (0, 128 + signal.SIGINT, RESUME)
 """Exit codes of a worker that did its work, or stopped because it was asked to."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal is gone
+_REPEAT_S = 1.0
 
 
 def stopped_code(signum: int) -> int:
@@ -102,3 +109,38 @@ class Cluster:
     def seen(self) -> list[str]:
         """The variables as lines NAME=value."""
         return [f"{name}={value}" for name, value in self.variables.items()]
+
+
+class Signals:
+    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, instead of what they do otherwise.
+
+    Python hands signals to the main thread only; entered in another one this notes nothing.
+
+    Attributes:
+        received: the first one.
+        repeated: whether another came a second or more after it. Closer together they are one: a launcher and a
+            terminal may each send it.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.repeated = False
+        self._since_s = 0.0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # What is ignored stays so, as SIGHUP under nohup.
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._since_s = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._since_s >= _REPEAT_S:
+            self.repeated = True

@@ -1,38 +1,115 @@
 """The roll call: the supervisors of a cluster meet before the workers start, or each says who is missing.
 
-Before the first attempt process 0 listens (`roll_call_port`) and the others connect; all have to come. Where the run
-may be started again, each supervisor has a port of its own, and all know the addresses from the first meeting. After a
-loss each tries those of the processes below its own, the lowest first, and the lowest that is there leads. It starts
-the attempt when all have come, or after a time when enough have: more than half of the processes that were launched.
+Process 0 listens (`roll_call_port`), the others connect to it, and all have to come. Where the run may be started again
+after a loss the port stays open, and all meet there once more; a supervisor that its launcher has started anew comes
+there, too, and learns from the others what it cannot know.
 
-So there are never two runs of one: two parts of more than half have a process in common, its supervisor has one worker,
-and neither a step nor a checkpoint is completed without every worker of its part. A supervisor that its launcher has
-started anew knows process 0's address alone, comes there and learns the rest.
-
-Messages are JSON lines; see `door` for what they prove. To the leader {"hello": 1, "process": i, "of": n, ...} with
-what the sender knows of the run; from there {"rows": ...} and {"go": ...}; or {"busy": 1} during an attempt, or
-{"elsewhere": 1} from one that follows another; or {"missing": ...}, {"duplicate": ...}, {"mismatch": ...}, which end
-all.
+Messages are JSON lines; see `links` for what they prove. From process 0 a nonce, to it a hello with what the sender
+knows of the run, and from it {"go": ...} to all, or what ends all: {"missing": ...}, {"duplicate": ...} or
+{"mismatch": ...}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jshard.errors import FourPartError, RunError, ShardingError
-from jshard.launch import door
-from jshard.launch.cluster import TICK_S, Cluster, Deadlines
-from jshard.launch.door import HELLO_S, Door, Knock, roll_call_port
-from jshard.launch.peers import Link, Peers, close_all, hostname
-from jshard.launch.restarts import History, Restarts
+from jshard.launch.cluster import RESUME, TICK_S, Cluster, Deadlines
+from jshard.launch.links import (
+    Link,
+    bind_host,
+    close_all,
+    coordinator_bind,
+    free_port,
+    is_signed,
+    listen,
+    parsed,
+    roll_call_port,
+    signed,
+    token_of,
+)
+from jshard.launch.peers import Ending, Peers, hostname
 
-_ROWS = 64  # in one message
-_CONNECT_S = 2.0
-_AGAIN_S = 1.0  # between two rounds of looking for a leader
+_STRANGERS = 64
+_HELLO_S = 10.0  # a connection that has said nothing of use for so long is closed
+_CONNECT_S, _AGAIN_S = 2.0, 1.0
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_MOST_FRUITLESS = 3
+
+
+class NotRestarted(RunError):
+    """The run has lost a process, and not all came for it to go on now."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class History:
+    """What the attempts at a run have come to, as one supervisor knows it.
+
+    Attributes:
+        left: losses that the run may still have.
+        attempt: number of the attempt, from 1; 0 for a supervisor that knows of none yet.
+        fruitless: attempts in a row that ended with no step and no checkpoint that was not there before.
+        step: the highest step that was reported.
+        checkpoint: the last one that was reported.
+        folder: of the run.
+        lost: what ended the attempt before.
+    """
+
+    left: int
+    attempt: int = 0
+    fruitless: int = 0
+    step: int | None = None
+    checkpoint: str | None = None
+    folder: str | None = None
+    lost: str | None = None
+
+    def note(self, lost: Ending, *, step: int | None, checkpoint: str | None, folder: str | None) -> None:
+        """Notes how an attempt has ended, and what its workers reported last."""
+        step = max((each for each in (lost.step, step) if each is not None), default=None)
+        checkpoint = checkpoint or lost.checkpoint
+        is_new = step is not None and step > (-1 if self.step is None else self.step)
+        is_new |= checkpoint is not None and checkpoint != self.checkpoint
+        self.fruitless = 0 if is_new else self.fruitless + 1
+        self.step = max((each for each in (self.step, step) if each is not None), default=None)
+        self.checkpoint, self.folder = checkpoint or self.checkpoint, folder or self.folder
+        self.lost = f"{lost.who}: {lost.how}"
+        self.left -= 1
+
+    def allows(self, lost: Ending) -> bool:
+        """Whether the run is to be started again after a loss. A failure that has a reason would have it again."""
+        return self.left > 0 and lost.run_code == RESUME
+
+    def check_worth(self) -> None:
+        """Checks that another attempt may come further than those before.
+
+        Raises:
+            RunError: too many of them came nowhere.
+        """
+        if self.fruitless >= _MOST_FRUITLESS:
+            raise RunError(
+                f"The last {self.fruitless} attempts came nowhere: the run is not started again.",
+                where=[self.lost or "no process", f"attempt {self.attempt}, {self.left} were left"],
+                why=f"none of them did a step after {self.step or 0}, or saved a checkpoint that was not there before.",
+                do="see what ended them; then the same command with --resume goes on.",
+            )
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next attempt: longer after each that came nowhere."""
+        return min(_PAUSE_S * 2**self.fruitless, _LONGEST_PAUSE_S)
+
+    def line(self, *, num_processes: int) -> str:
+        """What is printed when the run is started again."""
+        origin = f"from {self.checkpoint}" if self.checkpoint else "(no checkpoint was reported yet)"
+        number = f"{num_processes} process{'es' if num_processes > 1 else ''}"
+        return f"lost {self.lost}. It goes on {origin} with {number}; restarts left: {self.left}."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,24 +119,12 @@ class Group:
     Attributes:
         peers: the links to the others.
         place: of this one among them.
-        mesh: the mesh that they take, where it is not that of all.
         bind: what JAX's coordinator listens on, as an environment variable.
     """
 
     peers: Peers
     place: Cluster
-    mesh: str | None
     bind: Mapping[str, str]
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Row:
-    """A process of the run, as the others find it: its supervisor's machine, address and port."""
-
-    host: str
-    ip: str
-    port: int
-    is_member: bool = True
 
 
 class RollCall:
@@ -68,20 +133,20 @@ class RollCall:
     Args:
         cluster: this process's place among all.
         deadlines: of the run.
-        restarts: how the run goes on after a loss; None if it does not.
+        stays_open: whether the run may be started again after a loss.
+
+    Attributes:
+        refused: hellos with another token.
     """
 
-    def __init__(self, cluster: Cluster, deadlines: Deadlines, restarts: Restarts | None = None) -> None:
-        self.cluster, self.deadlines, self.restarts = cluster, deadlines, restarts
-        self.token = door.token_of(cluster)
-        self.bind = door.bind_host(cluster) if cluster.process_id == 0 else ""
-        self.rows: dict[int, _Row] = {}
-        self.door: Door | None = None
-        if cluster.process_id == 0:
-            self.door = Door(door.listen(cluster, self.bind), self.token)
+    def __init__(self, cluster: Cluster, deadlines: Deadlines, *, stays_open: bool = False) -> None:
+        self.cluster, self.deadlines, self._stays_open = cluster, deadlines, stays_open
+        self.token, self.refused = token_of(cluster), 0
+        self.bind = bind_host(cluster) if cluster.process_id == 0 else ""
+        self.server = listen(cluster, self.bind) if cluster.process_id == 0 else None
 
     def meet(self, history: History, *, stopped: Callable[[], bool] = lambda: False) -> Group | None:
-        """Waits until the supervisors of all processes are there, or of enough.
+        """Waits until the supervisors of all processes are there.
 
         Ends within `deadlines.init_s` of the start of the first of them, and a few seconds.
 
@@ -90,306 +155,236 @@ class RollCall:
             stopped: asked again and again; when true, the waiting ends and the result is None.
 
         Raises:
-            RunError: not enough have come, or process 0 cannot be reached, or cannot listen.
+            RunError: not all have come, or process 0 cannot be reached.
             ShardingError: two processes have one id, or take part in different runs.
         """
-        meeting = _Meeting(self, history)
-        try:
+        meeting = _Guest(self, history) if self.server is None else _Host(self, history, self.server)
+        with contextlib.closing(meeting):
             while not stopped():
                 group = meeting.look()
                 if group is not None:
-                    if self.restarts is None:
+                    if not self._stays_open:
                         self.close()
                     return group
                 time.sleep(TICK_S)
-            return None
-        finally:
-            meeting.close()
-
-    def attend(self) -> None:
-        """Lets those that come during an attempt know that they have to wait. Nothing here waits."""
-        for knock in self.door.knocks() if self.door is not None else ():
-            self.door.dismiss(knock, {"busy": 1})  # type: ignore[union-attr]
+        return None
 
     def close(self) -> None:
         """Closes the port."""
-        if self.door is not None:
-            self.door.close()
-            self.door = None
+        if self.server is not None:
+            self.server.close()
 
-    def open(self, host: str) -> None:
-        """Opens the port of a process other than 0, at the address by which it reaches the others."""
-        if self.door is None and self.restarts is not None:
-            self.bind = "" if host.startswith("127.") and not self.cluster.is_local else host
-            self.door = Door(door.open_port(self.bind), self.token)
-
-    def address_of(self, process: int) -> tuple[str, int] | None:
-        """Where the supervisor of a process listens; None if that is not known."""
-        if process == 0:
-            return self.cluster.host, roll_call_port(self.cluster)
-        row = self.rows.get(process)
-        return None if row is None else (row.ip, row.port)
+    def group(self, history: History, links: Mapping[int, Link], hosts: Mapping[int, str], port: int) -> Group:
+        """All are there: the attempt may begin."""
+        host = self.cluster.coordinator.rpartition(":")[0]
+        place = dataclasses.replace(self.cluster, coordinator=f"{host}:{port}")
+        peers = Peers(process_id=place.process_id, links=links, hosts=hosts, deadlines=self.deadlines)
+        bind = coordinator_bind(self.bind, port) if place.process_id == 0 else {}
+        return Group(peers=peers, place=place, bind=bind)
 
 
-class _Meeting:
-    """One roll call of a supervisor: it leads, or follows the lowest process that is there."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Hello:
+    """What a process says of itself when it comes; `nonce` is for the answers to prove something with."""
+
+    process: int
+    of: int
+    at: str
+    host: str
+    waited_s: float
+    nonce: str
+
+
+class _Host:
+    """A roll call as process 0 holds it."""
+
+    def __init__(self, call: RollCall, history: History, server: socket.socket) -> None:
+        server.setblocking(False)
+        self._call, self._history, self._server = call, history, server
+        self._strangers: dict[
+            Link, tuple[str, float]
+        ] = {}  # nonce, which is empty for one that was refused; since when
+        self._guests: dict[int, tuple[Link, _Hello]] = {}
+        self._known: list[History] = [history]
+        self._ends_at = time.monotonic() + call.deadlines.init_s
+
+    def look(self) -> Group | None:
+        self._accept()
+        for link, (nonce, since_s) in list(self._strangers.items()):
+            if message := next(iter(link.receive()), None):
+                self._hear(link, message, nonce)
+            elif link.closed or time.monotonic() - since_s > _HELLO_S:
+                del self._strangers[link]
+                link.drop()
+        for process, (link, _) in list(self._guests.items()):
+            link.receive()
+            link.beat(self._call.deadlines.beat_s)
+            if link.closed:  # it may come again
+                del self._guests[process]
+        if len(self._guests) == self._call.cluster.num_processes - 1:
+            return self._go()
+        if time.monotonic() > self._ends_at:
+            hosts = {0: hostname()} | {process: hello.host for process, (_, hello) in self._guests.items()}
+            self._end({"missing": sorted(hosts.items()), "after_s": self._call.deadlines.init_s})
+        return None
+
+    def close(self) -> None:
+        for link in self._strangers:
+            link.drop()
+        close_all(link for link, _ in self._guests.values())
+
+    def _accept(self) -> None:
+        while len(self._strangers) < _STRANGERS:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # nobody is waiting, or has gone again
+                return
+            link, nonce = Link(connection), secrets.token_hex(16)
+            link.send({"nonce": nonce})
+            self._strangers[link] = nonce, time.monotonic()
+
+    def _hear(self, link: Link, message: dict[str, Any], nonce: str) -> None:
+        hello, theirs = parsed(_Hello, message.get("hello")), parsed(History, message.get("history"))
+        if hello is None or theirs is None or not nonce:
+            del self._strangers[link]
+            link.drop()
+        elif is_signed(message, self._call.token, nonce):
+            del self._strangers[link]
+            self._admit(link, hello, theirs)
+        else:
+            self._strangers[link] = "", time.monotonic()  # it is closed once it has read this
+            link.send({"refused": 1})
+            self._call.refused += 1
+            if self._call.refused in (1, 10, 100, 1000):
+                number = "a hello" if self._call.refused == 1 else f"{self._call.refused} hellos so far"
+                port = self._server.getsockname()[1]
+                sys.stderr.write(f"port {port}: {number} with another token refused, from {link.peer}\n")
+                sys.stderr.flush()
+
+    def _admit(self, link: Link, hello: _Hello, theirs: History) -> None:
+        cluster = self._call.cluster
+        self._known.append(theirs)
+        is_again = any(one.attempt for one in self._known)
+        if hello.of != cluster.num_processes or not 0 < hello.process < cluster.num_processes:
+            ours = f"{cluster.num_processes} processes at {cluster.coordinator}"
+            said = f"{hello.of} processes at {hello.at}"
+            self._end({"mismatch": hello.process, "host": hello.host, "theirs": said, "ours": ours}, (link, hello))
+        if hello.process in self._guests:
+            before, other = self._guests[hello.process]
+            if not is_again:
+                self._end({"duplicate": hello.process, "hosts": [other.host, hello.host]}, (link, hello))
+            before.drop()  # its supervisor was started anew
+        self._guests[hello.process] = link, hello
+        if not is_again:  # one that has waited long already is not kept waiting for another whole time-out
+            left_s = max(self._call.deadlines.init_s - hello.waited_s, 0)
+            self._ends_at = min(self._ends_at, time.monotonic() + left_s)
+
+    def _go(self) -> Group:
+        if not self._history.attempt:  # started anew: the others know more
+            vars(self._history).update(vars(max(self._known, key=lambda one: one.attempt)))
+        self._history.attempt += 1
+        wanted = self._call.cluster.port
+        port = wanted if self._history.attempt == 1 else free_port(self._call.bind, wanted)
+        for link, hello in self._guests.values():
+            go = {"go": dataclasses.asdict(self._history), "port": port}
+            link.send(signed(go, self._call.token, hello.nonce))
+        links = {process: link for process, (link, _) in self._guests.items()}
+        hosts = {process: hello.host for process, (_, hello) in self._guests.items()}
+        self._guests = {}
+        return self._call.group(self._history, links, hosts, port)
+
+    def _end(self, message: dict[str, Any], last: tuple[Link, _Hello] | None = None) -> NoReturn:
+        ended = [*self._guests.values(), *([] if last is None else [last])]
+        for link, hello in ended:
+            link.send(signed(message, self._call.token, hello.nonce))
+        close_all(link for link, _ in ended)
+        self._guests = {}
+        raise _end_of(self._call.cluster, message, self._history) or AssertionError(message)
+
+
+class _Guest:
+    """A roll call as the other processes come to it."""
 
     def __init__(self, call: RollCall, history: History) -> None:
         self._call, self._history = call, history
-        self._cluster, self._deadlines = call.cluster, call.deadlines
-        self._me = call.cluster.process_id
-        self._guests: dict[int, Knock] = {}
-        self._began = time.monotonic()
-        self._ends_at = self._began + call.deadlines.init_s
-        self._is_again = history.attempt > 0
-        # Before the first attempt process 0 leads, and no other.
-        self._lower = list(range(self._me)) if call.rows else [0][: self._me]
-        self._next, self._rounds, self._not_before = 0, 0, 0.0
-        self._up: Link | None = None
-        self._up_address = ("", 0)
-        self._nonce = ""
-        self._is_greeted = False
-        self._rows: dict[int, _Row] = {}
-        self._reason = ""
+        self._began_s, self._not_before_s = time.monotonic(), 0.0
+        self._link: Link | None = None
+        self._nonce, self._is_greeted, self._reason = "", False, ""
 
     def look(self) -> Group | None:
-        self._admit()
-        group = self._follow()
-        if group is None and self._leads:
-            group = self._lead()
-        elif group is None and self._me and self._waited_s > self._limit_s and self._up is None:
+        if self._link is not None:
+            return self._hear(self._link)
+        if self._waited_s > self._call.deadlines.init_s:
             raise self._unreachable()
-        return group
+        if time.monotonic() >= self._not_before_s:
+            cluster = self._call.cluster
+            try:
+                at = cluster.host, roll_call_port(cluster)
+                self._link = Link(socket.create_connection(at, timeout=_CONNECT_S))
+                self._nonce, self._is_greeted = secrets.token_hex(16), False
+            except OSError as error:
+                self._failed(error.strerror or str(error))
+        return None
 
     def close(self) -> None:
-        close_all([knock.link for knock in self._guests.values()] + ([] if self._up is None else [self._up]))
+        close_all([] if self._link is None else [self._link])
 
     @property
     def _waited_s(self) -> float:
-        return time.monotonic() - self._began
-
-    @property
-    def _limit_s(self) -> float:
-        wait_s = 0.0 if self._call.restarts is None else self._call.restarts.wait_s
-        return max(self._deadlines.init_s, wait_s) if self._is_again else self._deadlines.init_s
-
-    @property
-    def _leads(self) -> bool:
-        """Whether no lower process is there."""
-        return self._me == 0 or (self._up is None and self._rounds > 0 and bool(self._call.rows))
-
-    @property
-    def _follows(self) -> bool:
-        """Whether a lower process answers; that a connection was accepted says nothing, the kernel does that."""
-        return self._up is not None and self._is_greeted
-
-    # The one that leads.
-
-    def _admit(self) -> None:
-        for knock in self._call.door.knocks() if self._call.door is not None else ():
-            process, theirs = knock.hello["process"], History.from_message(knock.hello["history"])
-            if self._follows or process <= self._me or theirs is None:
-                self._call.door.dismiss(knock, {"elsewhere": 1})  # type: ignore[union-attr]
-                continue
-            self._check(knock, theirs)
-            if process in self._guests:  # its supervisor was started anew
-                self._guests[process].link.drop()
-            self._guests[process] = knock
-            # One that has waited long already is not kept waiting for another whole time-out.
-            left_s = max(self._limit_s - knock.hello["waited_s"], 0)
-            self._ends_at = min(self._ends_at, time.monotonic() + left_s)
-
-    def _check(self, knock: Knock, theirs: History) -> None:
-        hello, cluster = knock.hello, self._cluster
-        self._is_again |= theirs.attempt > 0
-        if hello["of"] != cluster.num_processes or hello["process"] >= cluster.num_processes:
-            said = f"{hello['of']} processes at {hello['at']}"
-            ours = f"{cluster.num_processes} processes at {cluster.coordinator}"
-            message = {"mismatch": hello["process"], "host": hello["host"], "theirs": said, "ours": ours}
-            self._end(message, knock)
-        if hello["process"] in self._guests and not self._is_again:
-            hosts = [self._guests[hello["process"]].hello["host"], hello["host"]]
-            self._end({"duplicate": hello["process"], "hosts": hosts}, knock)
-
-    def _lead(self) -> Group | None:
-        for process, knock in list(self._guests.items()):
-            knock.link.receive()
-            knock.link.beat(self._deadlines.beat_s)
-            if knock.link.closed:  # it may come again
-                del self._guests[process]
-        came = sorted({self._me, *self._guests})
-        number = self._number(len(came))
-        if number:
-            return self._go(came[:number])
-        if time.monotonic() > max(self._ends_at, self._began + (self._limit_s if self._is_again else 0)):
-            hosts = {self._me: hostname(), **{p: knock.hello["host"] for p, knock in self._guests.items()}}
-            self._end({"missing": sorted(hosts.items()), "after_s": self._limit_s})
-        return None
-
-    def _number(self, came: int) -> int:
-        """How many of those that came can begin; 0 as long as it is worth waiting for more."""
-        of, restarts = self._cluster.num_processes, self._call.restarts
-        if came == of:
-            return of
-        if not self._is_again or restarts is None or self._waited_s < restarts.wait_s:
-            return 0
-        return restarts.usable(came, of)
-
-    def _go(self, members: list[int]) -> Group:
-        number = len(members)
-        self._history.merge([History.from_message(knock.hello["history"]) for knock in self._guests.values()])
-        is_first = self._history.attempt == 1
-        host = self._call.bind
-        port = self._cluster.port if is_first else door.free_port(host, self._cluster.port)
-        meshes = {} if self._call.restarts is None else self._call.restarts.meshes or {}
-        mesh = meshes.get(number) if number < self._cluster.num_processes else None
-        rows = {self._me: _Row(host=hostname(), ip="", port=0)} | {p: self._row(k) for p, k in self._guests.items()}
-        for process, row in rows.items():
-            row.is_member = process in members
-        for process, knock in self._guests.items():
-            if process in members:
-                self._send_go(knock, rows, {"port": port, "mesh": mesh, "history": self._history.as_message()})
-            else:
-                self._call.door.dismiss(knock, {"busy": 1})  # type: ignore[union-attr]
-        self._call.rows |= rows
-        links = {members.index(p): knock.link for p, knock in self._guests.items() if p in members}
-        self._guests = {}
-        at = self._cluster.host if self._me == 0 else host or "127.0.0.1"
-        bind = door.coordinator_bind(host, port)
-        return self._group(members, rows, at, port, mesh=mesh, links=links, bind=bind)
-
-    def _row(self, knock: Knock) -> _Row:
-        ip = knock.link.peer
-        # Through the loopback it came from this machine, which the others know by its name.
-        ip = self._cluster.host if ip.startswith("127.") and not self._cluster.is_local else ip
-        return _Row(host=knock.hello["host"], ip=ip, port=knock.hello["port"])
-
-    def _send_go(self, knock: Knock, rows: Mapping[int, _Row], go: dict[str, Any]) -> None:
-        listed = [[process, *dataclasses.astuple(row)] for process, row in sorted(rows.items())]
-        for i in range(0, len(listed), _ROWS):
-            knock.link.send(door.signed({"rows": listed[i : i + _ROWS]}, self._call.token, knock.nonce))
-        knock.link.send(door.signed({"go": go}, self._call.token, knock.nonce))
-
-    def _group(
-        self,
-        members: Sequence[int],
-        rows: Mapping[int, _Row],
-        host: str,
-        port: int,
-        *,
-        mesh: str | None,
-        links: Mapping[int, Link],
-        bind: Mapping[str, str] | None = None,
-    ) -> Group:
-        me = members.index(self._me)
-        hosts = {index: rows[process].host for index, process in enumerate(members)}
-        place = dataclasses.replace(
-            self._cluster, coordinator=door.address(host, port), num_processes=len(members), process_id=me
-        )
-        peers = Peers(process_id=me, links=links, hosts=hosts, deadlines=self._deadlines)
-        return Group(peers=peers, place=place, mesh=mesh, bind=bind or {})
-
-    def _end(self, message: dict[str, Any], last: Knock | None = None) -> NoReturn:
-        for knock in [*self._guests.values(), *([] if last is None else [last])]:
-            knock.link.send(door.signed(message, self._call.token, knock.nonce))
-        close_all([] if last is None else [last.link])
-        raise _end_of(self._cluster, message) or AssertionError(message)
-
-    # The others.
-
-    def _follow(self) -> Group | None:
-        if self._up is not None:
-            return self._hear(self._up)
-        if self._lower and time.monotonic() >= self._not_before:
-            self._connect(self._lower[self._next])
-        return None
-
-    def _connect(self, process: int) -> None:
-        """Tries one of the lower processes; the next one comes next."""
-        at = self._call.address_of(process)
-        try:
-            if at is None:
-                raise OSError("its address is not known")
-            connection = socket.create_connection(at, timeout=_CONNECT_S)
-            self._call.open(connection.getsockname()[0])
-        except OSError as error:
-            self._failed(error.strerror or str(error))
-            return
-        self._up, self._up_address = Link(connection), at
-        self._nonce, self._is_greeted, self._rows = door.new_nonce(), False, {}
-
-    def _failed(self, reason: str) -> None:
-        if self._up is not None:
-            self._up.drop()
-            self._up = None
-        self._reason = reason
-        self._next += 1
-        if self._next >= len(self._lower):
-            self._next, self._rounds, self._not_before = 0, self._rounds + 1, time.monotonic() + _AGAIN_S
+        return time.monotonic() - self._began_s
 
     def _hear(self, link: Link) -> Group | None:
         if self._is_greeted:
-            link.beat(self._deadlines.beat_s)
+            link.beat(self._call.deadlines.beat_s)
         for message in link.receive():
             if not self._is_greeted and isinstance(message.get("nonce"), str):
                 self._greet(link, message["nonce"])
             elif message.get("refused") == 1:
                 self._failed("It is of another run: it has another token (JSHARD_TOKEN, JSHARD_TOKEN_FILE, or the job)")
                 return None
-            elif door.is_signed(message, self._call.token, self._nonce):
-                if self._take(message):
-                    return self._joined(link, message["go"])
-                if self._up is None:
-                    return None
-        silent_s = max(self._deadlines.peer_s, HELLO_S) if self._is_greeted else HELLO_S / 2
+            elif is_signed(message, self._call.token, self._nonce):
+                return self._joined(link, message)
+        silent_s = max(self._call.deadlines.peer_s, _HELLO_S) if self._is_greeted else _HELLO_S / 2
         if link.closed or link.silent_s > silent_s:
             self._failed("It left, or is no jshard run" if link.closed else "It answers nothing")
         return None
 
     def _greet(self, link: Link, nonce: str) -> None:
-        cluster, opened = self._cluster, self._call.door
-        hello = {"hello": 1, "process": self._me, "of": cluster.num_processes, "at": cluster.coordinator}
-        hello |= {"host": hostname(), "waited_s": self._waited_s, "port": 0 if opened is None else opened.port}
-        hello |= {"nonce": self._nonce, "history": self._history.as_message()}
-        link.send(door.signed(hello, self._call.token, nonce))
+        cluster = self._call.cluster
+        hello = _Hello(
+            process=cluster.process_id,
+            of=cluster.num_processes,
+            at=cluster.coordinator,
+            host=hostname(),
+            waited_s=self._waited_s,
+            nonce=self._nonce,
+        )
+        message = {"hello": dataclasses.asdict(hello), "history": dataclasses.asdict(self._history)}
+        link.send(signed(message, self._call.token, nonce))
         self._is_greeted = True
-        self._dismiss_guests()
 
-    def _dismiss_guests(self) -> None:
-        """They look for the one that this process follows now."""
-        for knock in self._guests.values():
-            self._call.door.dismiss(knock, {"elsewhere": 1})  # type: ignore[union-attr]
-        self._guests = {}
-
-    def _take(self, message: dict[str, Any]) -> bool:
-        """Takes what the leader says; whether it is that all begin."""
-        if (error := _end_of(self._cluster, message)) is not None:
+    def _joined(self, link: Link, message: dict[str, Any]) -> Group:
+        cluster = self._call.cluster
+        if (error := _end_of(cluster, message, self._history)) is not None:
             raise error
-        if "busy" in message or "elsewhere" in message:
-            if "busy" in message:  # an attempt is at work, and this process waits for the next, however long
-                self._began, self._next = time.monotonic(), len(self._lower)
-            self._failed("It takes part in an attempt" if "busy" in message else "It follows another process")
-        for process, host, ip, port, is_member in message.get("rows", ()):
-            self._rows[int(process)] = _Row(host=host, ip=ip or self._up_address[0], port=port, is_member=is_member)
-        return isinstance(message.get("go"), dict)
+        vars(self._history).update(message["go"])
+        self._link = None
+        return self._call.group(self._history, {0: link}, {0: cluster.host}, int(message["port"]))
 
-    def _joined(self, link: Link, go: dict[str, Any]) -> Group:
-        members = sorted(process for process, row in self._rows.items() if row.is_member)
-        leader = members[0]
-        self._rows[leader].port = self._up_address[1]
-        self._call.rows |= self._rows
-        self._history.adopt(History.from_message(go["history"]))
-        self._up = None
-        return self._group(members, self._rows, self._up_address[0], int(go["port"]), mesh=go["mesh"], links={0: link})
+    def _failed(self, reason: str) -> None:
+        if self._link is not None:
+            self._link.drop()
+        self._link, self._reason, self._not_before_s = None, reason, time.monotonic() + _AGAIN_S
 
     def _unreachable(self) -> RunError:
-        cluster, here = self._cluster, socket.gethostname()
+        cluster, here = self._call.cluster, socket.gethostname()
         port = roll_call_port(cluster)
-        return RunError(
+        kind = RunError if self._history.lost is None else NotRestarted
+        return kind(
             "Process 0 cannot be reached.",
             where=[
                 f"this is process {cluster.process_id} on {here} ({cluster.kind})",
-                f"process 0 is looked for at {_address(cluster)}",
+                f"process 0 is looked for at {cluster.host}:{port}",
                 *cluster.seen(),
             ],
             why=f"{self._reason}, after {self._waited_s:.0f} s.",
@@ -399,44 +394,32 @@ class _Meeting:
         )
 
 
-def _address(cluster: Cluster) -> str:
-    """Where process 0 listens."""
-    return f"{cluster.host}:{roll_call_port(cluster)}"
-
-
-def _hosts(pairs: Any) -> dict[int, str]:
-    return {int(process): str(host) for process, host in pairs}
-
-
-def _end_of(cluster: Cluster, message: dict[str, Any]) -> FourPartError | None:
+def _end_of(cluster: Cluster, message: dict[str, Any], history: History) -> FourPartError | None:
     """The error that a message of process 0 stands for; each process words it with the variables it has seen itself."""
-    try:
-        if "missing" in message:
-            return _missing(cluster, _hosts(message["missing"]), float(message["after_s"]))
-        if "duplicate" in message:
-            return ShardingError(
-                f"Two processes have the id {int(message['duplicate'])}.",
-                where=[f"on {' and on '.join(map(str, message['hosts']))}", *cluster.seen()],
-                why=f"each of the {cluster.num_processes} processes has an id of its own.",
-                do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
-            )
-        if "mismatch" in message:
-            process, ours, theirs = int(message["mismatch"]), message["ours"], message["theirs"]
-            return ShardingError(
-                f"Process {process} on {message['host']} takes the run for another.",
-                where=[f"process 0 has {ours}", f"process {process} has {theirs}", *cluster.seen()],
-                why="all processes of a run are given the same address and number.",
-                do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
-            )
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None  # not from a supervisor
+    if "missing" in message:
+        kind = RunError if history.lost is None else NotRestarted
+        return _missing(kind, cluster, dict(message["missing"]), float(message["after_s"]))
+    if "duplicate" in message:
+        return ShardingError(
+            f"Two processes have the id {message['duplicate']}.",
+            where=[f"on {' and on '.join(map(str, message['hosts']))}", *cluster.seen()],
+            why=f"each of the {cluster.num_processes} processes has an id of its own.",
+            do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
+        )
+    if "mismatch" in message:
+        process, ours, theirs = message["mismatch"], message["ours"], message["theirs"]
+        return ShardingError(
+            f"Process {process} on {message['host']} takes the run for another.",
+            where=[f"process 0 has {ours}", f"process {process} has {theirs}", *cluster.seen()],
+            why="all processes of a run are given the same address and number.",
+            do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
+        )
     return None
 
 
-def _missing(cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunError:
-    """The time of the roll call is over, and not all have come."""
+def _missing(kind: type[RunError], cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunError:
     ids = [process for process in range(cluster.num_processes) if process not in came]
-    return RunError(
+    return kind(
         f"{len(ids)} of {cluster.num_processes} processes did not come: {_some(ids)}.",
         where=[
             f"this is process {cluster.process_id} on {socket.gethostname()} ({cluster.kind})",
@@ -444,7 +427,7 @@ def _missing(cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunEr
             *cluster.seen(),
         ],
         why=f"{len(came)} of {cluster.num_processes} came to the roll call within {after_s:.0f} s.",
-        do=f"look why process {_some(ids)} did not start, or cannot reach {_address(cluster)};\n"
+        do=f"look why process {_some(ids)} did not start, or cannot reach {cluster.host}:{roll_call_port(cluster)};\n"
         "if they are only slow to start: --init-timeout 900",
     )
 

@@ -53,7 +53,7 @@ class Stand:
         deadline: what it had, and why, in words.
         state: of the process, if it does not run: "T (stopped)".
         waits: whether its main thread waits for other processes.
-        place: the innermost frames; of whoever reads the data, where it waits for these.
+        place: the innermost frames, a line each; of whoever reads the data, where it waits for these.
         asked: it was asked to stop, and has not in time.
         folder: where the stacks are written.
     """
@@ -64,7 +64,7 @@ class Stand:
     deadline: str = ""
     state: str = ""
     waits: bool = False
-    place: tuple[str, ...] = ()
+    place: str = ""
     asked: bool = False
     folder: str = ""
 
@@ -72,25 +72,6 @@ class Stand:
     def order(self) -> tuple[Any, ...]:
         """Sorts the one that is behind to the front."""
         return self.state[:1].upper() != "T", self.marks, self.waits
-
-    @classmethod
-    def read(cls, message: Any) -> Stand | None:
-        """From another process, where anything may come from: None for what is not one."""
-        if not isinstance(message, Mapping):
-            return None
-        found = {field.name: message.get(field.name) for field in dataclasses.fields(cls)}
-        texts = [found[name] for name in ("phase", "deadline", "state", "folder")]
-        place = found["place"] if isinstance(found["place"], list) else [None]
-        is_one = (
-            type(found["marks"]) is int
-            and type(found["idle_s"]) in (int, float)
-            and all(isinstance(text, str) and len(text) <= 4096 for text in texts)
-            and len(place) <= 4 * _FRAMES
-            and all(isinstance(line, str) and len(line) <= _TEXT for line in place)
-        )
-        if not is_one:
-            return None
-        return cls(**{**found, "waits": found["waits"] is True, "asked": found["asked"] is True, "place": tuple(place)})
 
 
 def is_stuck(noted: Mapping[str, Any]) -> bool:
@@ -128,7 +109,7 @@ def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None)
         deadline=str(noted.get("deadline", "")),
         state=_stacks.state(pid),
         waits=bool(place) and any(words in place[0] for words in _WAITS),
-        place=tuple(line[-_TEXT:] for line in place),
+        place="\n".join(line[-_TEXT:] for line in place),
         asked=noted.get("stalled") == "asked",
         folder=folder,
     )
@@ -166,7 +147,7 @@ def stalled_error(one: Stand, *, who: str, what: str, lines: list[str], others: 
     kept = f"\nthe stacks of all processes: {one.folder}" if one.folder else ""
     return RunError(
         f"{what} did not stop in time: {phase}." if one.asked else f"{what} is stalled: {phase}.",
-        where=[who, *one.place, *lines],
+        where=[who, *one.place.splitlines(), *lines],
         why=f"{ended}.{others}{kept}",
         do=again,
     )

@@ -41,6 +41,11 @@ def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("JSHARD_WORKER") == "1"
 
 
+def is_restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether its supervisor has started this process after a loss."""
+    return int(environ.get("JSHARD_ATTEMPT", "1")) > 1
+
+
 def start_worker(environ: Mapping[str, str] = os.environ) -> None:
     """Joins the run: signs of life to the supervisor, then `jax.distributed.initialize`.
 
@@ -62,7 +67,6 @@ def note(
     *,
     step: int | None = None,
     checkpoint: str | None = None,
-    copy: int | None = None,
     again: str | None = None,
     folder: str | None = None,
 ) -> None:
@@ -73,12 +77,11 @@ def note(
     Args:
         step: the step that was done last.
         checkpoint: the checkpoint that was completed last.
-        copy: the step of the last copy in memory.
         again: the command line that goes on from there.
         folder: of the run.
     """
     if _reporter is not None:
-        given = {"step": step, "checkpoint": checkpoint, "copy": copy, "again": again, "folder": folder}
+        given = {"step": step, "checkpoint": checkpoint, "again": again, "folder": folder}
         _reporter.note({key: value for key, value in given.items() if value is not None})
 
 

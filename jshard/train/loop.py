@@ -157,7 +157,6 @@ def fit(
     meter: Meter | None = None,
     evaluation: Every | None = None,
     checkpoint: Every | None = None,
-    copies: Every | None = None,
     stop: StopSignal | None = None,
     profile: StepProfile | None = None,
     first_loss: FirstLoss | None = None,
@@ -175,7 +174,6 @@ def fit(
         evaluation: its `do` returns the validation loss.
         checkpoint: its `do` saves. Also done when the run is asked to stop, and in a single process when the data
             fail.
-        copies: its `do` copies the state to memory. Not after the last step, nor when the run is asked to stop.
         stop: asks to stop; in several processes the request of any one counts.
         profile: records some of the steps; the devices are idle when it begins and ends.
         first_loss: makes the error where loss or gradients are not finite before any update.
@@ -192,7 +190,6 @@ def fit(
         meter=meter or Meter(),
         evaluation=evaluation,
         checkpoint=checkpoint,
-        copies=copies,
         stop=stop or StopSignal(),
         profile=profile,
         first_loss=first_loss or unexplained,
@@ -210,7 +207,6 @@ class _Loop:
     meter: Meter
     evaluation: Every | None
     checkpoint: Every | None
-    copies: Every | None
     stop: StopSignal
     profile: StepProfile | None
     first_loss: FirstLoss
@@ -233,8 +229,7 @@ class _Loop:
         done = self.saved = start_step
         while done < num_steps and self.stopped_by is None:
             doing(stall.DATA)
-            with self.agreement.spent.on("data_s"):
-                batch = self._next(arriving, done)
+            batch = self._next(arriving, done)
             doing(stall.STEP)
             if batch is None:
                 break
@@ -298,7 +293,7 @@ class _Loop:
             scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
             step_done(step)
             doing(stall.OTHER)
-            scalars |= {**self.meter.done(step), **self.agreement.slowest}
+            scalars |= self.meter.done(step)
             if self.tracker is not None:
                 self.tracker.log(step, scalars)
             self._check_finite(step, batch, scalars)
@@ -310,8 +305,7 @@ class _Loop:
         self._ask(step, is_idle=evaluates or saves)
         if self.profile is not None and self.profile.is_recording and step == self.profile.steps[-1]:
             self._idle(then=self.profile.end)
-        copies = self.copies is not None and step < last and self.copies.is_due(step, last)
-        if not (evaluates or saves or copies or self.stopped_by):
+        if not (evaluates or saves or self.stopped_by):
             return
         self._wait(in_flight=0)
         if self.stopped_by is not None:  # whoever asked may not wait for an evaluation
@@ -324,24 +318,16 @@ class _Loop:
             if self.tracker is not None:
                 self.tracker.log(step, {"val_loss": val_loss})
         # After the evaluation: whoever continues from here finds its result in the record.
-        if copies and self.stopped_by is None:
-            self._do_saving(self.copies, step)
         if saves and self.stopped_by is None:
             self._save(step)
-        if evaluates or saves:
-            self.meter.pause()
+        self.meter.pause()
 
     def _save(self, step: int) -> None:
         if self.checkpoint is not None:
-            self._do_saving(self.checkpoint, step)
+            doing(stall.SAVE)
+            self.checkpoint.do(step)
+            doing(stall.OTHER)
             self.saved = step
-
-    def _do_saving(self, what: Every | None, step: int) -> None:
-        assert what is not None
-        doing(stall.SAVE)
-        with self.agreement.spent.on("save_s"):
-            what.do(step)
-        doing(stall.OTHER)
 
     def _check_finite(self, step: int, batch: Any, scalars: dict[str, float]) -> None:
         wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}

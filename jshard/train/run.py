@@ -23,7 +23,7 @@ from jshard._processes import is_primary
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.launch import stall
 from jshard.plans.plan import plan
 from jshard.recipes.building import batch_like
@@ -31,13 +31,12 @@ from jshard.recipes.loss_scale import loss_scale_of
 from jshard.recipes.mfu import Mfu, device_peak, peak_bytes
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.state import abstract_state, check_source
+from jshard.recipes.state import check_source
 from jshard.recipes.step import EvalStep, TrainStep
 from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
 from jshard.train.jsonl import Jsonl, plot_loss
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
-from jshard.train.memory_copies import MemoryCopies
 from jshard.train.profile import StepProfile, check_profile, left_to_profile
 from jshard.train.progress import Meter, Progress
 from jshard.train.run_checkpoints import RunCheckpoints
@@ -78,7 +77,6 @@ def run_recipe(
     profile: range | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     init_from: Path | None = None,
-    keep_in_memory: int | None = None,
     programs: str | None = None,
     watch: launch.StallWatch | None = None,
     say: Callable[[str], object] = print,
@@ -105,7 +103,6 @@ def run_recipe(
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
-        keep_in_memory: steps from one copy of the state in the memory of the supervisors to the next; None for none.
         programs: the folder that keeps compiled programs; "beside" for one beside `out`, "none" to compile anew. By
             default as JAX is set.
         watch: ends this process, or has its supervisor end the run, when it makes no progress, or does not stop in
@@ -133,9 +130,6 @@ def run_recipe(
     if init_from is not None and not (resume and steps_in(series)):
         check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
-    copies = None
-    if keep_in_memory is not None:
-        copies = MemoryCopies(keep_in_memory, abstract_state(model_file, recipe, mesh), say)
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
@@ -149,7 +143,7 @@ def run_recipe(
             mesh=mesh,
             data=data,
             folder=folder,
-            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies),
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say),
             say=say,
             stop=stop,
             watch=watch,
@@ -200,21 +194,11 @@ class _Job:
                         asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
                         self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
                 sample = self._sample(model, fitted)
-            finished = self._finish(sample, fitted)
-            self._end("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
-            return finished
+            return self._finish(sample, fitted)
         except Exception as error:
-            if isinstance(error, FourPartError):  # else a process may be lost, and the supervisor knows which
-                with contextlib.suppress(FourPartError):
-                    self.folder.ended(f"{type(error).__name__}: {error.what}")
             if self.checkpoints.is_begun:
                 error.add_note(self.checkpoints.how_to_go_on())
             raise
-
-    def _end(self, cause: str) -> None:
-        self.folder.ended(cause)
-        if (line := self.folder.said_of_attempts()) is not None:
-            self.say(line)
 
     def _watching(self) -> contextlib.AbstractContextManager[object]:
         if self.watch is None:
@@ -231,8 +215,6 @@ class _Job:
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
         self.folder.started(step=start_step, mesh=self.mesh)
-        if (line := self.folder.said_of_attempts()) is not None:
-            self.say(line)
         self.checkpoints.is_begun = True
         like = batch_like(self.data, self.recipe.batch_size, self.mesh)
         how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
@@ -254,7 +236,6 @@ class _Job:
             checkpoints.worth(done, val_loss)
             return val_loss
 
-        self.folder.trains()
         try:
             with checkpoints:  # whatever comes, a save at work comes to its end
                 fitted = fit(
@@ -270,7 +251,6 @@ class _Job:
                         do=lambda done: checkpoints.save(step, done),
                         check=checkpoints.check,
                     ),
-                    copies=checkpoints.every_copy(step),
                     stop=self.stop,
                     profile=profile,
                     first_loss=functools.partial(self._first_loss, step, start_step),

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Self
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import exchange
-from jshard.launch.signals import Signals
+from jshard.launch.cluster import Signals
 from jshard.launch.worker import is_worker
 from jshard.plans.mesh import num_processes
 
 _EVERY_S, _SHARE = 0.1, 0.1
-_MEETINGS = 15  # that the slowest process is found from
-_SLOW_S, _SLOW_SHARE = 0.001, 0.05  # of a step: less than both names nobody
 
 
 class StopSignal(Signals):
@@ -89,28 +83,6 @@ class StopSignal(Signals):
             signal.raise_signal(number)
 
 
-@dataclasses.dataclass(kw_only=True)
-class Spent:
-    """What the main thread of a process has waited for since the last meeting, in seconds.
-
-    Attributes:
-        data_s: for batches.
-        save_s: for saves.
-    """
-
-    data_s: float = 0.0
-    save_s: float = 0.0
-
-    @contextlib.contextmanager
-    def on(self, part: str) -> Iterator[None]:
-        """Adds the time of a block."""
-        begin_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, part, getattr(self, part) + time.perf_counter() - begin_s)
-
-
 class Agreement:
     """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
 
@@ -118,17 +90,11 @@ class Agreement:
     seldom as keeps it below a tenth of the time, and wherever the devices are idle anyway. After how many steps follows
     from what all of them said the last time, and is the same for all.
 
-    At the same meetings they find the slowest of them: the one that comes last, or waits longest for data or a save.
-
     Args:
         mesh: the devices of all processes.
 
     Attributes:
         alone: whether there is one process, which has nobody to ask.
-        spent: for the loop to add to.
-        slowest: of the slowest process "slow_process", and by how much it is slower than the fastest, per step: in
-            all "slow_s"; waiting for batches "slow_data_s" and saves "slow_save_s"; coming to meetings "slow_step_s".
-            Empty while none is slower by a twentieth of a step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -136,8 +102,6 @@ class Agreement:
         self._last: tuple[int, float] | None = None  # step and time
         self._took_s = 0.0
         self._due = 0
-        self._meetings: collections.deque[np.ndarray] = collections.deque(maxlen=_MEETINGS)
-        self.spent, self.slowest = Spent(), dict[str, float]()
 
     def begin(self) -> None:
         """Waits for all before the first step: they may still compile, and gloo's first meeting fails after 30 s."""
@@ -151,33 +115,8 @@ class Agreement:
         begin_s, step_s = time.monotonic(), math.inf
         if self._last is not None and step > self._last[0]:
             step_s = max(1e-6, begin_s - self._last[1]) / (step - self._last[0])
-        said = [received or 0, step_s, self._took_s, self.spent.data_s, self.spent.save_s]
-        numbers, steps_s, took_s, *waits_s = zip(*exchange("stop", said), strict=True)
-        end_s = time.monotonic()
-        if self._last is not None and step > self._last[0]:
-            waited_s = np.array(waits_s) / (step - self._last[0])
-            self._compare([*waited_s, max(took_s) - np.array(took_s)], max(steps_s))
-        self.spent = Spent()
-        self._last, self._took_s = (step, end_s), end_s - begin_s
+        numbers, steps_s, took_s = zip(*exchange("stop", [received or 0, step_s, self._took_s]), strict=True)
+        self._last, self._took_s = (step, time.monotonic()), time.monotonic() - begin_s
         # Who came last to the meeting has waited least: that time is what it costs.
         self._due = step + max(1, int(max(_EVERY_S, min(took_s) / _SHARE) / max(steps_s)))
         return signal.Signals(max(numbers)) if any(numbers) else None
-
-    def _compare(self, parts_s: Sequence[np.ndarray], step_s: float) -> None:
-        """Finds the slowest process.
-
-        Args:
-            parts_s: per step and process, what it has waited for data, for saves, and how late it came to the meeting.
-            step_s: of the slowest.
-        """
-        self._meetings.append(np.array(parts_s))
-        seen = np.array(self._meetings)
-        late_s = np.median(seen[:, 2], axis=0)  # one that is late once is not slow
-        data_s, save_s = (each - each.min() for each in seen[:, :2].mean(axis=0))
-        process = int(np.argmax(np.max([data_s, save_s, late_s], axis=0)))
-        parts = {"data": data_s[process], "save": save_s[process], "step": late_s[process]}
-        slow_s = float(max(parts.values()))
-        self.slowest = {}
-        if slow_s > max(_SLOW_S, _SLOW_SHARE * step_s):
-            self.slowest = {"slow_process": process, "slow_s": slow_s}
-            self.slowest |= {f"slow_{part}_s": float(each_s) for part, each_s in parts.items()}
