@@ -40,8 +40,7 @@ from jshard import train
 from jshard.data import Loader, load_text, local_rows
 from jshard.recipes.mfu import Mfu, Peak, dense_flops, peak_bytes
 from jshard.recipes.state import create
-from jshard.train.jsonl import Jsonl
-from jshard.train.trackers import available, open_trackers
+from jshard.train.records import Jsonl, available, open_trackers
 
 TITLE = "Host work per step"
 MEASURES_TIME = True

@@ -15,11 +15,11 @@ what all workers write to stderr. With `max_restarts` a run that loses a process
     in any run          with StallWatch().over(...): doing("waiting for data"), step_done(12)
 """
 
-from jshard.launch.cluster import Cluster, Deadlines, stopped_code
+from jshard.launch.cluster import Cluster, Deadlines, StopSignal, is_worker, stopped_code
 from jshard.launch.launchers import ONE_POD, detect
 from jshard.launch.stall import StallWatch, doing, step_done
 from jshard.launch.supervisor import supervise
-from jshard.launch.worker import END_S, end_within, is_restarted, is_worker, leave, note, start_worker
+from jshard.launch.worker import END_S, end_within, is_restarted, leave, note, start_worker
 
 __all__ = [
     "END_S",
@@ -27,6 +27,7 @@ __all__ = [
     "Cluster",
     "Deadlines",
     "StallWatch",
+    "StopSignal",
     "detect",
     "doing",
     "end_within",

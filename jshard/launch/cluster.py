@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import signal
 import threading
 import time
@@ -28,6 +30,11 @@ _REPEAT_S = 1.0
 def stopped_code(signum: int) -> int:
     """The exit code of a run that was stopped by a signal: 130 after Ctrl-C, else that of a run to be resumed."""
     return 128 + signum if signum == signal.SIGINT else RESUME
+
+
+def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started by a supervisor."""
+    return environ.get("JSHARD_WORKER") == "1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,3 +151,65 @@ class Signals:
             self.received, self._since_s = signal.Signals(number), time.monotonic()
         elif time.monotonic() - self._since_s >= _REPEAT_S:
             self.repeated = True
+
+
+class StopSignal(Signals):
+    """Catches SIGTERM, SIGINT and SIGHUP while the context is open.
+
+    A second one, a second later or more, ends the program. A worker of several processes only notes them, however
+    many: its supervisor decides when to end it. Python hands signals to the main thread only; used in another one this
+    catches nothing.
+
+    Example:
+        >>> with StopSignal() as stop:
+        ...     while stop.received is None:
+        ...         step()
+    """
+
+    _asked_s: float | None = None
+    _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which gets the number of a signal at once
+    _old_wakeup: int = -1
+    _lock = threading.Lock()  # for the pipe: the thread that asks may still do so when it is closed
+
+    def report(self) -> None:
+        """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
+        self._asked_s = self._asked_s or time.monotonic()
+
+    def asked_s(self) -> float | None:
+        """When the run was first asked to stop, of `time.monotonic`; None if it was not. Any thread may ask.
+
+        Also of a signal that Python has not handed to the main thread yet, which may be deep in native code.
+        """
+        with self._lock, contextlib.suppress(OSError):  # there is none
+            if self._wakeup is not None and set(os.read(self._wakeup[0], 4096)) & set(self._before):
+                self.report()
+        return self._asked_s
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._before:
+            self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._old_wakeup)
+            with self._lock:
+                wakeup, self._wakeup = self._wakeup, None
+                for fd in wakeup:
+                    os.close(fd)
+        super().__exit__(*error)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.received is None
+        super()._note(number, frame)
+        if is_first:
+            self.report()
+            name = signal.Signals(number).name
+            text = f"\n{name}: the run saves after this step and stops; a second one ends it unsaved.\n"
+            with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+                os.write(2, text.encode())
+        elif self.repeated and not is_worker():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from jshard import _stacks
 from jshard.errors import FourPartError, RunError, ShardingError, causes
 from jshard.launch import stall
-from jshard.launch.cluster import GOOD, Deadlines
+from jshard.launch.cluster import GOOD, Deadlines, is_worker
 
 END_S = 30.0
 """From the end of a run's work, when all have said so, to the end of each process."""
@@ -34,11 +34,6 @@ _PEER_WORDS = (
     "heartbeat",
     "barrier",
 )
-
-
-def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process was started by a supervisor."""
-    return environ.get("JSHARD_WORKER") == "1"
 
 
 def is_restarted(environ: Mapping[str, str] = os.environ) -> bool:

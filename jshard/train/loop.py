@@ -25,21 +25,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jshard._processes import exchange
 from jshard.data import Data, local_rows
 from jshard.errors import RunError
-from jshard.launch import doing, stall, step_done
-from jshard.plans.mesh import data_degree, shard_batch
+from jshard.launch import StopSignal, doing, note, stall, step_done
+from jshard.plans.mesh import data_degree, num_processes, shard_batch
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.step import EvalStep, Scalars, TrainStep, inference_view
-from jshard.train.profile import StepProfile
-from jshard.train.progress import Meter
-from jshard.train.stop import Agreement, StopSignal
-from jshard.train.trackers import Tracker
+from jshard.train.progress import Meter, StepProfile
+from jshard.train.records import Tracker
 
 FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
 """Makes the error of a step before any update: of its number, its batch, and the scalars that are not finite."""
 
 _AHEAD = 2  # batches on their way to the devices
+_ASK_EVERY_S, _ASK_SHARE = 0.1, 0.1
 _END_S = 5.0  # for the thread that reads, when a run stops early
 
 
@@ -193,7 +193,7 @@ def fit(
         stop=stop or StopSignal(),
         profile=profile,
         first_loss=first_loss or unexplained,
-        agreement=Agreement(step.mesh),
+        agreement=_Agreement(step.mesh),
     )
     return loop.run(batches, start_step, num_steps)
 
@@ -210,7 +210,7 @@ class _Loop:
     stop: StopSignal
     profile: StepProfile | None
     first_loss: FirstLoss
-    agreement: Agreement
+    agreement: _Agreement
     in_flight: collections.deque[tuple[int, Any, Scalars]] = dataclasses.field(default_factory=collections.deque)
     stopped_by: signal.Signals | None = None
     val_loss: float | None = None
@@ -292,6 +292,7 @@ class _Loop:
             step, batch, on_devices = self.in_flight.popleft()
             scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
             step_done(step)
+            note(step=step)
             doing(stall.OTHER)
             scalars |= self.meter.done(step)
             if self.tracker is not None:
@@ -335,6 +336,45 @@ class _Loop:
             self.is_updated = True
         elif scalars.get("loss_scale", 0) <= 1:  # above, the step was skipped and the next has a smaller scale
             raise self.first_loss(step, batch, wrong) if not self.is_updated else _diverged(step, wrong)
+
+
+class _Agreement:
+    """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
+
+    A signal reaches the processes at different times, or only one of them. So they ask one another, every 0.1 s or as
+    seldom as keeps it below a tenth of the time, and wherever the devices are idle anyway. After how many steps follows
+    from what all of them said the last time, and is the same for all.
+
+    Args:
+        mesh: the devices of all processes.
+
+    Attributes:
+        alone: whether there is one process, which has nobody to ask.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.alone = num_processes(mesh) == 1
+        self._last: tuple[int, float] | None = None  # step and time
+        self._took_s = 0.0
+        self._due = 0
+
+    def begin(self) -> None:
+        """Waits for all before the first step: they may still compile, and gloo's first meeting fails after 30 s."""
+        if not self.alone:
+            exchange("first step", None)
+
+    def asked(self, received: signal.Signals | None, step: int, *, is_idle: bool = False) -> signal.Signals | None:
+        """The signal that ends the run after a step. All processes call it after each step."""
+        if self.alone or (step < self._due and not is_idle):
+            return received if self.alone else None
+        begin_s, step_s = time.monotonic(), math.inf
+        if self._last is not None and step > self._last[0]:
+            step_s = max(1e-6, begin_s - self._last[1]) / (step - self._last[0])
+        numbers, steps_s, took_s = zip(*exchange("stop", [received or 0, step_s, self._took_s]), strict=True)
+        self._last, self._took_s = (step, time.monotonic()), time.monotonic() - begin_s
+        # Who came last to the meeting has waited least: that time is what it costs.
+        self._due = step + max(1, int(max(_ASK_EVERY_S, min(took_s) / _ASK_SHARE) / max(steps_s)))
+        return signal.Signals(max(numbers)) if any(numbers) else None
 
 
 def unexplained(step: int, batch: Any, wrong: Mapping[str, float]) -> RunError:

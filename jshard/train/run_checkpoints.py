@@ -19,7 +19,7 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.state import create, create_from, restore
 from jshard.recipes.step import TrainStep
-from jshard.train.jsonl import keep_on_disk
+from jshard.train.records import keep_on_disk
 from jshard.train.run_folder import RunFolder
 
 State = tuple[nnx.Module, nnx.Optimizer[Any], int]

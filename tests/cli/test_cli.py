@@ -16,7 +16,7 @@ from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh
 from jshard.cli._devices import open_mesh
 from jshard.cli._request import request_of
 from jshard.recipes.building import abstract_model
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from jshard.train.run import Finished
 from tests.compiling import environment
 from tests.micro_gpt import MODELS, USERS_FILE

@@ -32,7 +32,7 @@ from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.state import create, restore
 from jshard.recipes.step import inference_view
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.compiling import environment
 from tests.helpers import with_placement
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences

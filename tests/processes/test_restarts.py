@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from jshard.cli._restarts import restarts_of, shrunk
 
 import jshard as js
 from jshard import launch
 from jshard.cli._arguments import TrainArgs
-from jshard.cli._restarts import restarts_of, shrunk
 from tests.processes.launching import HERE, children, fake, gone, plain, until
 
 QUICK = launch.Deadlines(grace_s=0.5)

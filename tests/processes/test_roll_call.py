@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from jshard.launch.restarts import History
 
 import jshard as js
 from jshard import launch
@@ -19,7 +20,6 @@ from jshard.errors import RunError
 from jshard.launch import door, rendezvous, worker
 from jshard.launch import peers as peers_module
 from jshard.launch.peers import Ending, Link, Peers, from_message
-from jshard.launch.restarts import History
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
 HOST = socket.gethostname()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.compiling import environment
 from tests.processes.slurm_cluster import SlurmCluster, missing
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from jshard.train.compile_cache import ProgramCache
 
 from jshard.train import compile_cache
-from jshard.train.compile_cache import ProgramCache
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.compiling import environment
 
 

@@ -24,7 +24,7 @@ from jshard.recipes.loss_scale import LossScale, loss_scale_of, scaled_value_and
 from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.state import optimizer_of
 from jshard.train import ModelFile, Recipe, run_recipe
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.helpers import compile_to_read
 
 HALF = js.MixedPrecision(param="float16", reduce="float32")

@@ -11,8 +11,7 @@ import pytest
 
 from jshard.errors import RunError, ShardingError
 from jshard.train import jsonl as metrics
-from jshard.train.jsonl import plot_loss
-from jshard.train.trackers import Trackers
+from jshard.train.records import Trackers, plot_loss
 
 
 class Fake:

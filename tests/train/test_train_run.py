@@ -21,7 +21,7 @@ from jshard.errors import RunError, ShardingError
 from jshard.launch import StallWatch
 from jshard.recipes.state import create_from, restore
 from jshard.train import load_model_file, run_recipe
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.micro_gpt import MODELS, micro
 
 GPT = load_model_file(MODELS / "gpt.py")

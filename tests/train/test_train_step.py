@@ -18,7 +18,7 @@ import jshard as js
 from jshard.errors import AnnotationError
 from jshard.recipes.state import create
 from jshard.train import EvalStep, Meter, Progress, Trackers, TrainStep, evaluate, fit, load_model_file
-from jshard.train.jsonl import Jsonl
+from jshard.train.records import Jsonl
 from tests.micro_gpt import micro
 
 GPT = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")
