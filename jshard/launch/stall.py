@@ -80,14 +80,7 @@ def is_stuck(noted: Mapping[str, Any]) -> bool:
 
 
 def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None) -> Stand:
-    """Where a process of this machine stands; its stacks go into the folder of the run.
-
-    Args:
-        pid: of the process.
-        noted: what its watch has said of it (`StallWatch.noted`).
-        process: its id in the run.
-        step: the last one that it has done.
-    """
+    """Where a process of this machine stands, of which its watch has `noted` something; its stacks go into a file."""
     phase = str(noted.get("phase", "starting"))
     main, *others = [(one, _stacks.stacks(one)) for one in (pid, *_stacks.children(pid))]
     workers = [(worker, one) for worker, one in others if one is not None]
@@ -128,16 +121,7 @@ def _place_of_data(main: _stacks.Stacks | None, workers: list[tuple[int, _stacks
 
 
 def stalled_error(one: Stand, *, who: str, what: str, lines: list[str], others: str, again: str) -> RunError:
-    """A run that is stalled, or did not stop in time.
-
-    Args:
-        one: where the process that is behind stands.
-        who: id, number and machine of it.
-        what: how it is called at the beginning of a sentence.
-        lines: what else is known of the run.
-        others: what becomes of the others.
-        again: the command line that goes on.
-    """
+    """A run that is stalled, or did not stop in time: where the process that is behind stands, and what is known."""
     phase = f"{one.phase}{f', {one.state}' if one.state else ''}"
     ended = (
         f"It was asked to stop, and did not within {one.deadline}"
@@ -231,38 +215,24 @@ class StallWatch:
             self._spans.append(now_s - self._done_at)
         self._done_at, self.step = now_s, step
 
-    @property
-    def deadline_s(self) -> float | None:
-        """What the phase has; None without limit."""
+    def deadline(self) -> tuple[float | None, str]:
+        """What the phase has, None without limit; and why, in words."""
         if self.phase not in (*_LONG, *_SHORT):
-            return None
-        if self._is_long:
-            return max(self.timeout_s or 0.0, MOST_S)
-        if self.timeout_s is not None or self._median_s is None:
-            return self.timeout_s or MOST_S
-        return max(LEAST_S, min(MOST_S, MEDIANS * self._median_s))
-
-    @property
-    def _is_long(self) -> bool:
-        """Whether this takes long, or waits for processes that still compile: before its first step."""
-        return self.phase in _LONG or not self._done_at
-
-    def _why(self) -> str:
-        """The deadline in words."""
-        if self._stalled == "asked":
-            return f"{self.stop_s:.0f} s (--stop-deadline)"
-        limit = f"{self.deadline_s or 0.0:.0f} s"
-        if self._is_long:
-            return limit
-        if self.timeout_s is not None:
-            return f"{limit} (--stall-timeout)"
-        if self._median_s is None:
-            return f"{limit} (fewer than {_NEEDED} steps are measured)"
-        return f"{limit} ({MEDIANS} x the median step of {self._median_s:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
+            return None, ""
+        if self.phase in _LONG or not self._done_at:  # before the first step others may still compile
+            limit_s, why = max(self.timeout_s or 0.0, MOST_S), ""
+        elif self.timeout_s is not None:
+            limit_s, why = self.timeout_s, " (--stall-timeout)"
+        elif self._median_s is None:
+            limit_s, why = MOST_S, f" (fewer than {_NEEDED} steps are measured)"
+        else:
+            limit_s = max(LEAST_S, min(MOST_S, MEDIANS * self._median_s))
+            why = f" ({MEDIANS} x the median step of {self._median_s:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
+        return limit_s, f"{limit_s:.0f} s{why}"
 
     def noted(self) -> dict[str, Any]:
         """For the supervisor."""
-        deadline_s = self.deadline_s
+        deadline_s, why = self.deadline()
         found: dict[str, Any] = {
             "phase": self.phase,
             "marks": self.marks,
@@ -271,7 +241,8 @@ class StallWatch:
             "warn_s": None if deadline_s is None else min(_WARN_S, deadline_s / 4),
         }
         if self._stalled:
-            found |= {"stalled": self._stalled, "deadline": self._why()}
+            asked = f"{self.stop_s or 0.0:.0f} s (--stop-deadline)"
+            found |= {"stalled": self._stalled, "deadline": asked if self._stalled == "asked" else why}
         return found
 
     def _run(self) -> None:
@@ -290,7 +261,7 @@ class StallWatch:
         self._median_s = statistics.median(spans) if len(spans) >= _NEEDED else None
 
     def _look(self, now_s: float) -> None:
-        deadline_s, asked_s = self.deadline_s, self._asked_at()
+        (deadline_s, _), asked_s = self.deadline(), self._asked_at()
         if self.stop_s is not None and asked_s is not None and now_s - asked_s > self.stop_s:
             self._stalled = "asked"
         elif deadline_s is not None and self._idle_s > deadline_s:

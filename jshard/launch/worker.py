@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jshard import _stacks
-from jshard.errors import FourPartError, RunError, ShardingError, causes
+from jshard.errors import FourPartError, RunError, causes
 from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines, is_worker
 
@@ -150,7 +150,7 @@ class _Reporter:
             except BlockingIOError:
                 pass  # each message says all, so the next will do
             except OSError:
-                _end_without_supervisor()
+                os._exit(1)  # nobody would let us know of a lost peer, nor stop us
 
     def _beat(self) -> None:
         while True:
@@ -169,13 +169,6 @@ def _start_reports(environ: Mapping[str, str]) -> _Reporter:
 
 def _deadlines(environ: Mapping[str, str]) -> Deadlines:
     return Deadlines(init_s=float(environ["JSHARD_INIT_TIMEOUT"]), peer_s=float(environ["JSHARD_PEER_TIMEOUT"]))
-
-
-def _end_without_supervisor() -> NoReturn:
-    """Nobody would let us know of a lost peer, nor stop us: as if we had been killed, with all that we started."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
 
 
 def _end_with_supervisor() -> None:
@@ -199,7 +192,6 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
     import jax
 
     address = environ["JAX_COORDINATOR_ADDRESS"]
-    _check_secured(environ, jax.config.values)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "jax_enable_preemption_service" in jax.config.values:
         # It handles SIGTERM in native code, and our own handler, which saves, would never be called.
@@ -221,20 +213,6 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             why=str(error).strip().partition("\n")[0],
             do="see that the port is free and open between the machines, or name another: JAX_COORDINATOR_ADDRESS",
         ) from error
-
-
-def _check_secured(environ: Mapping[str, str], known: Mapping[str, Any]) -> None:
-    """Later versions of JAX take these variables from the environment; earlier ones would pass over them in silence."""
-    asked = [
-        name for name in environ if name.startswith("JAX_MTLS_") or name == "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS"
-    ]
-    if asked and "jax_mtls_cert_file" not in known:
-        raise ShardingError(
-            "This JAX cannot secure its connections.",
-            where=[f"{name}={environ[name]}" for name in asked],
-            why="its coordination service knows no mutual TLS, and the run would be open.",
-            do="pip install -U jax  # 0.12 has it; or unset the variables.",
-        )
 
 
 def _blames_peer(error: BaseException | None) -> bool:

@@ -297,18 +297,7 @@ class WorkerProcess:
 def start_local(
     command: Sequence[str], number: int, deadlines: Deadlines, *, extra: Mapping[str, str] | None = None
 ) -> list[WorkerProcess]:
-    """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1.
-
-    Args:
-        command: program and arguments of each.
-        number: of workers.
-        deadlines: of the run.
-        extra: further environment variables.
-
-    Raises:
-        RunError: the system starts no more processes.
-        ShardingError: the machine's GPUs cannot be shared out.
-    """
+    """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     # A run on one machine needs nothing that is open to the network.

@@ -44,12 +44,7 @@ _PRIOR = 0.05  # how firmly both factors are held to the mean ratio of measured 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredVariant:
-    """A way that was tried.
-
-    Args:
-        cost: its estimate.
-        step_s: measured seconds of a step; infinite if it did not run.
-    """
+    """A way that was tried: its estimate, and the measured seconds of a step; infinite if it did not run."""
 
     cost: Cost
     step_s: float
@@ -57,12 +52,7 @@ class MeasuredVariant:
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What measured steps say of the estimates.
-
-    Args:
-        compute: by which the time that computes is multiplied.
-        wait: by which the exposed communication is.
-    """
+    """What measured steps say of the estimates: by which what computes and what is exposed are multiplied."""
 
     compute: float = 1.0
     wait: float = 1.0
@@ -74,12 +64,7 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What came of measuring.
-
-    Args:
-        tried: the ways, in the order they were tried.
-        factors: the last correction.
-    """
+    """What came of measuring: the ways in the order they were tried, and the last correction."""
 
     tried: tuple[MeasuredVariant, ...]
     factors: Factors
@@ -174,20 +159,14 @@ def chosen_variant(
     with at_work("--auto: estimating every way", say=say, stream=stream) as work:
         found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
         work.result = found.counted
-    best = _quickest(found, measure, say).cost.variant
+    feedback = with_feedback(found, measure) if found.ranked else None
+    if feedback is not None:
+        say(Group(tried_table(feedback), *map(Text, found.left_out)))
+    if feedback is None or feedback.best is None:
+        raise _nothing_fits(found)
+    best = feedback.best.cost.variant
     say(f"--auto: chosen {best.command}  # in place of --auto, the next time")
     return best
-
-
-def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> MeasuredVariant:
-    """The quickest of the ways that were tried."""
-    if not found.ranked:
-        raise _nothing_fits(found)
-    feedback = with_feedback(found, measure)
-    say(Group(tried_table(feedback), *map(Text, found.left_out)))
-    if feedback.best is None:
-        raise _nothing_fits(found)
-    return feedback.best
 
 
 def _agreed(machine: Machine) -> Machine:

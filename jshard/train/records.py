@@ -181,12 +181,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         RunError: a line before the last one is damaged.
     """
-    return list(iterate_metrics(path))
-
-
-def iterate_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The same, one by one: the record of a long run is larger than its file."""
-    return (record for _, record in _records(Path(path)))
+    return [record for _, record in _records(Path(path))]
 
 
 def _number(value: Any) -> int | float | None:
@@ -276,7 +271,7 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     points: dict[str, list[tuple[int, float]]] = {key: [] for key, *_ in _CURVES}
-    for line in iterate_metrics(metrics_path):
+    for _, line in _records(Path(metrics_path)):
         for key in points.keys() & line.keys():
             points[key].append((line["step"], math.nan if line[key] is None else line[key]))
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -308,23 +303,15 @@ class TensorBoard:
     Args:
         folder: the folder of the event files. Each start of a run adds a file of its own.
         resume_after: the step that a resumed run goes on from; TensorBoard then hides the later ones of earlier files.
-        clock: gives seconds; the file is brought to disk every ten of them.
 
     Raises:
         ShardingError: tensorboardX is not installed.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        resume_after: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: str | Path, *, resume_after: int | None = None) -> None:
         package = _import("tensorboard")
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
-        self._clock = clock
-        self._flushed_s = clock()
+        self._flushed_s = time.monotonic()
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._writer = package.RecordWriter(str(Path(folder, _event_file(Path(folder)))))
         self._write(file_version="brain.Event:2")
@@ -337,8 +324,8 @@ class TensorBoard:
         values = [{"tag": name, "simple_value": float(value)} for name, value in scalars.items()]
         try:
             self._write(step=step, summary={"value": values})
-            if self._clock() - self._flushed_s >= _FLUSH_EVERY_S:
-                self._flushed_s = self._clock()
+            if time.monotonic() - self._flushed_s >= _FLUSH_EVERY_S:
+                self._flushed_s = time.monotonic()
                 self._writer.flush()
         except OSError:
             with contextlib.suppress(OSError):  # the rest of its buffer has no place either

@@ -128,11 +128,10 @@ class RunFolder:
         """
         if not self.is_primary:
             return
-        degrees = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
         start = {
             "step": step,
             "batch_size": self.config["batch_size"],
-            "mesh": degrees,
+            "mesh": dict(mesh.shape if isinstance(mesh, Mesh) else mesh),
             "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
@@ -141,10 +140,7 @@ class RunFolder:
         }
         stored = _read(self.path)
         with _writing(self.path):
-            # A run that was begun by an older jshard has the size of its batches in the recipe alone.
-            before = [{"batch_size": stored["recipe"]["batch_size"], **old} for old in stored["starts"]]
-            record = stored | self._record.as_json() | {"starts": [*before, start]}
-            _write(self.path, record)
+            _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
 
     def close(self) -> None:
         """Lets others have the folder."""
@@ -316,8 +312,8 @@ def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
     """From which step on the batches of a run had which size; a start at an earlier step has taken later ones back."""
     found: list[tuple[int, int]] = []
     for start in stored["starts"]:
-        size = start.get("batch_size", stored["recipe"]["batch_size"])
-        found = [*((begin, before) for begin, before in found if begin < start["step"]), (start["step"], size)]
+        kept = [(begin, size) for begin, size in found if begin < start["step"]]
+        found = [*kept, (start["step"], start["batch_size"])]
     return found
 
 

@@ -113,14 +113,7 @@ def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None
         )
 
 
-class _Nothing:
-    """Where a setting is not there."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_NOTHING = _Nothing()
+_NOTHING = object()  # where a setting is not there
 
 
 def _differences(stored: Any, wanted: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -134,7 +127,7 @@ def _differences(stored: Any, wanted: Any, path: str = "") -> Iterator[tuple[str
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
+    return value if isinstance(value, str) else "nothing" if value is _NOTHING else repr(value)
 
 
 def _data_text(data: Mapping[str, str]) -> str:
@@ -167,22 +160,11 @@ class RunLock:
 
     def __init__(self, path: Path, token: str = "") -> None:
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self.is_held = True
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._file, 1000).decode(errors="replace").split("\n")[0]
-            self.is_held = False
-            if isinstance(error, BlockingIOError):
-                self.release()
-                raise _taken(path, holder) from error
-            if error.errno not in _NO_LOCKS:
-                self.release()
-                raise
-        try:
+            self.is_held = _locked(self._file, fcntl.LOCK_EX, path)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
-        except OSError:
+        except (OSError, RunError):
             self.release()
             raise
         os.register_at_fork(after_in_child=self.release)  # closes the child's copy, which alone would keep it locked
@@ -216,33 +198,37 @@ class RunLock:
         until_s = time.monotonic() + wait_s
         while True:
             try:
-                return RunLock._look(path)
+                file = os.open(path, os.O_RDONLY)
+            except OSError:
+                return  # not there, or not ours to read: what comes next will show it
+            try:
+                # Shared: the processes of one run look at the same time, and NFS refuses the other kind to a reader.
+                _locked(file, fcntl.LOCK_SH, path)
+                return
+            except OSError:
+                return
             except RunError:
                 if time.monotonic() >= until_s:
                     raise
+            finally:
+                os.close(file)
             time.sleep(0.2)
 
-    @staticmethod
-    def _look(path: Path) -> None:
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
-            return  # not there, or not ours to read: what comes next will show it
-        try:
-            # Shared: the processes of one run look at the same time, and NFS refuses the other kind to a reader.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _taken(path, os.read(file, 1000).decode(errors="replace").split("\n")[0]) from error
-        except OSError:
-            return
-        finally:
-            os.close(file)
 
-
-def _taken(path: Path, holder: str) -> RunError:
-    return RunError(
-        "The folder is in use by a live run.",
-        where=str(path.parent),
-        why=f"{holder or 'another process'} holds the lock.",
-        do=f"let that run end or stop it, or name another folder: --out {path.parent}-2",
-    )
+def _locked(file: int, kind: int, path: Path) -> bool:
+    """Locks a file; False where the file system knows no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(file, 1000).decode(errors="replace").split("\n")[0]
+        raise RunError(
+            "The folder is in use by a live run.",
+            where=str(path.parent),
+            why=f"{holder or 'another process'} holds the lock.",
+            do=f"let that run end or stop it, or name another folder: --out {path.parent}-2",
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True

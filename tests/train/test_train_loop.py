@@ -4,9 +4,7 @@ A step is stood in for by a program that costs nothing; the real one is tested i
 """
 
 import contextlib
-import io
 import os
-import re
 import signal
 import time
 
@@ -18,9 +16,7 @@ import jshard as js
 from jshard.errors import RunError
 from jshard.train import Every, Meter, StopSignal, fit, to_devices
 from jshard.train import loop as loop_module
-from jshard.train import stop as stop_module
 from jshard.train.loop import Fitted
-from jshard.train.progress import Progress
 
 MESH = js.mesh()
 
@@ -180,15 +176,15 @@ def test_a_second_signal_a_second_later_ends_the_program_unless_a_supervisor_dec
 def test_all_processes_meet_before_the_first_step(monkeypatch):
     """The second one compiles for long: gloo, which connects them in the first collective, waits for it 30 s only."""
     met = []
-    monkeypatch.setattr(stop_module, "num_processes", lambda mesh: 2)
-    monkeypatch.setattr(stop_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
+    monkeypatch.setattr(loop_module, "num_processes", lambda mesh: 2)
+    monkeypatch.setattr(loop_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
     run(4, start_step=2, on_log=lambda entry: met.append(entry) if entry.startswith("start") else None)
     assert met[:2] == ["first step", "start 1"] and met.count("first step") == 1
 
 
 def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is_dear(monkeypatch):
     """The second process computes as long, and is sent the signal after step 70."""
-    agreement, now_s, asked_at = stop_module.Agreement(MESH), [0.0], []
+    agreement, now_s, asked_at = loop_module._Agreement(MESH), [0.0], []
     agreement.alone = False
 
     def exchange(topic, mine):
@@ -196,7 +192,7 @@ def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is
         now_s[0] += 0.02  # the other one waits as long
         return [mine, [signal.SIGTERM if step > 70 else 0, *mine[1:]]]
 
-    monkeypatch.setattr(stop_module, "exchange", exchange)
+    monkeypatch.setattr(loop_module, "exchange", exchange)
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     for step in range(1, 200):
         now_s[0] += 0.01
@@ -207,49 +203,6 @@ def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is
     assert apart[0] == 1 and all(19 <= steps <= 21 for steps in apart[1:])  # 0.02 s: a tenth of 20 steps
     step += 1
     assert agreement.asked(None, step) is None and agreement.asked(None, step, is_idle=True) == signal.SIGTERM
-    assert agreement.slowest == {}
-
-
-@pytest.mark.parametrize("part", ["data", "step", None])
-def test_the_slowest_process_is_named(monkeypatch, part):
-    """The second process waits 5 ms per step for its data, or comes 5 ms late to every meeting."""
-    agreement, now_s, other = stop_module.Agreement(MESH), [0.0], {"took_s": 0.0}
-    agreement.alone = False
-    step = 0
-
-    def exchange(topic, mine):
-        late_s = 0.005 if part == "step" else 0.0
-        now_s[0] += 0.02
-        number, step_s, _, _, _ = mine
-        steps = max(1, step - other.get("step", 0))
-        others = [number, step_s, other["took_s"], 0.005 * steps if part == "data" else 0.0, 0.0]
-        other.update(took_s=0.02 - late_s, step=step)
-        return [mine, others]
-
-    monkeypatch.setattr(stop_module, "exchange", exchange)
-    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    for step in range(1, 300):
-        now_s[0] += 0.01
-        with agreement.spent.on("data_s"):
-            pass
-        assert agreement.asked(None, step) is None
-    found = agreement.slowest
-    if part is None:
-        assert found == {}
-        return
-    assert found["slow_process"] == 1 and found["slow_s"] == found[f"slow_{part}_s"]
-    assert found["slow_s"] == pytest.approx(0.005, rel=0.1)
-    line = Progress(300, stream=io.StringIO())._describe(299, {"loss": 1.0, "step_s": 0.01, **found})[-1]
-    assert re.fullmatch(rf"slowest: process 1, \+[45](\.\d+)? ms/step, {part}", line), line
-
-
-def test_when_a_run_was_asked_to_stop_is_when_it_was_first_heard(monkeypatch):
-    stop = StopSignal()
-    assert stop.asked_s() is None
-    for now_s in (10.0, 30.0):  # by a signal, or by what another process says
-        monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
-        stop.report()
-        assert stop.asked_s() == 10.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -260,17 +213,6 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_saves(bad):
     assert "at step 4" in str(error.value)
     assert f"loss = {bad}" in str(error.value)
     assert saved == []
-
-
-def test_what_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopSignal() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.received is None
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_data_that_fail_do_not_take_the_trained_steps_along():
@@ -295,15 +237,6 @@ def test_batches_are_on_the_devices_before_they_are_asked_for():
     assert log == ["batch 1", "batch 2", "batch 3", "batch 4"]  # two are ready, the next one waits for room
     assert len(first["x"].sharding.device_set) == 8
     assert [float(b["x"][0, 0]) for b in [first, *arriving]] == [1, 2, 3, 4, 5]
-
-
-def test_the_evaluation_is_the_mean_over_the_batches():
-    class Evaluated:
-        mesh = MESH
-        model_leaves = ()
-
-    losses = lambda leaves, batch: batch["x"].mean()
-    assert loop_module.evaluate(Evaluated(), losses, batches(7)) == pytest.approx(4.0)
 
 
 class Profile:
