@@ -1,18 +1,26 @@
-"""The place of a process among those of a run, every deadline of such a run, and the signals that end it."""
+"""The place of a process among those of a run: its deadlines, its token, the ports that it opens, and its signals.
+
+Whoever connects to the roll call is sent a number that is used once, and answers with a hello whose sum proves that it
+knows the token of the run; what comes back proves the same. The token itself is never sent.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import hmac
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Mapping
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
-from jshard.errors import ShardingError
+from jshard.errors import RunError, ShardingError
 
 TICK_S = 0.1
 """A supervisor looks at its workers and peers this often."""
@@ -25,6 +33,8 @@ GOOD = (0, 128 + signal.SIGINT, RESUME)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal is gone
 _REPEAT_S = 1.0
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_orte_hnp_uri")
 
 
 def stopped_code(signum: int) -> int:
@@ -116,6 +126,126 @@ class Cluster:
     def seen(self) -> list[str]:
         """The variables as lines NAME=value."""
         return [f"{name}={value}" for name, value in self.variables.items()]
+
+
+# The token of the run.
+
+
+def token_of(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> bytes:
+    """The token of the run: JSHARD_TOKEN, which is a secret.
+
+    Without it it follows from the number of the job, which is no secret: it guards against the processes of another
+    run, and not against an attacker.
+    """
+    given = environ.get("JSHARD_TOKEN")
+    return (given or "|".join(["jshard", *(cluster.variables.get(name, "") for name in _JOB)])).encode()
+
+
+def signed(message: Mapping[str, Any], token: bytes, nonce: str) -> dict[str, Any]:
+    """The message with a sum that proves, to whoever has made the nonce, that the sender knows the token."""
+    return {**message, "proof": _proof(message, token, nonce)}
+
+
+def is_signed(message: Mapping[str, Any], token: bytes, nonce: str) -> bool:
+    """Whether a message has the right sum."""
+    body = {name: value for name, value in message.items() if name != "proof"}
+    return hmac.compare_digest(str(message.get("proof", "")).encode(), _proof(body, token, nonce).encode())
+
+
+def _proof(message: Mapping[str, Any], token: bytes, nonce: str) -> str:
+    text = json.dumps(message, sort_keys=True)
+    return hmac.new(token, f"{nonce}|{text}".encode(), hashlib.sha256).hexdigest()
+
+
+# Where a run listens.
+
+
+def bind_host(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> str:
+    """The address that process 0 listens on: that of its host name; "" for all interfaces.
+
+    All of them where JAX_COORDINATOR_BIND_ADDRESS says so, and where the name leads to no address of this machine, as
+    behind a Kubernetes service, or to one that other machines cannot reach.
+    """
+    if given := environ.get(_BIND):
+        host = given.rpartition(":")[0].strip("[]")
+        return "" if host in ("::", "0.0.0.0") else host
+    try:
+        family, _, _, _, address = socket.getaddrinfo(cluster.host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return ""
+    host = str(address[0])
+    return "" if host.startswith("127.") and not cluster.is_local else host
+
+
+def coordinator_bind(host: str, port: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What JAX's coordinator is to listen on, as an environment variable."""
+    if given := environ.get(_BIND):
+        return {_BIND: f"{given.rpartition(':')[0]}:{port}"}
+    return {_BIND: f"[{host}]:{port}" if ":" in host else f"{host}:{port}"} if host else {}
+
+
+def listen(cluster: Cluster, host: str) -> socket.socket:
+    """A socket at the port of the roll call.
+
+    Raises:
+        RunError: another process has the port.
+    """
+    port = roll_call_port(cluster)
+    try:
+        return _open_port(host, port)
+    except OSError as error:
+        raise RunError(
+            "The roll call cannot be opened.",
+            where=[f"port {port} of {socket.gethostname()}", *cluster.seen()],
+            why=f"{error.strerror or error}: another process 0, or another program, has it.",
+            do="another port, the same for all processes: "
+            f"JSHARD_ROLL_CALL_PORT={port + 1 if port < 65535 else port - 2}",
+        ) from error
+
+
+def free_port(host: str, wanted: int) -> int:
+    """The port that is wanted, or another one where a process that has not ended yet holds it."""
+    for port in (wanted, 0):
+        with contextlib.suppress(OSError), _open_port(host, port) as server:
+            return server.getsockname()[1]
+    return wanted
+
+
+def _open_port(host: str, port: int) -> socket.socket:
+    """A listening socket; on all interfaces for an empty host, at a free port for 0."""
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=1024)
+    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+
+
+def roll_call_port(cluster: Cluster) -> int:
+    """JSHARD_ROLL_CALL_PORT, or the port after that of JAX's coordinator; under Slurm and Open MPI 4096 below that.
+
+    Raises:
+        ShardingError: the variable is not a port.
+    """
+    if cluster.kind in ("slurm", "open mpi") and cluster.port > 4096:
+        # There JAX's port follows from the number of the job: the next one is that of the next job, maybe on this node.
+        default = cluster.port - 4096
+    else:
+        default = cluster.port + 1 if cluster.port < 65535 else cluster.port - 1
+    given = cluster.variables.get("JSHARD_ROLL_CALL_PORT", str(default))
+    if not (given.isascii() and given.isdecimal() and 0 < int(given) < 65536):
+        raise ShardingError(
+            "The port of the roll call cannot be read.",
+            where=f"JSHARD_ROLL_CALL_PORT={given}",
+            why="a port is a number from 1 to 65535.",
+            do=f"JSHARD_ROLL_CALL_PORT={default}, or leave it unset.",
+        )
+    return int(given)
+
+
+# The signals that end a run.
 
 
 class Signals:

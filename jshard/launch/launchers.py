@@ -79,12 +79,7 @@ def first_host(nodes: str) -> str:
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|$)", nodes)
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[1] if first else "")
     if not re.fullmatch(r"[\w.-]+", host):
-        raise ShardingError(
-            "The list of Slurm's nodes cannot be read.",
-            where=f"SLURM_STEP_NODELIST={nodes}",
-            why=f"its first node is not a host name: {host!r}.",
-            do='JAX_COORDINATOR_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)":12345 srun ...',
-        )
+        raise _unreadable("SLURM_STEP_NODELIST", nodes, f"a list of hosts, and begins with {host!r}")
     return host
 
 

@@ -4,9 +4,8 @@ Process 0 listens (`roll_call_port`), the others connect to it, and all have to 
 after a loss the port stays open, and all meet there once more; a supervisor that its launcher has started anew comes
 there, too, and learns from the others what it cannot know.
 
-Messages are JSON lines; see `links` for what they prove. From process 0 a nonce, to it a hello with what the sender
-knows of the run, and from it {"go": ...} to all, or what ends all: {"missing": ...}, {"duplicate": ...} or
-{"mismatch": ...}.
+Messages are JSON lines; see `cluster` for what they prove. From process 0 a nonce, to it a hello with what the sender
+knows of the run, and from it {"go": ...} to all, or {"error": ...}, which ends all.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jshard.errors import FourPartError, RunError, ShardingError
-from jshard.launch.cluster import RESUME, TICK_S, Cluster, Deadlines
-from jshard.launch.links import (
-    Link,
+from jshard.launch.cluster import (
+    RESUME,
+    TICK_S,
+    Cluster,
+    Deadlines,
     bind_host,
-    close_all,
     coordinator_bind,
     free_port,
     is_signed,
     listen,
-    parsed,
     roll_call_port,
     signed,
     token_of,
 )
-from jshard.launch.peers import Ending, Peers, hostname
+from jshard.launch.peers import Ending, Link, Peers, close_all, hostname, parsed
 
 _STRANGERS = 64
 _HELLO_S = 10.0  # a connection that has said nothing of use for so long is closed
@@ -101,9 +100,14 @@ class History:
             )
 
     @property
+    def not_met(self) -> type[RunError]:
+        """The error of a meeting to which not all came."""
+        return RunError if self.lost is None else NotRestarted
+
+    @property
     def pause_s(self) -> float:
         """How long to wait before the next attempt: longer after each that came nowhere."""
-        return min(_PAUSE_S * 2**self.fruitless, _LONGEST_PAUSE_S)
+        return min(_PAUSE_S * 2**self.fruitless, _LONGEST_PAUSE_S) if self.fruitless < _MOST_FRUITLESS else 0.0
 
     def line(self, *, num_processes: int) -> str:
         """What is printed when the run is started again."""
@@ -224,8 +228,7 @@ class _Host:
         if len(self._guests) == self._call.cluster.num_processes - 1:
             return self._go()
         if time.monotonic() > self._ends_at:
-            hosts = {0: hostname()} | {process: hello.host for process, (_, hello) in self._guests.items()}
-            self._end({"missing": sorted(hosts.items()), "after_s": self._call.deadlines.init_s})
+            self._end(self._missing())
         return None
 
     def close(self) -> None:
@@ -266,13 +269,25 @@ class _Host:
         self._known.append(theirs)
         is_again = any(one.attempt for one in self._known)
         if hello.of != cluster.num_processes or not 0 < hello.process < cluster.num_processes:
-            ours = f"{cluster.num_processes} processes at {cluster.coordinator}"
-            said = f"{hello.of} processes at {hello.at}"
-            self._end({"mismatch": hello.process, "host": hello.host, "theirs": said, "ours": ours}, (link, hello))
+            ours = f"process 0 has {cluster.num_processes} processes at {cluster.coordinator}"
+            theirs = f"process {hello.process} has {hello.of} processes at {hello.at}"
+            error = ShardingError(
+                f"Process {hello.process} on {hello.host} takes the run for another.",
+                where=[ours, theirs, *cluster.seen()],
+                why="all processes of a run are given the same address and number.",
+                do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
+            )
+            self._end(error, (link, hello))
         if hello.process in self._guests:
             before, other = self._guests[hello.process]
             if not is_again:
-                self._end({"duplicate": hello.process, "hosts": [other.host, hello.host]}, (link, hello))
+                error = ShardingError(
+                    f"Two processes have the id {hello.process}.",
+                    where=[f"on {other.host} and on {hello.host}", *cluster.seen()],
+                    why=f"each of the {cluster.num_processes} processes has an id of its own.",
+                    do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
+                )
+                self._end(error, (link, hello))
             before.drop()  # its supervisor was started anew
         self._guests[hello.process] = link, hello
         if not is_again:  # one that has waited long already is not kept waiting for another whole time-out
@@ -293,13 +308,31 @@ class _Host:
         self._guests = {}
         return self._call.group(self._history, links, hosts, port)
 
-    def _end(self, message: dict[str, Any], last: tuple[Link, _Hello] | None = None) -> NoReturn:
+    def _end(self, error: FourPartError, last: tuple[Link, _Hello] | None = None) -> NoReturn:
+        """Ends the roll call for all that came, with the same words."""
         ended = [*self._guests.values(), *([] if last is None else [last])]
+        said = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
         for link, hello in ended:
+            message = {"error": said, "is_request": isinstance(error, ShardingError)}
             link.send(signed(message, self._call.token, hello.nonce))
         close_all(link for link, _ in ended)
         self._guests = {}
-        raise _end_of(self._call.cluster, message, self._history) or AssertionError(message)
+        raise error
+
+    def _missing(self) -> RunError:
+        cluster, after_s = self._call.cluster, self._call.deadlines.init_s
+        hosts = {0: hostname()} | {process: hello.host for process, (_, hello) in self._guests.items()}
+        ids = [process for process in range(cluster.num_processes) if process not in hosts]
+        return self._history.not_met(
+            f"{len(ids)} of {cluster.num_processes} processes did not come: {_some(ids)}.",
+            where=[
+                f"came: {_some([f'{process} on {host}' for process, host in sorted(hosts.items())])} ({cluster.kind})",
+                *cluster.seen(),
+            ],
+            why=f"{len(hosts)} of {cluster.num_processes} came to the roll call within {after_s:.0f} s.",
+            do=f"look why process {_some(ids)} did not start, or cannot reach {cluster.host}:"
+            f"{roll_call_port(cluster)};\nif they are only slow to start: --init-timeout 900",
+        )
 
 
 class _Guest:
@@ -340,7 +373,7 @@ class _Guest:
             if not self._is_greeted and isinstance(message.get("nonce"), str):
                 self._greet(link, message["nonce"])
             elif message.get("refused") == 1:
-                self._failed("It is of another run: it has another token (JSHARD_TOKEN, JSHARD_TOKEN_FILE, or the job)")
+                self._failed("It is of another run: it has another token (JSHARD_TOKEN, or the job)")
                 return None
             elif is_signed(message, self._call.token, self._nonce):
                 return self._joined(link, message)
@@ -365,8 +398,8 @@ class _Guest:
 
     def _joined(self, link: Link, message: dict[str, Any]) -> Group:
         cluster = self._call.cluster
-        if (error := _end_of(cluster, message, self._history)) is not None:
-            raise error
+        if "error" in message:
+            raise (ShardingError if message["is_request"] else self._history.not_met)(**message["error"])
         vars(self._history).update(message["go"])
         self._link = None
         return self._call.group(self._history, {0: link}, {0: cluster.host}, int(message["port"]))
@@ -379,8 +412,7 @@ class _Guest:
     def _unreachable(self) -> RunError:
         cluster, here = self._call.cluster, socket.gethostname()
         port = roll_call_port(cluster)
-        kind = RunError if self._history.lost is None else NotRestarted
-        return kind(
+        return self._history.not_met(
             "Process 0 cannot be reached.",
             where=[
                 f"this is process {cluster.process_id} on {here} ({cluster.kind})",
@@ -392,44 +424,6 @@ class _Guest:
             f"{here};\n"
             "another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
         )
-
-
-def _end_of(cluster: Cluster, message: dict[str, Any], history: History) -> FourPartError | None:
-    """The error that a message of process 0 stands for; each process words it with the variables it has seen itself."""
-    if "missing" in message:
-        kind = RunError if history.lost is None else NotRestarted
-        return _missing(kind, cluster, dict(message["missing"]), float(message["after_s"]))
-    if "duplicate" in message:
-        return ShardingError(
-            f"Two processes have the id {message['duplicate']}.",
-            where=[f"on {' and on '.join(map(str, message['hosts']))}", *cluster.seen()],
-            why=f"each of the {cluster.num_processes} processes has an id of its own.",
-            do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
-        )
-    if "mismatch" in message:
-        process, ours, theirs = message["mismatch"], message["ours"], message["theirs"]
-        return ShardingError(
-            f"Process {process} on {message['host']} takes the run for another.",
-            where=[f"process 0 has {ours}", f"process {process} has {theirs}", *cluster.seen()],
-            why="all processes of a run are given the same address and number.",
-            do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
-        )
-    return None
-
-
-def _missing(kind: type[RunError], cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunError:
-    ids = [process for process in range(cluster.num_processes) if process not in came]
-    return kind(
-        f"{len(ids)} of {cluster.num_processes} processes did not come: {_some(ids)}.",
-        where=[
-            f"this is process {cluster.process_id} on {socket.gethostname()} ({cluster.kind})",
-            f"came: {_some([f'{process} on {host}' for process, host in sorted(came.items())])}",
-            *cluster.seen(),
-        ],
-        why=f"{len(came)} of {cluster.num_processes} came to the roll call within {after_s:.0f} s.",
-        do=f"look why process {_some(ids)} did not start, or cannot reach {cluster.host}:{roll_call_port(cluster)};\n"
-        "if they are only slow to start: --init-timeout 900",
-    )
 
 
 def _some(items: Sequence[object], limit: int = 10) -> str:

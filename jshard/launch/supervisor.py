@@ -62,70 +62,39 @@ def supervise(
                     contextlib.closing(RollCall(cluster, deadlines, stays_open=max_restarts > 0))
                 )
             while not is_stopped():
-                attempt = _begin(call, history, command, resumed, processes or 1, deadlines, signals, again)
-                if attempt is None:
-                    break
+                group, number = None, processes or 1
+                peers = Peers(process_id=0, links={}, hosts={}, deadlines=deadlines)
+                if call is None:
+                    history.attempt += 1
+                else:
+                    group = call.meet(history, stopped=is_stopped)
+                    if group is None:
+                        break
+                    peers, number = group.peers, group.place.num_processes
+                history.check_worth()
+                if history.lost is not None and peers.process_id == 0:
+                    _say(history.line(num_processes=number))
+                words = command if history.lost is None or resumed is None else resumed(history.folder)
+                extra = {"JSHARD_ATTEMPT": str(history.attempt)}
+                if group is None:
+                    workers = worker_process.start_local(words, number, deadlines, extra=extra)
+                else:
+                    workers = [WorkerProcess(words, group.place, deadlines, extra=extra | dict(group.bind))]
+                attempt = _Attempt(workers, number, peers, deadlines, signals, again, history)
                 code = attempt.watch()
                 if attempt.lost is None or not history.allows(attempt.lost):
                     return code
                 history.note(attempt.lost, **{key: attempt.last(key) for key in ("step", "checkpoint", "folder")})
-                if call is None:  # else all find it together
-                    history.check_worth()
-                _pause(history.pause_s, is_stopped)
+                ends_at = time.monotonic() + history.pause_s
+                while not is_stopped() and time.monotonic() < ends_at:
+                    time.sleep(TICK_S)
             return stopped_code(signals.received or 0)
         except FourPartError as error:
             _say(f"{type(error).__name__}: {error}")
             return REQUEST if isinstance(error, ShardingError) else RESUME if isinstance(error, NotRestarted) else 1
 
 
-def _begin(
-    call: RollCall | None,
-    history: History,
-    command: Sequence[str],
-    resumed: Callable[[str | None], Sequence[str]] | None,
-    processes: int,
-    deadlines: Deadlines,
-    signals: Signals,
-    again: str,
-) -> _Attempt | None:
-    """Starts the workers of this machine; None if the run was stopped before."""
-    group = None
-    if call is None:
-        history.attempt += 1
-        peers = Peers(process_id=0, links={}, hosts={}, deadlines=deadlines)
-    else:
-        group = call.meet(history, stopped=lambda: signals.received is not None)
-        if group is None:
-            return None
-        peers, processes = group.peers, group.place.num_processes
-        history.check_worth()
-    is_again = history.lost is not None
-    if is_again and peers.process_id == 0:
-        _say(history.line(num_processes=processes))
-    words = resumed(history.folder) if is_again and resumed is not None else command
-    extra = {"JSHARD_ATTEMPT": str(history.attempt)}
-    if group is None:
-        workers = worker_process.start_local(words, processes, deadlines, extra=extra)
-    else:
-        workers = [WorkerProcess(words, group.place, deadlines, extra=extra | dict(group.bind))]
-    return _Attempt(
-        workers=workers,
-        num_processes=processes,
-        peers=peers,
-        deadlines=deadlines,
-        signals=signals,
-        again=again,
-        history=history,
-    )
-
-
-def _pause(seconds: float, is_stopped: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + seconds
-    while not is_stopped() and time.monotonic() < ends_at:
-        time.sleep(TICK_S)
-
-
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class _Attempt:
     """One attempt at a run: the workers of this machine, and the links to the supervisors of others if any."""
 

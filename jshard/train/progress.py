@@ -263,21 +263,12 @@ def check_profile(steps: range, *, num_steps: int) -> None:
     Raises:
         ShardingError: there is none of them, or the run ends before.
     """
-    asked = f"--profile {steps.start - 1}:{steps.stop - 1}"
-    if not steps or steps.step != 1 or steps[0] < 1:
+    if not steps or steps.step != 1 or not 1 <= steps[0] <= steps[-1] <= num_steps:
         raise ShardingError(
-            "There are no such steps to profile.",
-            where=asked,
-            why="A:B profiles the steps after step A, up to step B; the first step is 1.",
-            do="--profile 10:15  # steps 11 to 15",
-        )
-    if steps[-1] > num_steps:
-        last = max(1, num_steps - len(steps))
-        raise ShardingError(
-            "The run has fewer steps than are to be profiled.",
-            where=asked,
-            why=f"it ends after step {num_steps}.",
-            do=f"--profile {min(last, num_steps - 1)}:{num_steps}  # or --steps {steps[-1]}",
+            "The steps to profile are none of the run's.",
+            where=f"--profile {steps.start - 1}:{steps.stop - 1}",
+            why=f"A:B profiles the steps after step A, up to step B, and the run ends after step {num_steps}.",
+            do=f"--profile {max(0, min(10, num_steps - 5))}:{min(15, num_steps)}  # or more --steps",
         )
 
 

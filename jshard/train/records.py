@@ -56,9 +56,6 @@ class Trackers:
         *needed: trackers without which the run must not go on, as its own record.
         optional: trackers that are left out once they fail, as a service on the network: the run goes on.
         warn: called once for each that is left out.
-
-    Example:
-        >>> trackers = Trackers(Jsonl(out / "metrics.jsonl"), optional=[TensorBoard(out / "tensorboard")])
     """
 
     def __init__(
@@ -156,16 +153,9 @@ class Jsonl:
             raise
 
 
-def keep_on_disk(path: str | Path) -> None:
-    """Waits until the lines so far would survive a power cut.
-
-    Args:
-        path: the metrics.jsonl.
-
-    Raises:
-        RunError: the disk fails.
-    """
-    with _explained_errors(Path(path)), Path(path).open("rb") as file:
+def keep_on_disk(path: Path) -> None:
+    """Waits until the lines of a metrics.jsonl so far would survive a power cut; a RunError if the disk fails."""
+    with _explained_errors(path), path.open("rb") as file:
         os.fsync(file.fileno())
 
 
@@ -401,11 +391,7 @@ def available() -> tuple[str, ...]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuses what `open_trackers` cannot open; good to call before anything is written.
-
-    Raises:
-        ShardingError: a name is unknown, or its package is not installed.
-    """
+    """Refuses what `open_trackers` cannot open, before anything is written."""
     for name in names:
         if name not in _PACKAGES:
             near = difflib.get_close_matches(name, _PACKAGES, n=1)

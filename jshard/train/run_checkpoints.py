@@ -50,7 +50,6 @@ class RunCheckpoints:
         self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._val_losses: dict[int, float] = {}  # the last one, by its step
-        self._noted: int | None = None
         self._newest: Place | None = None  # known without a look at the disk
         self.is_begun = False
 
@@ -164,8 +163,8 @@ class RunCheckpoints:
         return self._folder.checkpoints / str(step)
 
     def _note(self) -> None:
-        """Tells the supervisor of a checkpoint that has become complete."""
-        if (done := self._series.completed) != self._noted and done is not None:
-            self._noted = done
+        """Lets the supervisor know of a checkpoint that has become complete."""
+        done = self._series.completed
+        if done is not None and self._path(done) != self._newest:
             self._newest = self._path(done)
             launch.note(checkpoint=str(self._newest))

@@ -156,7 +156,6 @@ CASES: dict[str, str | tuple[str, int]] = {
     "resume: another length of sequences": "train model.py --out run --resume --set sequence_length=16",
     "resume: other layers in the file": "train wider.py --out run --resume --steps 4",
     "workers: fewer than none": "train model.py --data text.txt --workers -1",
-    "sample: fewer than none": "train model.py --data text.txt --sample-tokens -1",
     "tracker: unknown": "train model.py --data text.txt --track tensorbord",
     "profile: not readable": "train model.py --profile ten --steps 20",
     "profile: backwards": "train model.py --profile 15:10 --steps 20",

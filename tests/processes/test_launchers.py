@@ -137,7 +137,7 @@ open mpi does not say where its processes meet.
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1"}, "JAX_COORDINATOR_ADDRESS cannot be read."),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1:99999"}, "a port from 1 to 65535"),
         ({**SLURM, "SLURM_NTASKS": "four"}, "SLURM_NTASKS cannot be read."),
-        ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-"}, "The list of Slurm's nodes cannot be read."),
+        ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-"}, "SLURM_STEP_NODELIST cannot be read."),
         (BATCH, NO_STEP),
         ({**BATCH, "SLURM_NTASKS": "1"}, "SLURM_JOB_NUM_NODES=3"),
         # The shell of salloc, as a step of one task.
