@@ -47,6 +47,17 @@ def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("JSHARD_WORKER") == "1"
 
 
+def check_seconds(option: str, seconds: float, *, usual: float) -> None:
+    """Refuses a time-out that is no time."""
+    if not 0 < seconds < 1e7:  # not `<= 0`: a NaN is refused as well
+        raise ShardingError(
+            "The time-out is not a positive number of seconds.",
+            where=f"{option} {seconds}",
+            why="it is how long a run waits before it is ended, and not for ever.",
+            do=f"{option} {usual:.0f}",
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadlines:
     """How long the processes of a run wait for each other.
@@ -69,15 +80,8 @@ class Deadlines:
     settle_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, option in (("init_s", "--init-timeout"), ("peer_s", "--peer-timeout")):
-            # Not `<= 0`: a NaN is refused as well.
-            if not 0 < getattr(self, name) < 1e7:
-                raise ShardingError(
-                    "The time-out is not a positive number of seconds.",
-                    where=f"{option} {getattr(self, name)}",
-                    why="a process waits some time for its peers, and not for ever.",
-                    do=f"{option} {getattr(Deadlines, name):.0f}",
-                )
+        check_seconds("--init-timeout", self.init_s, usual=Deadlines.init_s)
+        check_seconds("--peer-timeout", self.peer_s, usual=Deadlines.peer_s)
 
     @property
     def beat_s(self) -> float:

@@ -287,12 +287,6 @@ class Peers:
 
     Messages: {"beat": what the worker does}, {"ended": ending of the sender's worker}, and from process 0
     {"stalled": 1}, which asks all where they stand, and {"verdict": the ending that was the cause}.
-
-    Args:
-        process_id: whose view this is.
-        links: by process id.
-        hosts: the machines of those, by process id.
-        deadlines: of the run.
     """
 
     def __init__(

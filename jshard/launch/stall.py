@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from jshard import _stacks
-from jshard.errors import RunError, ShardingError
-from jshard.launch.cluster import RESUME
+from jshard.errors import RunError
+from jshard.launch.cluster import RESUME, check_seconds
 
 DATA, STEP, EVALUATION, SAVE = "waiting for data", "in a step", "evaluating", "saving"
 MEETING, OTHER = "meeting the others between two steps", "at work between two steps"
@@ -153,13 +153,8 @@ class StallWatch:
 
     def __init__(self, *, timeout_s: float | None = None, stop_s: float | None = None, again: str = "") -> None:
         for option, value in (("--stall-timeout", timeout_s), ("--stop-deadline", stop_s)):
-            if value is not None and not 0 < value < 1e7:  # not `<= 0`: a NaN is refused as well
-                raise ShardingError(
-                    "The time-out is not a positive number of seconds.",
-                    where=f"{option} {value}",
-                    why="it is how long a run may stand still before it is ended.",
-                    do=f"{option} 600",
-                )
+            if value is not None:
+                check_seconds(option, value, usual=600)
         self.timeout_s, self.stop_s = timeout_s, stop_s
         self.phase, self.marks, self.step = "starting", 0, 0
         self._asked_at: Callable[[], float | None] = lambda: None

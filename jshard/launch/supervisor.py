@@ -270,15 +270,7 @@ class _Attempt:
 def _lost_error(
     ending: Ending, *, num_processes: int, step: int | None, checkpoint: str | None, again: str
 ) -> FourPartError:
-    """One process ended, and the others cannot go on.
-
-    Args:
-        ending: which, and how.
-        num_processes: of the run.
-        step: the last step that any process reported.
-        checkpoint: the last checkpoint that any process reported.
-        again: the command line that goes on from there, or starts anew.
-    """
+    """One process ended, and the others cannot go on."""
     if ending.stalled and ending.stand is not None:
         return stall.stalled_error(
             ending.stand,

@@ -156,13 +156,6 @@ class WorkerProcess:
 
     It has a session of its own, so that Ctrl-C at a terminal reaches only the supervisor, which forwards it.
 
-    Args:
-        command: program and arguments.
-        place: of the worker.
-        deadlines: of the run.
-        extra: further environment variables.
-        has_stdout: inherit stdin and stdout; otherwise there are none.
-
     Raises:
         RunError: the system starts no more processes.
     """

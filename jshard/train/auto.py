@@ -80,11 +80,6 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
     """Tries ways until none is left that the corrected estimates hold for quicker than the quickest that ran.
 
     The first is the best by the estimates, the second what was asked for, which the choice has to beat.
-
-    Args:
-        found: the ways, by the estimates; at least one fits.
-        measure: seconds of a step of one way; infinite if it does not run.
-        tries: ways that are measured at most.
     """
     left = list(found.ranked)
     queue = [left.pop(0)]
@@ -133,14 +128,6 @@ def chosen_variant(
 
     The ways are estimated, a few are run for some steps, and the estimates are corrected by what was measured. In
     several processes all call it.
-
-    Args:
-        model_file: the model, its annotation and its loss.
-        recipe: what to train.
-        mesh: the devices, and how they would be split otherwise.
-        data: what to learn from.
-        compiler_options: for the steps, as in `run_recipe`.
-        say: prints a line, or a table.
 
     Raises:
         ShardingError: no way fits, by the estimate.

@@ -184,21 +184,13 @@ def fit(
     Raises:
         RunError: the loss or the norm of the gradients is not a number.
     """
-    loop = _Loop(
-        step=step,
-        tracker=tracker,
-        meter=meter or Meter(),
-        evaluation=evaluation,
-        checkpoint=checkpoint,
-        stop=stop or StopSignal(),
-        profile=profile,
-        first_loss=first_loss or unexplained,
-        agreement=_Agreement(step.mesh),
-    )
+    meter, stop, first_loss = meter or Meter(), stop or StopSignal(), first_loss or unexplained
+    agreement = _Agreement(step.mesh)
+    loop = _Loop(step, tracker, meter, evaluation, checkpoint, stop, profile, first_loss, agreement)
     return loop.run(batches, start_step, num_steps)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class _Loop:
     """The state of one call of `fit`."""
 

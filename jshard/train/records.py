@@ -135,22 +135,14 @@ class Jsonl:
             RunError: it cannot be written, as on a full disk.
         """
         line = json.dumps({"step": step} | {name: _number(value) for name, value in scalars.items()})
+        left = line.encode() + b"\n"
         with _explained_errors(self._path):
-            self._append(line.encode() + b"\n")
+            while left:
+                left = left[self._file.write(left) or 0 :]
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-    def _append(self, line: bytes) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self._file.write(line) or 0 :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)  # half a line would spoil one that is written after it
-            raise
 
 
 def keep_on_disk(path: Path) -> None:

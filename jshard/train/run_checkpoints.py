@@ -28,13 +28,6 @@ State = tuple[nnx.Module, nnx.Optimizer[Any], int]
 class RunCheckpoints:
     """The checkpoints in the folder of a run; as a context it ends with no save at work.
 
-    Args:
-        model_file: builds and annotates the model.
-        recipe: its config, its optimizer, and how many checkpoints stay.
-        mesh: the devices.
-        folder: of the run.
-        say: prints a line.
-
     Attributes:
         is_begun: whether there is something to go on from: a run that is refused leaves nothing.
     """
