@@ -108,7 +108,8 @@ def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> di
         ShardingError: the GPUs cannot be shared out among processes that are all started here.
     """
     number, mine, size = _num_gpus(environ), place.local_id, place.local_size
-    if place.kind == "local" and size and number % size:
+    is_local = place.kind == "local"
+    if is_local and size and number % size:
         raise ShardingError(
             "The GPUs cannot be shared out.",
             where=f"--processes {size}",
@@ -116,13 +117,8 @@ def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> di
             do=f"a number of processes that divides {number}, or on the CPU: "
             f"JAX_PLATFORMS=cpu jshard train ... --processes {size}",
         )
-    if (
-        mine is None
-        or size == 1
-        or number == 1
-        or (place.kind == "local" and not number)
-        or environ.get("JAX_LOCAL_DEVICE_IDS")
-    ):
+    is_known = number == 0 if is_local else number == 1 or bool(environ.get("JAX_LOCAL_DEVICE_IDS"))
+    if mine is None or size == 1 or is_known:
         return {}
     share, rest = divmod(number, size or number or 1)
     ids = [mine] if rest or not share else range(share * mine, share * (mine + 1))
