@@ -310,11 +310,7 @@ class Peers:
         return not self._links
 
     def poll(self, noted: Mapping[str, Any]) -> list[Ending]:
-        """Sends a sign of life, and returns the bad endings heard of since the last call.
-
-        Args:
-            noted: what our worker reported, for the others to know how far it is.
-        """
+        """Sends a sign of life with what our worker has noted; the bad endings heard of since the last call."""
         ours = {field.name: noted.get(field.name) for field in dataclasses.fields(Beat)}
         found = []
         for process, link in list(self._links.items()):

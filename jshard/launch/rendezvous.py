@@ -118,29 +118,17 @@ class History:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """The processes of one attempt, as one of them sees them.
-
-    Attributes:
-        peers: the links to the others.
-        place: of this one among them.
-        bind: what JAX's coordinator listens on, as an environment variable.
-    """
+    """The processes of one attempt, as one of them sees them."""
 
     peers: Peers
     place: Cluster
-    bind: Mapping[str, str]
+    bind: Mapping[str, str]  # what JAX's coordinator listens on, as an environment variable
 
 
 class RollCall:
     """The meetings of one supervisor with the others: before the first attempt, and after each loss.
 
-    Args:
-        cluster: this process's place among all.
-        deadlines: of the run.
-        stays_open: whether the run may be started again after a loss.
-
-    Attributes:
-        refused: hellos with another token.
+    Its port stays open if the run may be started again; `refused` counts hellos with another token.
     """
 
     def __init__(self, cluster: Cluster, deadlines: Deadlines, *, stays_open: bool = False) -> None:

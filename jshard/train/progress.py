@@ -254,15 +254,7 @@ class StepProfile:
 
 
 def check_profile(steps: range, *, num_steps: int) -> None:
-    """Checks that a run of so many steps has these.
-
-    Args:
-        steps: to profile.
-        num_steps: of the whole run.
-
-    Raises:
-        ShardingError: there is none of them, or the run ends before.
-    """
+    """Refuses steps to profile that a run of so many steps does not have."""
     if not steps or steps.step != 1 or not 1 <= steps[0] <= steps[-1] <= num_steps:
         raise ShardingError(
             "The steps to profile are none of the run's.",

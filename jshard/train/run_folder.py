@@ -112,11 +112,7 @@ class RunFolder:
         return self.path / "checkpoints" if place is None else place_of(place)
 
     def samples_before(self, step: int) -> int:
-        """Samples that the steps before one were given: the batches of a resumed run may have had several sizes.
-
-        Args:
-            step: number of steps that are done.
-        """
+        """Samples that so many steps were given: the batches of a resumed run may have had several sizes."""
         sizes = self._batch_sizes or [(0, self.config["batch_size"])]
         ends = [*(begin for begin, _ in sizes[1:]), step]
         return sum(max(0, min(end, step) - begin) * size for (begin, size), end in zip(sizes, ends, strict=True))
@@ -156,20 +152,12 @@ class RunFolder:
 
     @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
-        """The options that the run in a folder was last started with.
-
-        Raises:
-            ShardingError: there is no run in it, or its record cannot be read.
-        """
+        """The options that the run in a folder was last started with."""
         return _read(Path(path))["options"]
 
     @staticmethod
     def last_mesh(path: str | Path) -> dict[str, int]:
-        """The degrees of the mesh that the run in a folder was last started on; none if it was never.
-
-        Raises:
-            ShardingError: there is no run in it, or its record cannot be read.
-        """
+        """The degrees of the mesh that the run in a folder was last started on; none if it was never."""
         starts = _read(Path(path))["starts"]
         return dict(starts[-1]["mesh"]) if starts else {}
 

@@ -54,14 +54,7 @@ class RunRecord:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def check_continues(self, stored: Mapping[str, Any], *, where: str) -> list[str]:
-        """Checks that this run may go on from the checkpoints of a stored one.
-
-        Args:
-            stored: what run.json holds.
-            where: its path.
-
-        Returns:
-            What differs and may, a line each.
+        """Checks that this run may go on from the checkpoints of a stored one; what differs and may, a line each.
 
         Raises:
             ShardingError: the model, the samples or the seed differ: all of it in one error.
@@ -90,15 +83,7 @@ class RunRecord:
 
 
 def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
-    """Checks that all processes of a run are asked for the same: else each would compute a part of another model.
-
-    Args:
-        said: what each was asked for, by process.
-        hosts: their machines.
-
-    Raises:
-        ShardingError: they are not.
-    """
+    """Checks that all processes of a run are asked for the same: else each would compute a part of another model."""
     bad = [
         f"{key}  process {process} on {hosts[process]} {_text(theirs)}  process 0 on {hosts[0]} {_text(ours)}"
         for process, one in enumerate(said)
@@ -186,15 +171,7 @@ class RunLock:
 
     @staticmethod
     def check_free(path: Path, *, wait_s: float = 0.0) -> None:
-        """Looks whether a live process holds it, and changes nothing.
-
-        Args:
-            path: the file.
-            wait_s: how long to wait for it to let go.
-
-        Raises:
-            RunError: one does.
-        """
+        """Raises a RunError if a live process holds it, and does not let go in that time; changes nothing."""
         until_s = time.monotonic() + wait_s
         while True:
             try:
