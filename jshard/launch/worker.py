@@ -110,7 +110,7 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Bounds the end of a process whose work is done: Python waits for threads, and one may read data that never come."""
+    """Bounds the end of a process whose work is done: a thread that Python waits for may read data that never come."""
 
     def end() -> None:
         time.sleep(seconds)
