@@ -220,7 +220,7 @@ def index(asked: dict[str, Any]) -> Operations:
     import dataclasses
 
     from jshard.checkpoint import manifest
-    from jshard.checkpoint.files.layout import Piece, laid_out, num_blocks
+    from jshard.checkpoint.layout import Piece, laid_out, num_blocks
     from jshard.checkpoint.readers import own_checkpoint
     from jshard.checkpoint.storage import FOLDER
 

@@ -38,8 +38,9 @@ from benchmarks.iterations import Instant, Iterations, Terminal
 from benchmarks.tables import markdown_table
 from jshard import train
 from jshard.data import Loader, load_text, local_rows
-from jshard.recipes.mfu import Mfu, Peak, dense_flops, peak_bytes
-from jshard.recipes.state import create
+from jshard.recipes.building import create
+from jshard.recipes.model_file import dense_flops
+from jshard.recipes.step import Mfu, Peak, peak_bytes
 from jshard.train.records import Jsonl, available, open_trackers
 
 TITLE = "Host work per step"

@@ -41,19 +41,12 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of kill: which run, and what is killed of it.
+    """A kind of kill: which run, and what is killed of it."""
 
-    Attributes:
-        processes: of the run.
-        is_cluster: a supervisor for each.
-        process: the one that is hit.
-        hits: "worker" or "supervisor".
-    """
-
-    processes: int
-    is_cluster: bool = False
-    process: int
-    hits: str = "worker"
+    processes: int  # of the run
+    is_cluster: bool = False  # a supervisor for each
+    process: int  # the one that is hit
+    hits: str = "worker"  # "worker" or "supervisor"
 
 
 KINDS = {

@@ -49,23 +49,14 @@ _13B = ("batch_size=1024", "model.n_layer=40", "model.n_head=40", "model.d_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A recipe of models/gpt.py on a cluster.
+    """A recipe of models/gpt.py on a cluster."""
 
-    Attributes:
-        name: for the table.
-        recipe: of the file.
-        topology: as `jshard plan --topology` takes it.
-        settings: as `--set` takes them.
-        mesh: degrees; `fsdp` takes all devices by default.
-        units: other settings of the units.
-    """
-
-    name: str
-    recipe: str
-    topology: str
-    settings: tuple[str, ...] = ()
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str  # for the table
+    recipe: str  # of the file
+    topology: str  # as `jshard plan --topology` takes it
+    settings: tuple[str, ...] = ()  # as `--set` takes them
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # degrees; `fsdp` takes all devices by default
+    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other settings of the units
 
     @property
     def command(self) -> str:

@@ -21,13 +21,7 @@ def new_axes(*, width: float, height: float) -> Any:
 
 
 def over_depths(series: Mapping[str, Mapping[str, float]], label: str, path: Path) -> Path:
-    """Draws figures over the number of layers of a model, a line for each of the series.
-
-    Args:
-        series: by its name the figures, by number of layers.
-        label: of the figures.
-        path: of the picture.
-    """
+    """Draws figures over the number of layers of a model, a line for each of the series."""
     axes = new_axes(width=7, height=4)
     for name, by_depth in series.items():
         axes.plot([int(depth) for depth in by_depth], list(by_depth.values()), marker="o", label=name)

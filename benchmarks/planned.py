@@ -27,15 +27,10 @@ _TIMEOUT_S = 3600
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """A step to be compiled.
+    """A step to be compiled."""
 
-    Attributes:
-        labels: its row's first cells, by column.
-        request: what to compile.
-    """
-
-    labels: Mapping[str, Any]
-    request: CompileRequest
+    labels: Mapping[str, Any]  # its row's first cells, by column
+    request: CompileRequest  # what to compile
 
 
 def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:

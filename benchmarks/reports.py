@@ -20,14 +20,7 @@ _QUIET_LOAD = 0.25  # per core
 
 
 def measure(case: str, *, quick: bool, note: str = "", **options: Any) -> dict[str, Any]:
-    """The figures of a case, with what is needed to judge them.
-
-    Args:
-        case: the name of its module.
-        quick: only to see that it works.
-        note: what else a reader must know.
-        **options: those of the case itself.
-    """
+    """The figures of a case, with what is needed to judge them."""
     module = CASES[case].load()
     before = _load()
     result = module.run(quick=quick, **options)
@@ -74,11 +67,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
-    """One report of what the processes of a cluster have written, each for itself.
-
-    Args:
-        files: their JSON.
-    """
+    """One report of what the processes of a cluster have written, each for itself."""
     reports = [json.loads(file.read_text()) for file in files]
     if not reports:
         sys.exit("merge: which files? python -m benchmarks.run merge results/*_step_process*.json")

@@ -34,16 +34,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jshard as js
 from benchmarks.tables import markdown_table
 from benchmarks.version_cases import CASES, MODELS, Case
-from jshard.api.optimizer import abstract_optimizer
+from jshard.api.init import abstract_optimizer
 from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.options import compile_nothing, options_for
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.engine.context import plain_flax
 from jshard.inspect.audit import Audit, audit
-from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.building import abstract_model, batch_of, optimizer_of
 from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import override
-from jshard.recipes.state import optimizer_of
 from jshard.recipes.step import trace_step
 
 _LARGE_BYTES = 2**20
@@ -78,13 +77,7 @@ def main() -> None:
 
 
 def row_of(name: str, hlo: Path | None = None, *, seconds: bool = True) -> dict[str, Any]:
-    """Traces, lowers and compiles a case.
-
-    Args:
-        name: of the case.
-        hlo: a folder for the compiled program.
-        seconds: measure how long it takes to trace and lower, too.
-    """
+    """Traces, lowers and compiles a case."""
     case = CASES[name]
     topology = parse_topology(case.topology)
     mesh = js.mesh(**case.mesh, devices=topology_devices(topology))
@@ -234,12 +227,7 @@ _TOLERANCE, _LEAST_AMOUNT = 0.02, 0.002
 
 
 def compared(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The rows that both have, `before > after`; what is worse by more than 2 % is in bold.
-
-    Args:
-        before: rows of one version, by case.
-        after: those of the other.
-    """
+    """The rows that both have, `before > after`; what is worse by more than 2 % is in bold."""
     names = [name for name in before if name in after]
     cells = [[name, *(_cell(*column, before[name], after[name]) for column in _COLUMNS.values())] for name in names]
     return markdown_table(["case", *_COLUMNS], cells)

@@ -9,10 +9,10 @@ Example:
 from jshard._lazy import attach as _attach
 
 _MOVED = {
+    "jshard.cluster.report": "Strategy strategies",
     "jshard.errors": "AnnotationError CallError MeshError RunError",
     "jshard.inspect.explain": "Explanation",
     "jshard.plans.plan": "LeafPlan UnitPlan",
-    "jshard.plans.policies": "Strategy strategies",
 }
 
 _UNLISTED = {

@@ -6,7 +6,7 @@ from jshard.api.fully_shard import fully_shard as fully_shard
 from jshard.api.gradients import value_and_grad as value_and_grad
 from jshard.api.init import abstract_init as abstract_init
 from jshard.api.init import shard_init as shard_init
-from jshard.api.optimizer import shard_optimizer as shard_optimizer
+from jshard.api.init import shard_optimizer as shard_optimizer
 from jshard.api.scan_layers import scan_layers as scan_layers
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.context import global_view as global_view
@@ -15,8 +15,8 @@ from jshard.errors import ShardingError as ShardingError
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import explain as explain
-from jshard.inspect.profile.trace import trace as trace
-from jshard.occupancy.shape import overlap as overlap
+from jshard.inspect.profile import trace as trace
+from jshard.occupancy.overlap import overlap as overlap
 from jshard.plans.mesh import mesh as mesh
 from jshard.plans.mesh import shard_batch as shard_batch
 from jshard.plans.placement import ShardPlacement as ShardPlacement

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard.engine.context import region_mesh
-from jshard.engine.experts import exchanged
+from jshard.engine.partitioner import exchanged
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.mesh import AXES, DATA_AXES, EXPERT, degree
 from jshard.plans.placement import Entry, axes_of, spec_over
@@ -49,22 +49,15 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
             continue
         unused.pop(pattern, None)
         entries, ndim = tuple(table[pattern]), len(variable.get_raw_value().shape)
-        deep += [f"{path}  {ndim} dims, {pattern!r}: {entries}"] if len(entries) > ndim else []
+        deep += [f"{pattern!r}: {entries}, and {path} has {ndim} dims"] if len(entries) > ndim else []
         variable.set_metadata(out_sharding=(None,) * (ndim - len(entries)) + entries)
-    where = f"js.parallel.split({plain_class(model).__name__}, ...)"
-    if deep:
+    if wrong := [*deep, *(f"{pattern!r} fits no parameter" for pattern in unused)]:
+        listed = f"{', '.join(path for path, _ in params[:4])}{', ...' if len(params) > 4 else ''}"
         raise AnnotationError(
-            "A parameter has fewer dims than the table says.",
-            where=[f"{where}: {one}" for one in deep],
-            why="there is an entry for each of the last dims.",
-            do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})',
-        )
-    if unused:
-        raise AnnotationError(
-            "A pattern of the table fits no parameter.",
-            where=[f"{where}: {pattern!r}" for pattern in unused],
-            why=f"the parameters are {', '.join(path for path, _ in params[:4])}{', ...' if len(params) > 4 else ''}.",
-            do="leave it out, or mend it; * stands for anything.",
+            "A row of the table fits no parameter.",
+            where=[f"js.parallel.split({plain_class(model).__name__}, ...): {row}" for row in wrong],
+            why=f"there is an entry for each of the last dims; the parameters are {listed}.",
+            do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * stands for anything',
         )
 
 
@@ -86,10 +79,11 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
         >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
     """
     named = [n for entry in entries for n in axes_of(entry)]
+    where = f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})"
     if wrong := [n for n in named if n not in AXES or n in DATA_AXES]:
         raise CallError(
             "An activation cannot be held to an axis.",
-            where=f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
+            where=where,
             why=f"{', '.join(map(repr, wrong))}: the data axes split the batch, and 'tensor' is the model's own.",
             do='js.parallel.hold(x, None, "tensor")',
         )
@@ -101,7 +95,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
     if uneven:
         raise CallError(
             "An activation cannot be split over an axis.",
-            where=f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
+            where=where,
             why=f"dim{'s'[: len(uneven) > 1]} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
             do="choose a length that divides, or leave the axis out.",
         )

@@ -156,12 +156,10 @@ class Block(nnx.Module):
         return js.parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *self.along)
 
 
-def list_of_blocks(config: GPTConfig, rngs: nnx.Rngs) -> nnx.List:
-    return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
-
-
-def stacked_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block:
-    """All blocks in one module, whose variables have a leading dim of layers."""
+def all_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
+    """A list of blocks; with `scan` one module of all, whose variables have a leading dim of layers."""
+    if not config.scan:
+        return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
 
     @nnx.split_rngs(splits=config.n_layer)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -181,8 +179,7 @@ class GPT(nnx.Module):
         if config.positions == "learned":
             self.positions = embed(config.block_size, D, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
-        blocks = stacked_blocks if config.scan else list_of_blocks
-        self.blocks: Any = blocks(config, rngs)
+        self.blocks = all_blocks(config, rngs)
         self.norm = layer_norm(config, rngs)
         if not config.tied:
             self.head = nnx.Linear(D, V, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)

@@ -162,12 +162,10 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-def list_of_blocks(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.List:
-    return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
-
-
-def stacked_blocks(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
-    """All blocks in one module, whose variables have a leading dim of layers."""
+def all_blocks(config: LlamaConfig, rngs: nnx.Rngs) -> Any:
+    """A list of blocks; with `scan` one module of all, whose variables have a leading dim of layers."""
+    if not config.scan:
+        return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
 
     @nnx.split_rngs(splits=config.n_layer)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -183,7 +181,7 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.tokens = embed(config.vocab_size, config.d_model, rngs=rngs)
-        self.blocks: Any = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
+        self.blocks = all_blocks(config, rngs)
         self.norm = rms_norm(config, rngs)
         if not config.tied:
             self.head = linear(config.d_model, config.vocab_size, rngs=rngs)

@@ -197,12 +197,10 @@ class Block(nnx.Module):
         return x_BND + gate2 * self.mlp(modulated(self.norm(x_BND), shift2, scale2))
 
 
-def list_of_blocks(config: VDiTConfig, rngs: nnx.Rngs) -> nnx.List:
-    return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
-
-
-def stacked_blocks(config: VDiTConfig, rngs: nnx.Rngs) -> Block:
-    """All blocks in one module, whose variables have a leading dim of layers."""
+def all_blocks(config: VDiTConfig, rngs: nnx.Rngs) -> Any:
+    """A list of blocks; with `scan` one module of all, whose variables have a leading dim of layers."""
+    if not config.scan:
+        return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
 
     @nnx.split_rngs(splits=config.n_layer)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -235,7 +233,7 @@ class VDiT(nnx.Module):
         P = int(np.prod(config.patch_shape))
         self.patches = linear(P, config.d_model, rngs=rngs)
         self.condition = Condition(config, rngs=rngs)
-        self.blocks: Any = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
+        self.blocks = all_blocks(config, rngs)
         self.modulation = Modulation(config, 2, rngs=rngs)
         self.norm = layer_norm(config, rngs)
         self.out = linear_from_zero(config.d_model, P, rngs=rngs)
@@ -263,7 +261,7 @@ def sample(
     Guidance (Ho & Salimans 2022, arXiv 2207.12598) goes beyond the velocity with class, away from that without; 1 is
     none. `jshard train` samples text only, so this is for a script or a notebook, where this file is `vdit`:
 
-        from jshard.recipes.state import restore
+        from jshard.recipes.building import restore
 
         checkpoints = js.checkpoint.Checkpointer("runs/vdit-tiny/checkpoints")
         model, _, _ = restore(js.train.load_model_file("vdit.py"), vdit.tiny(), js.mesh(), checkpoints)

@@ -101,6 +101,14 @@ class Decoder(nnx.Module):
         return self.embed.attend(x) if self.config.tied else self.head(x)
 
 
+class Scanning(Decoder):
+    """The decoder, with `js.scan_layers` in the place of its loop."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.norm(js.scan_layers(self.blocks, self.embed(ids)))
+        return self.embed.attend(x) if self.config.tied else self.head(x)
+
+
 @functools.cache
 def builder(config: Config = Config(), seed: int = 0) -> Callable[[], Decoder]:
     """Builds the decoder when called: for `js.shard_init` and `js.abstract_init`."""

@@ -15,7 +15,6 @@ from tests.helpers import with_placement
 
 X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
 KEY = jax.random.key(0)
-NEVER = {"placement": js.ShardPlacement(gathered=False)}
 
 
 class Model(nn.Module):
@@ -40,21 +39,6 @@ class Layer(nn.Module):
         return nn.Dense(64)(x), None
 
 
-class Stack(nn.Module):
-    """Layers stacked along the first dim."""
-
-    length: int = 3
-
-    @nn.compact
-    def __call__(self, x):
-        scanned = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.length)
-        return nn.Dense(64, name="head")(scanned(name="layers")(x, None)[0])
-
-
-def stacked_layers() -> None:
-    jax.eval_shape(shard(Stack(8192), units="head").init, KEY, X)
-
-
 class LastDim(nn.Module):
     """Layers stacked along the last dim."""
 
@@ -72,36 +56,6 @@ class Returns(nn.Module):
         dense = nn.Dense(64)
         dense(x)
         return dense
-
-
-class Reader(nn.Module):
-    """Uses a table that it is given, by a method or by hand."""
-
-    table: nn.Module
-    by_hand: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(64)(x @ self.table.embedding.T if self.by_hand else self.table.attend(x))
-
-
-class Rows(nn.Module):
-    """A table that a module beside it reads, and a parameter of its own."""
-
-    by_hand: bool = False
-    scaled: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        table = nn.Embed(96, 64, name="table")
-        x = x @ self.param("scale", nn.initializers.ones, (64, 64)) if self.scaled else x
-        return Reader(table, self.by_hand, name="reader")(x + table(jnp.zeros(16, int)))
-
-
-def never(model: nn.Module, **units: Any) -> Any:
-    """The call of a model with a table that is never gathered."""
-    model = shard(model, units={"table": NEVER, **units})
-    return jax.eval_shape(model.apply, jax.eval_shape(model.init, KEY, X), X)
 
 
 def shard(model: nn.Module | None = None, **settings: Any) -> Any:
@@ -172,25 +126,15 @@ def gathered_for_nothing() -> None:
     jax.eval_shape(js.value_and_grad(loss_fn, model=model, accumulate=2, sync="last"), params, X)
 
 
-class Constant(nn.Module):
-    """Weights in a collection that is not params."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x @ self.variable("constants", "w", lambda: jnp.ones((64, 64))).value
-
-
 ERRORS: dict[str, Callable[[], Any]] = {
     "linen: annotated twice": lambda: shard(shard()),
     "linen: annotated inside": annotated_inside,
-    "linen: bound": lambda: shard(Model().bind(variables())),
     "linen: stacked": lambda: shard(stacked=1),
     "linen: a unit's settings": lambda: shard(units={nn.Dense: {"batch_dim": 1}}),
     "linen: settings by unit of an nnx model": lambda: js.fully_shard(
         nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), units={nnx.Linear: {}}
     ),
     "linen: scan_layers": lambda: js.scan_layers([nn.Dense(64)], X),
-    "linen: no parameters": lambda: shard(Constant()).init(KEY, X),
     "linen: no unit": lambda: init(units=["first", "block_*"]),
     "linen: pattern unused": lambda: init(ignored="*/biass"),
     "linen: not known yet": lambda: js.plan(shard()),
@@ -203,16 +147,6 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: value_and_grad, none is trained": lambda: planned(wrt=nnx.LoRAParam),
     "linen: value_and_grad, wrt without use": lambda: planned(wrt=["second/*", "*/lora_*"]),
     "linen: value_and_grad, other parameters": gathered_for_nothing,
-    "linen: never gathered, with units": lambda: shard(units=nn.Dense, gathered=False),
-    "linen: never gathered, settings": lambda: shard(
-        units={nn.Dense: {"placement": js.ShardPlacement(gathered=False), "remat": "full"}}
-    ),
-    "linen: never gathered, unit around": lambda: never(Rows(), **{"reader": {}, "reader/Dense_0": NEVER}),
-    "linen: never gathered, parameters around": lambda: never(Rows(scaled=True)),
-    "linen: never gathered, used by a unit": lambda: never(Rows(), reader={}),
-    "linen: never gathered, called inside": lambda: never(Rows()),
-    "linen: never gathered, read inside": lambda: never(Rows(by_hand=True)),
-    "linen: never gathered, not known yet": lambda: shard(units={"first": NEVER}).apply(variables(), X),
     "linen: returns a module": lambda: shard(Returns()).apply(Returns().init(KEY, X), X),
     "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
     "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),

@@ -51,6 +51,30 @@ class Decoder(nn.Module):
         return table.attend(nn.LayerNorm(name="norm")(x))
 
 
+class Layer(nn.Module):
+    """A block as `nn.scan` has it."""
+
+    width: int = WIDTH
+    norm: bool = False
+
+    @nn.compact
+    def __call__(self, x, _):
+        return Block(self.width, norm=self.norm)(x), None
+
+
+class Scanned(nn.Module):
+    """Layers stacked by `nn.scan`, between a table and a head."""
+
+    width: int = WIDTH
+    length: int = 2
+
+    @nn.compact
+    def __call__(self, ids):
+        scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.length)
+        x, _ = scan(self.width, name="layers")(nn.Embed(VOCAB, self.width, name="table")(ids), None)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
 class SetupBlock(nn.Module):
     """Setup style, with a parameter of its own."""
 

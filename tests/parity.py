@@ -42,13 +42,16 @@ class Difference:
 def train(
     model: nnx.Module,
     loss_fn: Callable,
-    batch: tuple,
+    batch: tuple | list[tuple],
     *,
-    steps: int = 5,
+    steps: int = 3,
     tx: optax.GradientTransformation | None = None,
     grad: Callable | None = None,
 ) -> Trained:
-    """Plain Flax: `steps` optimizer steps; the gradients are those of the first, so that one program gives all."""
+    """Plain Flax: `steps` optimizer steps; the gradients are those of the first, so that one program gives all.
+
+    A list of batches has one for each step.
+    """
     tx = tx or optax.adamw(1e-3)
     grad_fn = (grad or nnx.value_and_grad)(loss_fn)
     sharded = hasattr(type(model), "_jshard_unit")
@@ -63,7 +66,7 @@ def train(
         optimizer.update(model, grads)
         return loss, grads
 
-    out = [step(model, optimizer, *batch) for _ in range(steps)]
+    out = [step(model, optimizer, *one) for one in (batch if isinstance(batch, list) else [batch] * steps)]
     parameters, state = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
     return Trained([float(loss) for loss, _ in out], flat(out[0][1]), flat(parameters), flat(state), traces)
 
@@ -108,10 +111,10 @@ def assert_parity(
     build: Callable[[], nnx.Module],
     annotate: Callable[[nnx.Module], Any],
     loss_fn: Callable,
-    batch: tuple,
+    batch: tuple | list[tuple],
     *,
     grad: Callable | None = None,
-    steps: int = 5,
+    steps: int = 3,
     tx: optax.GradientTransformation | None = None,
     gradient: float = GRADIENT_TOLERANCE,
     parameters: float = PARAMETER_TOLERANCE,

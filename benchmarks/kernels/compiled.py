@@ -38,54 +38,33 @@ _WGMMA = "wgmma.mma_async"
 class KernelCall:
     """A call of one of jshard's kernels, forward and backward, as something to compile.
 
-    Args:
-        kernel: its name in `jshard.kernels`.
-        shapes: of its arrays, by argument.
-        dtype: of all of them.
-        settings: its other arguments.
-        occupancy: its knobs; its own by default.
-
     Example:
         >>> KernelCall(kernel="matmul", shapes={"x": (512, 256), "w": (256, 512)})
     """
 
-    kernel: str
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: str = "bfloat16"
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    occupancy: Occupancy | None = None
+    kernel: str  # its name in `jshard.kernels`.
+    shapes: Mapping[str, tuple[int, ...]]  # of its arrays, by argument
+    dtype: str = "bfloat16"  # of all of them
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its other arguments
+    occupancy: Occupancy | None = None  # its knobs; its own by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledKernel:
-    """A kernel as it was compiled.
+    """A kernel as it was compiled."""
 
-    Attributes:
-        launch: what it asks for.
-        arch: what it was compiled for, e.g. "sm_90a".
-        registers: of a thread.
-        spill_bytes: of a thread, written to memory as there are not enough registers.
-        static_bytes: shared memory that it takes beside what it asks for.
-        uses_wgmma: whether it multiplies on the tensor cores, a warpgroup at a time.
-    """
-
-    launch: Launch
-    arch: str
-    registers: int
-    spill_bytes: int
-    static_bytes: int
-    uses_wgmma: bool
+    launch: Launch  # what it asks for
+    arch: str  # what it was compiled for, e.g. "sm_90a".
+    registers: int  # of a thread
+    spill_bytes: int  # of a thread, written to memory as there are not enough registers
+    static_bytes: int  # shared memory that it takes beside what it asks for
+    uses_wgmma: bool  # whether it multiplies on the tensor cores, a warpgroup at a time
 
 
 def compile_calls(
     calls: Sequence[KernelCall], *, device: str = "h200", timeout_s: float = 1800
 ) -> tuple[tuple[CompiledKernel, ...], ...]:
     """Compiles kernels for a GPU that is not there.
-
-    Args:
-        calls: what to compile.
-        device: of `jshard.facts.devices.DEVICES`.
-        timeout_s: seconds after which the process is stopped.
 
     Returns:
         For each call its kernels, those of the gradients too, by the order in which they run; of kernels with one name

@@ -16,21 +16,13 @@ _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")  # what the custom calls of Mosaic GP
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel as the program starts it.
+    """A kernel as the program starts it."""
 
-    Attributes:
-        name: of the kernel.
-        grid: thread blocks, in each of three dims.
-        threads: of a block.
-        smem_bytes: dynamic shared memory of a block, its barriers included.
-        latency_ns: how long it takes as stated to XLA's scheduler; None if nothing is stated.
-    """
-
-    name: str
-    grid: tuple[int, int, int]
-    threads: int
-    smem_bytes: int
-    latency_ns: int | None
+    name: str  # of the kernel
+    grid: tuple[int, int, int]  # thread blocks, in each of three dims
+    threads: int  # of a block
+    smem_bytes: int  # dynamic shared memory of a block, its barriers included
+    latency_ns: int | None  # how long it takes as stated to XLA's scheduler; None if nothing is stated
 
     @property
     def num_blocks(self) -> int:
@@ -40,9 +32,6 @@ class Launch:
 
 def launches(lowered: jax.stages.Lowered | str) -> tuple[Launch, ...]:
     """The Mosaic GPU kernels of a program, in its order; of a loop or a function those that are written in it, once.
-
-    Args:
-        lowered: a program as lowered for CUDA, or its text.
 
     Example:
         >>> h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)

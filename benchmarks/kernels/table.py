@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.kernels.compiled import CompiledKernel, KernelCall, assembler, compile_calls
 from jshard import _compat
-from jshard._kernel_names import PREFIX
+from jshard._text import PREFIX
 from jshard.kernels.knobs import Occupancy, with_half_the_rows
 from jshard.occupancy.footprints import ShippedKernel
 
@@ -44,18 +44,17 @@ def calls() -> tuple[KernelCall, ...]:
 
 
 def assembled(compiled: tuple[tuple[CompiledKernel, ...], ...]) -> tuple[ShippedKernel, ...]:
-    """Lines of the table.
-
-    Args:
-        compiled: what `compile_calls(calls())` gave.
-    """
+    """Lines of the table."""
     each = [(call, kernel) for call, kernels in zip(calls(), compiled, strict=True) for kernel in kernels]
     return tuple(_shipped(call, kernel) for call, kernel in each if _is_listed(call, kernel))
 
 
 def _is_listed(call: KernelCall, kernel: CompiledKernel) -> bool:
-    """Of an MLP the first product: the others are those of `matmul`."""
-    return call.kernel != "mlp" or kernel.launch.name.startswith(f"{PREFIX}mlp_{call.settings['activation']}")
+    """Of an MLP the first product, as the others are those of `matmul`; of this the one with nothing transposed."""
+    name = kernel.launch.name.removeprefix(PREFIX)
+    if call.kernel == "matmul":
+        return name.startswith("matmul_nn")
+    return call.kernel != "mlp" or name.startswith(f"mlp_{call.settings['activation']}")
 
 
 def _shipped(call: KernelCall, kernel: CompiledKernel) -> ShippedKernel:
@@ -73,8 +72,8 @@ def _shipped(call: KernelCall, kernel: CompiledKernel) -> ShippedKernel:
 def main() -> None:
     """Prints the lines, and where they are from."""
     found = compile_calls(calls())
-    print(f'_SOURCE = "compiled for {found[0][0].arch} by {assembler()} with jax {_compat.jax_version()}"')
-    print("_KERNELS = (", *map(_line, assembled(found)), ")", sep="\n")
+    print(f'SHIPPED_SOURCE = "compiled for {found[0][0].arch} by {assembler()} with jax {_compat.jax_version()}"')
+    print("SHIPPED = (", *map(_line, assembled(found)), ")", sep="\n")
 
 
 def _line(kernel: ShippedKernel) -> str:

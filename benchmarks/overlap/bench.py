@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 import jax
 
-from benchmarks.overlap.grid import COLLECTIVE_BYTES, DOT, PLACEMENTS, Group, Setting, Size
+from benchmarks.overlap.grid import COLLECTIVE_BYTES, DOT, Group, Setting
 from benchmarks.overlap.programs import MOST_ERROR, wrong_result
 from benchmarks.overlap.records import Row
 from jshard.errors import FourPartError
@@ -20,17 +19,11 @@ _SIZING = 3  # times from which the size of the half load is taken
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is moved beside a product.
+    """What is moved beside a product."""
 
-    Attributes:
-        kind: the collective: "all-reduce", "all-gather"; "copies" where a kernel stands for one.
-        name: "half", as long as half of XLA's dot takes, or "full", 896 MB.
-        num_bytes: that it moves.
-    """
-
-    kind: str
-    name: str
-    num_bytes: int
+    kind: str  # the collective: "all-reduce", "all-gather"; "copies" where a kernel stands for one
+    name: str  # "half", as long as half of XLA's dot takes, or "full", 896 MB
+    num_bytes: int  # that it moves
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -46,46 +39,8 @@ class Beside:
     comm_sms: int | None = None
 
 
-class Bench(Protocol):
-    """Runs products and loads; one for each way to have a load.
-
-    Attributes:
-        kinds: of loads.
-        priorities: of a load, "default" first.
-    """
-
-    kinds: tuple[str, ...]
-    priorities: tuple[str, ...]
-
-    def prepare(self, size: Size, setting: Setting) -> float:
-        """Compiles and warms up a product; the relative error of its result beside XLA's dot."""
-        ...
-
-    def compute_ms(self, setting: Setting) -> float:
-        """A product alone."""
-        ...
-
-    def load_ms(self, load: Load) -> float:
-        """A load alone."""
-        ...
-
-    def sequential_ms(self, setting: Setting, load: Load) -> float:
-        """A load after a product."""
-        ...
-
-    def both(self, setting: Setting, load: Load, priority: str) -> Beside:
-        """A load that begins when the product holds the GPU."""
-        ...
-
-
-def measure(bench: Bench, group: Group, *, rounds: int = ROUNDS) -> tuple[tuple[Row, ...], dict[str, str]]:
-    """Medians of a group, and why settings could not run.
-
-    Args:
-        bench: that runs it.
-        group: XLA's dot must be its first setting, and must run.
-        rounds: how often each is timed.
-    """
+def measure(bench: Any, group: Group, *, rounds: int = ROUNDS) -> tuple[tuple[Row, ...], dict[str, str]]:
+    """Medians of a group, and why settings could not run."""
     errors: dict[Setting, float] = {}
     failed: dict[str, str] = {}
     for setting in group.settings:
@@ -121,7 +76,7 @@ def mode_of(setting: Setting, priority: str) -> str:
     return ("shaped" if setting.is_shaped else "baseline") + (" + priority" if priority == "high" else "")
 
 
-def _loads(bench: Bench, dot: Setting) -> list[Load]:
+def _loads(bench: Any, dot: Setting) -> list[Load]:
     """Of each kind the whole collective, and as much of it as takes half as long as XLA's dot."""
     found = []
     median = lambda time: statistics.median(time() for _ in range(_SIZING))
@@ -133,7 +88,7 @@ def _loads(bench: Bench, dot: Setting) -> list[Load]:
     return found
 
 
-def _together(bench: Bench, setting: Setting, load: Load) -> list[tuple[str, Beside]]:
+def _together(bench: Any, setting: Setting, load: Load) -> list[tuple[str, Beside]]:
     found = [(mode_of(setting, priority), bench.both(setting, load, priority)) for priority in bench.priorities]
     if not setting.is_shaped:
         found.insert(0, ("sequential", Beside(bench.sequential_ms(setting, load))))
@@ -152,16 +107,9 @@ def _row(
 ) -> Row:
     times = [one.both_ms for one in found]
     middle = sorted(found, key=lambda one: one.both_ms)[len(found) // 2]  # its blocks are reported
-    drains: Mapping[str, str] = dict(zip(PLACEMENTS, setting.drains, strict=True))
     return Row(
+        **vars(setting),
         group=group.name,
-        size=group.size.name,
-        form=setting.form,
-        pad_bytes=setting.pad_bytes,
-        reserved_sms=setting.reserved_sms,
-        blocks_per_sm=setting.blocks_per_sm,
-        drain_even=drains["even"],
-        drain_pooled=drains["pooled"],
         load=str(load),
         load_bytes=load.num_bytes,
         mode=mode,

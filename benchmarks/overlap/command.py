@@ -34,9 +34,6 @@ _QUICK_ROUNDS = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Args:
-        argv: the arguments; those of the process by default.
-
     Returns:
         The exit code: 1 if it could not run, 2 if it was asked for what there is not.
     """
@@ -52,13 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tasks(facts: GpuFacts, comm: CommFootprint, *, quick: bool) -> tuple[Task, ...]:
-    """All there is to measure on a GPU, by name, in the order of its worth.
-
-    Args:
-        facts: of the GPU.
-        comm: what runs beside the products.
-        quick: whether only to see that it works.
-    """
+    """All there is to measure on a GPU, by name, in the order of its worth."""
     cube, wide = QUICK_SIZES if quick else SIZES
     alone = cases(quick=quick) if facts.arch == "sm_90" else ()
     order = (PLACEMENT, *groups(facts, comm, (cube,)), *alone, *groups(facts, comm, (wide,)))

@@ -7,58 +7,46 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.overlap.grid import DOT
 from benchmarks.overlap.records import KernelTime, Placement, Record, Row
-from jshard.occupancy import Block, GpuFacts, fits
-from jshard.occupancy.candidates import MOST_SLOWER
+from jshard.occupancy import Block, GpuFacts, room_beside
+from jshard.occupancy.measured import MOST_SLOWER
 
 HIDES, STARVES = 0.78, 0.9
 """Ratios: at most this a load of half the product's time is hidden, and from that on it has waited for it."""
 GOAL, PAPER_GAIN, KERNEL_GOAL = 0.72, 0.255, 1.05
 PROBE_THREADS = 128
 PROBE_REGISTERS = (32, 58, 90, 104, 112)
-"""Both rules let the first begin beside the long block, and neither the last; what lies between decides."""
+"""The first must begin beside the long block, and the last wait; what lies between decides."""
 _LONG = Block(threads=544, registers=96, smem_bytes=104_832)
 
 
 def long_block(gpu: GpuFacts) -> Block:
     """The block beside which probes begin or not, for want of registers: one is on a multiprocessor at a time."""
-    if fits(gpu, (_LONG, 1), (Block(PROBE_THREADS, 32), 1)):
+    if room_beside(gpu, _LONG, Block(PROBE_THREADS, 32)):
         return _LONG
     return dataclasses.replace(_LONG, smem_bytes=gpu.smem_per_sm_bytes // 2)
 
 
-def expected(gpu: GpuFacts) -> dict[str, dict[int, bool]]:
-    """By the rule of `GpuFacts.placement` which probes begin beside the long block."""
-    beside = lambda n: ((long_block(gpu), 1), (Block(PROBE_THREADS, n), 1))
-    return {
-        rule: {n: fits(dataclasses.replace(gpu, placement=rule), *beside(n)) for n in PROBE_REGISTERS}
-        for rule in ("even", "pooled")
-    }
+def expected(gpu: GpuFacts) -> dict[int, bool]:
+    """Which probes begin beside the long block, by the model: warps are spread evenly over the partitions."""
+    return {n: room_beside(gpu, Block(PROBE_THREADS, n), long_block(gpu)) > 0 for n in PROBE_REGISTERS}
 
 
 def placement_verdict(found: Placement, gpu: GpuFacts) -> str:
-    """Which rule the GPU goes by."""
-    began = dict(found.began)
+    """Whether the GPU places blocks as the model assumes."""
+    began, wanted = dict(found.began), expected(gpu)
     described = ", ".join(f"{n}: {'began' if did else 'waited'}" for n, did in sorted(began.items()))
-    by_rule = expected(gpu)
     if found.long_sms != gpu.num_sms:
         return (
             f"Placement: void. The long blocks ran on {found.long_sms} of {gpu.num_sms} multiprocessors, and the probes"
             " may have run on the others."
         )
-    agree = {n for n in by_rule["even"] if by_rule["even"][n] == by_rule["pooled"][n]}
-    void = sorted(n for n in agree if began.get(n) != by_rule["even"][n])
-    if void:
-        return (
-            f"Placement: void. By both rules the probe of {void[0]} registers"
-            f" {'begins' if by_rule['even'][void[0]] else 'waits'}, and it did not ({described})."
-        )
-    for rule, wanted in by_rule.items():
-        if began == wanted:
-            return f'Placement: "{rule}" (registers of a probe and what it did: {described}).'
-    most = max(n for n, did in began.items() if did)
+    least, most = PROBE_REGISTERS[0], PROBE_REGISTERS[-1]
+    if not began[least] or began[most]:
+        return f"Placement: void. The probe of {least} registers must begin, and that of {most} wait ({described})."
+    if began == wanted:
+        return f"Placement: as assumed (registers of a probe and what it did: {described})."
     return (
-        f"Placement: neither rule; probes of up to {most} registers began ({described})."
-        ' `GpuFacts.placement` stays "even", which promises less room.'
+        f"Placement: not as assumed ({described}). Where more probes began, the model promises less room than there is."
     )
 
 
@@ -118,13 +106,11 @@ def priority(rows: Sequence[Row]) -> str:
 def kill_rule(rows: Sequence[Row]) -> str:
     """Whether padding is needless: priority alone serves the kernel whose blocks must drain the most."""
     tiled = [row for row in rows if row.form.startswith("tiled") and not row.pad_bytes]
-    tried = [row for row in tiled if row.mode == "baseline + priority" and int(row.drain_even) > 1]
+    tried = [row for row in tiled if row.mode == "baseline + priority" and int(row.drain) > 1]
     if not tried:
         return ""
-    row = max(tried, key=lambda row: int(row.drain_even))
-    described = (
-        f"{row.form}, drain {row.drain_even} (even) or {row.drain_pooled} (pooled), high priority: {row.ratio:.3f}"
-    )
+    row = max(tried, key=lambda row: int(row.drain))
+    described = f"{row.form}, drain {row.drain}, high priority: {row.ratio:.3f}"
     if row.ratio <= HIDES:
         helps = "What helps is reserved SMs and the latency statement."
         return f"kill rule: padding is needless here, priority alone is enough ({described}). {helps}"

@@ -103,12 +103,7 @@ class CupyLoad:
             stream.synchronize()
 
     def trace(self, launched_ns: int, ahead_ns: int) -> Trace:
-        """What the blocks of the last load recorded.
-
-        Args:
-            launched_ns: what `launch` gave.
-            ahead_ns: what `clock_ahead_ns` gave shortly before.
-        """
+        """What the blocks of the last load recorded."""
         begins = self._times.get()[::2].astype(np.int64)
         waited = int(begins.min()) - ahead_ns - launched_ns
         return Trace(waited / 1e6, int(begins.max() - begins.min()) / 1e6, len(set(self._places.get().tolist())))
@@ -126,12 +121,7 @@ class CupyLoad:
         return min(found)[1]
 
     def placement(self, num_sms: int, block: Block) -> Placement:
-        """Which blocks begin beside long ones on every multiprocessor: see `conclusion.placement_verdict`.
-
-        Args:
-            num_sms: of the GPU.
-            block: a long one.
-        """
+        """Which blocks begin beside long ones on every multiprocessor: see `conclusion.placement_verdict`."""
         long, _ = self._fitted("comm_like", block.registers, "DEPTH", _near(_depth(block.registers)))
         # It may be the very kernel of the load.
         long.max_dynamic_shared_size_bytes = max(block.smem_bytes, self._block.smem_bytes)

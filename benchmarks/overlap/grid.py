@@ -6,6 +6,7 @@ import dataclasses
 
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import (
+    SHIPPED,
     CommFootprint,
     GpuFacts,
     ShippedKernel,
@@ -14,14 +15,12 @@ from jshard.occupancy import (
     reserved_for,
     resident,
     room_beside,
-    shipped_kernels,
 )
+from jshard.occupancy.tune import knobs_of
 
 DOT = "XLA's dot"
-PLACEMENTS = ("even", "pooled")
 COLLECTIVE_BYTES = 896 * 10**6
 _KERNEL = "matmul_nn"
-_WHOLE_KERNEL = "kernel"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,14 +48,14 @@ class Setting:
         form: `DOT`, or form and tiles of the kernel.
         knobs: of the kernel; None for XLA's own.
         blocks_per_sm: blocks at once on a multiprocessor; 0 where that is not known.
-        drains: by the rule of `GpuFacts.placement` the blocks that must end on a multiprocessor before one of the
-            collective begins there, in words: "kernel" if all must, "unknown" of XLA's own.
+        drain: blocks that must end on a multiprocessor before one of the collective begins there, in words: "kernel"
+            if all must, "unknown" of XLA's own.
     """
 
     form: str
     knobs: Occupancy | None = None
     blocks_per_sm: int = 0
-    drains: tuple[str, ...] = ("unknown",) * len(PLACEMENTS)
+    drain: str = "unknown"
 
     @property
     def pad_bytes(self) -> int:
@@ -98,16 +97,11 @@ class Group:
 def groups(gpu: GpuFacts, comm: CommFootprint, sizes: tuple[Size, ...] = SIZES) -> tuple[Group, ...]:
     """The grid.
 
-    Args:
-        gpu: it is measured on; where jshard's kernels do not run, XLA's own alone is there.
-        comm: what runs beside the products.
-        sizes: of the products.
-
     Raises:
         OccupancyError: the collective would take every multiprocessor.
     """
     dot = Setting(form=DOT)
-    forms = [kernel for kernel in shipped_kernels(gpu) if kernel.name.startswith(_KERNEL) and gpu.arch == "sm_90"]
+    forms = [kernel for kernel in SHIPPED if kernel.name.startswith(_KERNEL) and gpu.arch == "sm_90"]
     shaped = {_form(kernel): _settings(gpu, comm, kernel) for kernel in forms} or {DOT: ()}
     return tuple(
         Group(size=size, form=form, settings=(dot, *settings)) for size in sizes for form, settings in shaped.items()
@@ -120,44 +114,26 @@ def _form(kernel: ShippedKernel) -> str:
 
 def _settings(gpu: GpuFacts, comm: CommFootprint, kernel: ShippedKernel) -> tuple[Setting, ...]:
     """As it is, and every distinct padding; of a persistent kernel some numbers of reserved multiprocessors."""
-    knobs, form = _knobs(kernel), _form(kernel)
+    knobs, form, beside = knobs_of(kernel), _form(kernel), comm.block
     if not kernel.persistent:
         return tuple(
             Setting(
                 form=form,
                 knobs=dataclasses.replace(knobs, smem_pad_bytes=pad),
                 blocks_per_sm=blocks,
-                drains=tuple(_drain(gpu, kernel, comm, placement, pad) for placement in PLACEMENTS),
+                drain=str(drain(gpu, kernel.block.padded(pad), beside)) if beside else "0",
             )
             for blocks, pad in paddings(gpu, kernel.block)
         )
     needed = reserved_for(gpu, comm)
-    counts = [count for count in sorted({0, needed // 2, needed, 2 * needed}) if count < gpu.num_sms]
+    has_room = beside is None or room_beside(gpu, kernel.block, beside) > 0
     return tuple(
         Setting(
             form=form,
             knobs=dataclasses.replace(knobs, reserved_sms=count),
             blocks_per_sm=resident(gpu, kernel.block),
-            drains=tuple(
-                "0" if count >= needed else _drain(gpu, kernel, comm, placement, 0) for placement in PLACEMENTS
-            ),
+            drain="0" if has_room or count >= needed else "kernel",
         )
-        for count in counts
+        for count in sorted({0, needed // 2, needed, 2 * needed})
+        if count < gpu.num_sms
     )
-
-
-def _drain(gpu: GpuFacts, kernel: ShippedKernel, comm: CommFootprint, placement: str, pad: int) -> str:
-    beside = comm.block
-    if beside is None:
-        return "0"
-    ruled = dataclasses.replace(gpu, placement=placement)  # pyright: ignore[reportArgumentType]
-    block = kernel.block.padded(pad)
-    if kernel.persistent:
-        return "0" if room_beside(ruled, block, beside) == resident(ruled, block) else _WHOLE_KERNEL
-    return str(drain(ruled, block, beside))
-
-
-def _knobs(kernel: ShippedKernel) -> Occupancy:
-    tiles, stages = kernel.tiles.split("/")
-    tile_m, tile_n, tile_k = map(int, tiles.split("x"))
-    return Occupancy(tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=int(stages), persistent=kernel.persistent)

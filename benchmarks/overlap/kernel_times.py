@@ -24,19 +24,12 @@ _WARM_UP = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kernel on arrays.
+    """A kernel on arrays."""
 
-    Attributes:
-        kernel: its name in `jshard.kernels`.
-        shape: in words.
-        arrays: the shapes by argument.
-        settings: its other arguments, as pairs.
-    """
-
-    kernel: str
-    shape: str
-    arrays: Mapping[str, tuple[int, ...]] = dataclasses.field(hash=False)
-    settings: tuple[tuple[str, Any], ...] = ()
+    kernel: str  # its name in `jshard.kernels`.
+    shape: str  # in words
+    arrays: Mapping[str, tuple[int, ...]] = dataclasses.field(hash=False)  # the shapes by argument
+    settings: tuple[tuple[str, Any], ...] = ()  # its other arguments, as pairs
 
     @property
     def name(self) -> str:
@@ -92,12 +85,7 @@ def program(case: Case, direction: str, *, ours: bool) -> Callable[[dict[str, ja
 
 
 def measure(case: Case, *, rounds: int) -> tuple[KernelTime, ...]:
-    """Times of a case, in turn with those of XLA.
-
-    Args:
-        case: what is run.
-        rounds: how often.
-    """
+    """Times of a case, in turn with those of XLA."""
     arrays = _arrays(case)
     found = []
     for direction in DIRECTIONS:

@@ -30,16 +30,7 @@ _ASKED = "driver_version,clocks.max.sm,power.limit"
 def conditions(
     device: Any, comm: CommFootprint, *, load: str, link_gb_s: float, rounds: int, quick: bool
 ) -> dict[str, Any]:
-    """Device, versions and settings of now.
-
-    Args:
-        device: the first GPU.
-        comm: what the load is like.
-        load: how it runs, in words.
-        link_gb_s: the rate of a load that is no collective.
-        rounds: times of each setting.
-        quick: whether only to see that it works.
-    """
+    """Device, versions and settings of now."""
     return {
         "device": device.device_kind,
         "devices": jax.device_count(),

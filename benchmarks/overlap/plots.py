@@ -1,4 +1,4 @@
-"""The pictures of the report. They need no display."""
+"""The pictures of the report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.overlap.conclusion import KERNEL_GOAL
 from benchmarks.overlap.records import KernelTime, Record, Row
+from benchmarks.pictures import new_axes, save
 
 _COLORS = {
     "sequential": "#999999",
@@ -16,70 +17,43 @@ _COLORS = {
     "shaped": "#8e6bbf",
     "shaped + priority": "#2f9e6e",
 }
-_OURS = "#3b6ea5"
 
 
 def write(record: Record, folder: Path, stem: str) -> list[Path]:
-    """Draws a picture of each size beside each load, and one of the kernels alone.
-
-    Args:
-        record: what was measured.
-        folder: of the pictures.
-        stem: how their names begin.
-    """
+    """Draws a picture of each size beside each load, and one of the kernels alone."""
     made = []
-    loads = dict.fromkeys((row.size, row.load) for row in record.all_rows)
-    for size, load in loads:
+    for size, load in dict.fromkeys((row.size, row.load) for row in record.all_rows):
         rows = [row for row in record.all_rows if (row.size, row.load) == (size, load)]
-        path = folder / f"{stem}_{size}_{load.replace(' ', '-')}.png"
-        _save(_drawn_rows(rows, f"{record.conditions.get('device', '')}: {size}, {load} load"), path)
-        made.append(path)
+        axes = _drawn_rows(rows)
+        axes.set_title(f"{record.conditions.get('device', '')}: {size}, {load} load", loc="left", fontsize=10)
+        made.append(save(axes, folder / f"{stem}_{size}_{load.replace(' ', '-')}.svg"))
     if record.all_kernels:
-        path = folder / f"{stem}_kernels.png"
-        _save(_drawn_kernels(record.all_kernels), path)
-        made.append(path)
+        made.append(save(_drawn_kernels(record.all_kernels), folder / f"{stem}_kernels.svg"))
     return made
 
 
-def _drawn_rows(rows: Sequence[Row], title: str) -> Any:
-    settings = list(dict.fromkeys(row.described for row in rows))
-    figure, axes = _figure(len(settings) * 0.55)
+def _drawn_rows(rows: Sequence[Row]) -> Any:
+    axes = _axes(list(dict.fromkeys(row.described for row in rows)), "time of both / (product alone + load alone)")
     for mode, color in _COLORS.items():
         of_mode = [row for row in rows if row.mode == mode]
-        axes.scatter(
-            [row.ratio for row in of_mode], [settings.index(row.described) for row in of_mode], c=color, label=mode
-        )
-    least: dict[str, float] = {row.described: row.perfect for row in rows}
-    axes.scatter([least[name] for name in settings], range(len(settings)), marker="|", c="black", label="perfect")
-    axes.axvline(1, color="#999999", linestyle=":", linewidth=1)
-    axes.set_yticks(range(len(settings)), settings, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("time of both / (product alone + load alone)")
-    axes.set_title(title, loc="left", fontsize=10)
+        axes.scatter([row.ratio for row in of_mode], [row.described for row in of_mode], c=color, label=mode)
+    axes.scatter([row.perfect for row in rows], [row.described for row in rows], marker="|", c="black", label="perfect")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
+    return axes
 
 
 def _drawn_kernels(times: Sequence[KernelTime]) -> Any:
     names = [f"{one.kernel} {one.shape}, {one.direction}" for one in times]
-    figure, axes = _figure(len(names) * 0.3)
-    axes.barh(range(len(names)), [one.ratio for one in times], color=_OURS)
+    axes = _axes(names, "time / XLA's")
+    axes.barh(names, [one.ratio for one in times], color="#3b6ea5")
     axes.axvline(KERNEL_GOAL, color="#d1495b", linestyle="--", linewidth=1, label=f"goal {KERNEL_GOAL}")
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("time / XLA's")
     axes.legend(fontsize=7)
-    return figure
+    return axes
 
 
-def _figure(height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.5 + height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure).print_png(str(path))
+def _axes(names: Sequence[str], label: str) -> Any:
+    axes = new_axes(width=9, height=1.5 + 0.4 * len(names))
+    axes.scatter([1] * len(names), names, alpha=0)  # the order of the names
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    return axes

@@ -1,4 +1,4 @@
-"""What the model says of the grid before it is measured, by both rules of placement, and whether it came so."""
+"""What the model says of the grid before it is measured, and whether it came so."""
 
 from __future__ import annotations
 
@@ -19,28 +19,20 @@ KILL_RULE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A claim about settings of one form.
+    """A claim about settings of one form."""
 
-    Attributes:
-        name: P1 to P4.
-        form: how the form begins.
-        blocks_per_sm: of the settings; 0 for the kernel as it is.
-        reserved: whether multiprocessors are left for all of the load's blocks.
-        priorities: of the load.
-    """
-
-    name: str
-    form: str
-    blocks_per_sm: int = 0
-    reserved: bool = False
-    priorities: tuple[str, ...] = ("default", "high")
+    name: str  # P1 to P4
+    form: str  # how the form begins
+    blocks_per_sm: int = 0  # of the settings; 0 for the kernel as it is
+    reserved: bool = False  # whether multiprocessors are left for all of the load's blocks
+    priorities: tuple[str, ...] = ("default", "high")  # of the load
 
     def is_about(self, row: Row) -> bool:
         """Whether a row is one of its settings."""
         if not row.form.startswith(self.form) or row.mode == "sequential" or priority_of(row) not in self.priorities:
             return False
         if self.reserved:
-            return row.reserved_sms > 0 and row.drain_even == row.drain_pooled == "0"
+            return row.reserved_sms > 0 and row.drain == "0"
         return row.blocks_per_sm == self.blocks_per_sm if self.blocks_per_sm else not row.is_shaped
 
 
@@ -54,47 +46,20 @@ PREDICTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """A prediction beside a row.
-
-    Attributes:
-        name: of the prediction.
-        row: what was measured.
-        even: the bounds by the rule "even".
-        pooled: by the rule "pooled".
-    """
-
-    name: str
-    row: Row
-    even: tuple[float, float] | None
-    pooled: tuple[float, float] | None
+def outcomes(rows: Sequence[Row]) -> list[tuple[Prediction, Row]]:
+    """Every prediction beside what was measured of it, with a load of half the product's time."""
+    half = [row for row in rows if row.load.endswith("half")]
+    return [(claim, row) for claim in PREDICTIONS for row in half if claim.is_about(row)]
 
 
-def bounds(drain: str, priority: str) -> tuple[float, float] | None:
-    """The ratio that the model expects of a load of half the product's time."""
-    if drain == "0" or (drain == "1" and priority == "high"):
+def bounds(row: Row) -> tuple[float, float] | None:
+    """The ratio that the model expects of a row; None where it claims nothing."""
+    drain, high = row.drain, priority_of(row) == "high"
+    if drain == "0" or (drain == "1" and high):
         return 0, HIDES
     if drain == "1":
         return STARVES, _MOST
-    if drain == "kernel" or (drain.isdecimal() and priority == "default"):
-        return _SERIAL, _MOST
-    return None
-
-
-def outcomes(rows: Sequence[Row]) -> list[Outcome]:
-    """Every prediction beside what was measured of it, with a load of half the product's time."""
-    return [
-        Outcome(
-            name=claim.name,
-            row=row,
-            even=bounds(row.drain_even, priority_of(row)),
-            pooled=bounds(row.drain_pooled, priority_of(row)),
-        )
-        for claim in PREDICTIONS
-        for row in rows
-        if row.load.endswith("half") and claim.is_about(row)
-    ]
+    return (_SERIAL, _MOST) if drain == "kernel" or (drain.isdecimal() and not high) else None
 
 
 def longer_alone(row: Row, rows: Sequence[Row], num_sms: int) -> str:
@@ -107,19 +72,6 @@ def longer_alone(row: Row, rows: Sequence[Row], num_sms: int) -> str:
         f"P2, {row.size}: with {row.reserved_sms} SMs reserved the product alone takes"
         f" {row.comp_ms / base.comp_ms:.3f} times as long; predicted is {num_sms} / {left} = {num_sms / left:.3f}."
     )
-
-
-def holds(ratio: float, wanted: tuple[float, float] | None) -> str:
-    """Whether a ratio is as predicted, in a word."""
-    return "-" if wanted is None else "yes" if wanted[0] <= ratio <= wanted[1] else "no"
-
-
-def said(wanted: tuple[float, float] | None) -> str:
-    """Bounds in words."""
-    if wanted is None:
-        return "open"
-    low, most = wanted
-    return f">= {low}" if low else f"<= {most}"
 
 
 def priority_of(row: Row) -> str:

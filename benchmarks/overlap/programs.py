@@ -13,7 +13,7 @@ from jax import lax
 from benchmarks.overlap.grid import Setting
 from jshard import _compat
 from jshard.errors import RunError
-from jshard.kernels.matmul import matmul
+from jshard.kernels.products import matmul
 from jshard.occupancy import CommFootprint
 
 AXIS = "device"
@@ -36,12 +36,7 @@ def over(mesh: jax.sharding.Mesh, run: Callable[..., Any], *specs: jax.P, donate
 
 
 def two_products(setting: Setting, move: Callable[..., jax.Array] | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """A product, and then another one beside what moves: that begins when the first has ended, as the second does.
-
-    Args:
-        setting: of both products.
-        move: of a buffer and of what it waits for; None: nothing moves.
-    """
+    """A product, and then another one beside what moves: that begins when the first has ended, as the second does."""
     multiply = product_of(setting)
 
     def run(x: jax.Array, first_w: jax.Array, second_w: jax.Array, *buffers: jax.Array) -> tuple[jax.Array, ...]:
@@ -54,11 +49,7 @@ def two_products(setting: Setting, move: Callable[..., jax.Array] | None) -> Cal
 
 
 def collective(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """NCCL's, over all devices.
-
-    Args:
-        kind: "all-reduce" or "all-gather".
-    """
+    """NCCL's, over all devices."""
     if kind == "all-reduce":
         return lambda buffer, _: lax.psum(buffer, AXIS)
     return lambda buffer, _: lax.all_gather(buffer, AXIS, tiled=True)
@@ -66,7 +57,7 @@ def collective(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 def copies(comm: CommFootprint) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A kernel with a collective's blocks, on another stream of the same priority."""
-    from jshard.occupancy.measure import load  # imports Pallas, which only few runs need
+    from jshard.occupancy.tune import load  # imports Pallas, which only few runs need
 
     beside = _compat.on_stream(functools.partial(load, comm=comm), 1)
     return lambda buffer, first: beside(buffer, first[:1])

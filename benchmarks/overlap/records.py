@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.overlap.grid import Setting
 from jshard.errors import RunError, ShardingError
+from jshard.kernels.knobs import Occupancy
 
-_FORMAT = 1
+_FORMAT = 2
 _STEM = "overlap"
 
 
@@ -19,53 +21,23 @@ class BenchmarkError(ShardingError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One setting beside one load, at one priority.
+class Row(Setting):
+    """One setting beside one load, at one priority."""
 
-    Attributes:
-        group: what it was measured with, side by side.
-        size: of the product.
-        form: the kernel.
-        pad_bytes: shared memory that a block takes and does not use.
-        reserved_sms: multiprocessors left alone.
-        blocks_per_sm: of the kernel at once, by the model.
-        drain_even: see `grid.Setting.drains`.
-        drain_pooled: the same by the other rule.
-        load: e.g. "copies half": as much as takes half as long as XLA's dot; or "full": 896 MB.
-        load_bytes: that it moves.
-        mode: "sequential", "baseline", "shaped"; and with a higher priority for the load, "baseline + priority",
-            "shaped + priority".
-        comp_ms: the product alone.
-        comm_ms: the load alone.
-        both_ms: until both have ended.
-        least_ms: the quickest of the rounds.
-        most_ms: the slowest.
-        waited_ms: from the load's launch until its first block began; None where blocks are not recorded.
-        span_ms: from its first block's begin to its last one's.
-        comm_sms: multiprocessors that its blocks ran on.
-        relative_error: of the kernel's result beside that of XLA's dot.
-    """
-
-    group: str
-    size: str
-    form: str
-    pad_bytes: int
-    reserved_sms: int
-    blocks_per_sm: int
-    drain_even: str
-    drain_pooled: str
-    load: str
-    load_bytes: int
+    group: str  # what it was measured with, side by side
+    load: str  # e.g. "copies half": as much as takes half as long as XLA's dot; or "full": 896 MB
+    load_bytes: int  # that it moves
+    # "sequential", "baseline", "shaped"; with a higher priority for the load "baseline + priority", "shaped + priority"
     mode: str
-    comp_ms: float
-    comm_ms: float
-    both_ms: float
-    least_ms: float
-    most_ms: float
-    relative_error: float
-    waited_ms: float | None = None
-    span_ms: float | None = None
-    comm_sms: int | None = None
+    comp_ms: float  # the product alone
+    comm_ms: float  # the load alone
+    both_ms: float  # until both have ended
+    least_ms: float  # the quickest of the rounds
+    most_ms: float  # the slowest
+    relative_error: float  # of the kernel's result beside that of XLA's dot
+    waited_ms: float | None = None  # from the load's launch until its first block began; None if not recorded
+    span_ms: float | None = None  # from its first block's begin to its last one's
+    comm_sms: int | None = None  # multiprocessors that its blocks ran on
 
     @property
     def ratio(self) -> float:
@@ -78,38 +50,21 @@ class Row:
         return max(self.comp_ms, self.comm_ms) / (self.comp_ms + self.comm_ms)
 
     @property
-    def is_shaped(self) -> bool:
-        """Whether the kernel leaves more room than by itself."""
-        return bool(self.pad_bytes or self.reserved_sms)
-
-    @property
-    def described(self) -> str:
-        """The setting in words."""
-        room = f"pad {self.pad_bytes:,}" if self.pad_bytes else ""
-        return ", ".join(
-            [self.form, *filter(None, [room, f"{self.reserved_sms} SMs reserved" * bool(self.reserved_sms)])]
-        )
+    def size(self) -> str:
+        """Of the product."""
+        return self.group.partition("/")[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """A kernel of jshard beside the same as XLA compiles it.
+    """A kernel of jshard beside the same as XLA compiles it."""
 
-    Attributes:
-        kernel: its name.
-        shape: of what it computes.
-        direction: "forward", or "both" with its gradients.
-        ours_ms: of one call.
-        plain_ms: of one call of its twin; of `matmul` of XLA's dot.
-        relative_error: of ours beside the twin.
-    """
-
-    kernel: str
-    shape: str
-    direction: str
-    ours_ms: float
-    plain_ms: float
-    relative_error: float
+    kernel: str  # its name
+    shape: str  # of what it computes
+    direction: str  # "forward", or "both" with its gradients
+    ours_ms: float  # of one call
+    plain_ms: float  # of one call of its twin; of `matmul` of XLA's dot
+    relative_error: float  # of ours beside the twin
 
     @property
     def ratio(self) -> float:
@@ -197,7 +152,7 @@ def load(path: Path) -> Record:
             found["placement"]["began"] = {int(n): began for n, began in found["placement"]["began"].items()}
             found["placement"] = Placement(**found["placement"])
         found["kernels"] = {name: tuple(KernelTime(**one) for one in each) for name, each in found["kernels"].items()}
-        found["rows"] = {name: tuple(Row(**one) for one in each) for name, each in found["rows"].items()}
+        found["rows"] = {name: tuple(map(_row, each)) for name, each in found["rows"].items()}
         return Record(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
@@ -206,6 +161,11 @@ def load(path: Path) -> Record:
             why=f"{type(error).__name__}: {error}",
             do="--out with another folder, or take the file away.",
         ) from error
+
+
+def _row(found: dict[str, Any]) -> Row:
+    found["knobs"] = found["knobs"] and Occupancy(**found["knobs"])
+    return Row(**found)
 
 
 def newest(folder: Path) -> Record | None:
@@ -220,11 +180,6 @@ def newest(folder: Path) -> Record | None:
 
 def continued(folder: Path, date: str, conditions: Mapping[str, Any]) -> Record:
     """What a run goes on with: the newest figures if they were measured under the same conditions, else none.
-
-    Args:
-        folder: of the figures.
-        date: of now.
-        conditions: of now.
 
     Raises:
         BenchmarkError: today's figures are there, and under other conditions: they would be written over.

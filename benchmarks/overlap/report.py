@@ -1,42 +1,34 @@
-"""The report: a table for people, one for programs, and the pictures; all from the figures, measured now or before."""
+"""The report: tables and the conclusion, all from the figures, measured now or before."""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.overlap import plots
 from benchmarks.overlap.conclusion import baseline_of, dot_of, expected, long_block, sentences
-from benchmarks.overlap.predictions import KILL_RULE, holds, longer_alone, outcomes, said
+from benchmarks.overlap.predictions import KILL_RULE, bounds, longer_alone, outcomes
 from benchmarks.overlap.records import Record, Row, path_of
 from benchmarks.tables import markdown_table
 from jshard.occupancy import GpuFacts
 
 TITLE = "Kernels beside a collective"
 _COLUMNS = (
-    "size", "setting", "blocks/SM", "drain (even, pooled)", "load", "mode", "product ms", "load ms", "both ms",
+    "size", "setting", "blocks/SM", "drain", "load", "mode", "product ms", "load ms", "both ms",
     "of rounds", "ratio", "perfect", "of its baseline", "of XLA's dot", "waited ms", "start span ms", "SMs", "error",
 )  # fmt: skip
 
 
 def write(record: Record, gpu: GpuFacts, folder: Path, left: Sequence[str] = ()) -> list[Path]:
-    """Writes table, report and pictures beside the figures.
-
-    Args:
-        record: what was measured.
-        gpu: it was measured on.
-        folder: for them.
-        left: names of the tasks that are not done.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = path_of(record, folder).stem
-    drawn = plots.write(record, folder, stem) if importlib.util.find_spec("matplotlib") else []
-    table, text = folder / f"{stem}.csv", folder / f"{stem}.md"
-    _write_csv(record, table)
-    text.write_text(markdown(record, gpu, left, [path.name for path in drawn]))
+    """Writes table, report and pictures beside the figures; `left` has the names of the tasks that are not done."""
+    path = path_of(record, folder)
+    drawn = plots.write(record, folder, path.stem) if importlib.util.find_spec("matplotlib") else []
+    table, text = path.with_suffix(".csv"), path.with_suffix(".md")
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([_COLUMNS, *(_cells(row, record.all_rows) for row in record.all_rows)])
+    text.write_text(markdown(record, gpu, left, [each.name for each in drawn]))
     return [table, text, *drawn]
 
 
@@ -81,47 +73,33 @@ def _predictions(record: Record, gpu: GpuFacts) -> list[str]:
     found = outcomes(record.all_rows)
     if not found:
         return ["Nothing that they are about was measured."]
-    head = ("", "size", "setting", "mode", "even", "pooled", "ratio", "even holds", "pooled holds")
-    cells = [
-        (
-            one.name,
-            one.row.size,
-            one.row.described,
-            one.row.mode,
-            f"drain {one.row.drain_even}: {said(one.even)}",
-            f"drain {one.row.drain_pooled}: {said(one.pooled)}",
-            f"{one.row.ratio:.3f}",
-            holds(one.row.ratio, one.even),
-            holds(one.row.ratio, one.pooled),
-        )
-        for one in found
-    ]
-    text = "Of a load of half the time of XLA's dot, by the occupancy model with either rule of placement."
-    counts = [
-        f"{rule} {[line[place] for line in cells].count('yes')} of {sum(line[place] != '-' for line in cells)}"
-        for rule, place in (("even", -2), ("pooled", -1))
-    ]
-    claims = [longer_alone(one.row, record.all_rows, gpu.num_sms) for one in found if one.name == "P2"]
-    lines = [text, "", *_table(head, cells), "", *(f"- {claim}" for claim in dict.fromkeys(claims) if claim), ""]
-    return [*lines, f"Of those that claim something there hold: {', '.join(counts)}."]
+    cells = []
+    for claim, row in found:
+        wanted = bounds(row)
+        wanted_text = "open" if wanted is None else f">= {wanted[0]}" if wanted[0] else f"<= {wanted[1]}"
+        holds = "-" if wanted is None else "yes" if wanted[0] <= row.ratio <= wanted[1] else "no"
+        of = claim.name, row.size, row.described, row.mode
+        cells.append((*of, f"drain {row.drain}: {wanted_text}", f"{row.ratio:.3f}", holds))
+    claims = [longer_alone(row, record.all_rows, gpu.num_sms) for claim, row in found if claim.name == "P2"]
+    held = [line[-1] for line in cells]
+    text = "Of a load of half the time of XLA's dot, by the occupancy model."
+    lines = [text, "", *_table(("", "size", "setting", "mode", "expected", "ratio", "holds"), cells), ""]
+    lines += [*(f"- {claim}" for claim in dict.fromkeys(claims) if claim), ""]
+    return [*lines, f"Of those that claim something {held.count('yes')} of {len(held) - held.count('-')} hold."]
 
 
 def _placement(record: Record, gpu: GpuFacts) -> list[str]:
     if record.placement is None:
         return ["Not measured."]
-    by_rule = expected(gpu)
-    long = long_block(gpu)
+    wanted, long = expected(gpu), long_block(gpu)
     word = lambda began: "began" if began else "waited"
-    cells = [
-        (str(n), word(by_rule["even"][n]), word(by_rule["pooled"][n]), word(began))
-        for n, began in sorted(record.placement.began.items())
-    ]
+    cells = [(str(n), word(wanted[n]), word(began)) for n, began in sorted(record.placement.began.items())]
     text = (
         f"On each of {record.placement.long_sms} SMs a block of {long.threads} threads x {long.registers} registers and"
         f" {long.smem_bytes:,} bytes of shared memory stayed for {record.placement.long_ms:.1f} ms; 128 threads of so"
         " many registers were launched on another stream."
     )
-    return [text, "", *_table(("registers", "even", "pooled", "measured"), cells)]
+    return [text, "", *_table(("registers", "assumed", "measured"), cells)]
 
 
 def _legend(record: Record) -> list[str]:
@@ -145,7 +123,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         row.size,
         row.described,
         str(row.blocks_per_sm or ""),
-        f"{row.drain_even}, {row.drain_pooled}",
+        row.drain,
         f"{row.load}, {row.load_bytes / 1e6:.0f} MB",
         row.mode,
         time(row.comp_ms),
@@ -183,16 +161,3 @@ def _kernels(record: Record) -> list[str]:
 
 def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     return markdown_table(head, cells, num_words=len(head))
-
-
-def _write_csv(record: Record, path: Path) -> None:
-    rows = record.all_rows
-    names = [field.name for field in dataclasses.fields(Row)]
-    with path.open("w", newline="") as file:
-        out = csv.writer(file)
-        out.writerow([*names, "ratio", "perfect", "of_baseline", "of_dot"])
-        for row in rows:
-            parts = [
-                row.both_ms / other.both_ms if other else "" for other in (baseline_of(row, rows), dot_of(row, rows))
-            ]
-            out.writerow([*(getattr(row, name) for name in names), row.ratio, row.perfect, *parts])

@@ -28,15 +28,10 @@ _BEGUN = "it was begun, and did not end"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A part of the benchmark that is measured as a whole.
+    """A part of the benchmark that is measured as a whole."""
 
-    Attributes:
-        name: as `--only` takes it.
-        what: `PLACEMENT`, a group of the grid, or a case of the kernels alone.
-    """
-
-    name: str
-    what: str | Group | Case
+    name: str  # as `--only` takes it
+    what: str | Group | Case  # `PLACEMENT`, a group of the grid, or a case of the kernels alone
 
 
 class Session:
@@ -71,12 +66,6 @@ class Session:
 
         A task that hangs is known as begun: the next call goes on with those after it. So it ends, too, when a task
         leaves the GPU unable to run anything else, and those after it are for another process.
-
-        Args:
-            tasks: in order.
-            record: of before.
-            seconds: in all.
-            clock: that says how many have passed.
         """
         begin, longest = clock(), _FIRST_GUESS_S
         for number, task in enumerate(tasks):

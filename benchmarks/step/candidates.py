@@ -10,21 +10,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to train the model.
+    """One way to train the model."""
 
-    Attributes:
-        name: for the report.
-        worker: "jax" or "torch".
-        options: for the worker.
-        sharded: over all processes; else each process trains a model of its own on its own batch.
-        alone: the unsharded candidate of the same framework, the divisor of the overhead.
-    """
-
-    name: str
-    worker: str
-    options: Mapping[str, Any]
-    sharded: bool = True
-    alone: str = ""
+    name: str  # for the report
+    worker: str  # "jax" or "torch"
+    options: Mapping[str, Any]  # for the worker
+    sharded: bool = True  # over all processes; else each process trains a model of its own on its own batch
+    alone: str = ""  # the unsharded candidate of the same framework, the divisor of the overhead
 
 
 def _jax(name: str, engine: str, *, scan: bool, alone: str = "") -> Candidate:
@@ -53,12 +45,7 @@ SLOW_TO_COMPILE = ("jshard chain", "raw Flax", "JAX")  # unrolled: minutes for m
 
 
 def chosen(names: str | None, *, deep: bool) -> list[Candidate]:
-    """The candidates of a comma-separated list; all by default, but for a deep model the unrolled JAX ones.
-
-    Args:
-        names: e.g. "jshard scan,FSDP2"; ratios need what they are held against, too.
-        deep: whether unrolled programs would take too long to compile.
-    """
+    """The candidates of a comma-separated list; all by default, but for a deep model the unrolled JAX ones."""
     if names is None:
         return [candidate for candidate in ALL if not (deep and candidate.name in SLOW_TO_COMPILE)]
     asked = [name.strip() for name in names.split(",")]

@@ -16,7 +16,7 @@ from benchmarks.step import candidates, merging, report
 from benchmarks.step.place import place_of
 from benchmarks.step.session import Session
 from benchmarks.step.sizes import SIZES
-from jshard.recipes.mfu import device_peak
+from jshard.recipes.step import device_peak
 
 TITLE = "A training step, side by side"
 MEASURES_TIME = True

@@ -11,11 +11,7 @@ _SAME = ("case", "quick", "sizes", "device", "processes", "rounds", "steps", "al
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The report of all processes.
-
-    Args:
-        reports: of the sessions; the first gives date and machine.
-    """
+    """The report of all processes."""
     whole = copy.deepcopy(reports[0])
     for other in reports[1:]:
         unlike = [name for name in _SAME if other.get(name) != whole.get(name)]

@@ -40,13 +40,7 @@ class Place:
 
 
 def place_of(processes: int | None, environ: Mapping[str, str] = os.environ) -> Place:
-    """The place of this session.
-
-    Args:
-        processes: on this machine; None: as the variables of a launcher (Slurm, Kubernetes, ...) or JAX's own say,
-            where every task is a session of one process, and 1 without a launcher.
-        environ: the environment variables.
-    """
+    """The place of this session: of so many processes here, or of one, as the variables of a launcher or of JAX say."""
     cluster = detect(environ) if processes is None else None
     if cluster is None:
         count = processes or 1

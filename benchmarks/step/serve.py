@@ -22,23 +22,14 @@ from benchmarks.step.sizes import Sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a worker has to do.
+    """What a worker has to do."""
 
-    Attributes:
-        sizes: of the model.
-        options: of the candidate, e.g. {"engine": "jshard", "scan": True}.
-        device: "cpu" or "gpu".
-        process: of `processes`.
-        processes: that train together.
-        address: "host:port" where they meet; "" for one that trains alone, on the batch of its process.
-    """
-
-    sizes: Sizes
-    options: dict[str, Any]
-    device: str
-    process: int
-    processes: int
-    address: str
+    sizes: Sizes  # of the model
+    options: dict[str, Any]  # of the candidate, e.g. {"engine": "jshard", "scan": True}.
+    device: str  # "cpu" or "gpu"
+    process: int  # of `processes`
+    processes: int  # that train together
+    address: str  # "host:port" where they meet; "" for one that trains alone, on the batch of its process
 
     @classmethod
     def of(cls, text: str) -> Task:
@@ -74,11 +65,7 @@ class Trainer(Protocol):
 
 
 def main(build: Callable[[Task], Trainer]) -> None:
-    """Runs a worker until its input ends.
-
-    Args:
-        build: makes the trainer; it may import what it needs then.
-    """
+    """Runs a worker until its input ends."""
     task = Task.of(sys.argv[1])
     say = _speaker()
     if task.device == "cpu" and hasattr(os, "SCHED_BATCH"):

@@ -17,27 +17,16 @@ from benchmarks.step.workers import CandidateError, Workers, interpreter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """What is measured, and how.
+    """What is measured, and how."""
 
-    Attributes:
-        sizes: of the model.
-        place: of the processes.
-        device: "cpu" or "gpu".
-        rounds: in each of them every candidate has its turn, in another order.
-        steps: that are timed in a turn; one before them is not.
-        alive: candidates stay in memory from turn to turn; else each turn starts its processes anew.
-        wait_s: seconds at most to wait for a quiet machine, once all have started.
-        torch_python: the interpreter with PyTorch; this one by default.
-    """
-
-    sizes: Sizes
-    place: Place
-    device: str
-    rounds: int
-    steps: int
-    alive: bool
-    wait_s: float = 0
-    torch_python: str | None = None
+    sizes: Sizes  # of the model
+    place: Place  # of the processes
+    device: str  # "cpu" or "gpu"
+    rounds: int  # in each of them every candidate has its turn, in another order
+    steps: int  # that are timed in a turn; one before them is not
+    alive: bool  # candidates stay in memory from turn to turn; else each turn starts its processes anew
+    wait_s: float = 0  # seconds at most to wait for a quiet machine, once all have started
+    torch_python: str | None = None  # the interpreter with PyTorch; this one by default
 
     def measure(self, candidates: Iterable[Candidate]) -> dict[str, Any]:
         """The figures of all rounds.

@@ -8,28 +8,19 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A GPT as in models/gpt.py (learned positions, tied head, no dropout), and the batch of a process.
+    """A GPT as in models/gpt.py (learned positions, tied head, no dropout), and the batch of a process."""
 
-    Attributes:
-        name: for the report.
-        vocab_size, block_size, n_layer, n_head, d_model, d_ff: as in `GPTConfig`.
-        batch: sequences of a process, each of `block_size` tokens.
-        dtype: that matrix products compute in; parameters and optimizer are float32.
-        remat: "none", or "full": layers are computed again in backward.
-        learning_rate: of AdamW.
-    """
-
-    name: str
+    name: str  # for the report. vocab_size, block_size, n_layer, n_head, d_model, d_ff: as in `GPTConfig`.
     vocab_size: int
     block_size: int
     n_layer: int
     n_head: int
     d_model: int
     d_ff: int
-    batch: int
-    dtype: str = "float32"
-    remat: str = "none"
-    learning_rate: float = 3e-4
+    batch: int  # sequences of a process, each of `block_size` tokens
+    dtype: str = "float32"  # that matrix products compute in; parameters and optimizer are float32
+    remat: str = "none"  # "none", or "full": layers are computed again in backward
+    learning_rate: float = 3e-4  # of AdamW
 
     @property
     def num_parameters(self) -> int:

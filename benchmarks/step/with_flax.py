@@ -43,27 +43,15 @@ class FlaxGPT(gpt.GPT):
 
 @dataclasses.dataclass(frozen=True)
 class FlaxStep:
-    """A step without arrays.
+    """A step without arrays."""
 
-    Attributes:
-        graphdef: of model and optimizer.
-        state: their shapes, dtypes and shardings.
-        rows: the sharding of a batch.
-    """
-
-    graphdef: Any
-    state: Any
-    rows: NamedSharding
+    graphdef: Any  # of model and optimizer
+    state: Any  # their shapes, dtypes and shardings
+    rows: NamedSharding  # the sharding of a batch
 
     @classmethod
     def of(cls, sizes: Sizes, mesh: Mesh, *, scan: bool) -> FlaxStep:
-        """The step on a mesh.
-
-        Args:
-            sizes: of the model.
-            mesh: of one axis.
-            scan: `nnx.scan` over stacked layers; else the layers one after another.
-        """
+        """The step on a mesh."""
         graphdef, shapes = nnx.split(nnx.eval_shape(lambda: _new(sizes, mesh.size, scan)))
         placed = lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
         state = jax.tree.map(placed, shapes, _shardings(shapes, mesh))
@@ -93,12 +81,7 @@ class FlaxStep:
 
 
 def made(sizes: Sizes, *, scan: bool) -> Made:
-    """A step over all devices of all processes, its state created under jit: no device ever holds the whole.
-
-    Args:
-        sizes: of the model.
-        scan: see `FlaxStep.of`.
-    """
+    """A step over all devices of all processes, its state created under jit: no device ever holds the whole."""
     mesh = Mesh(np.array(jax.devices()), (_AXIS,))
     step = FlaxStep.of(sizes, mesh, scan=scan)
     create = jax.jit(lambda: nnx.state(_new(sizes, mesh.size, scan)), out_shardings=step.shardings)

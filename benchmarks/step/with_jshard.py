@@ -14,12 +14,7 @@ from models import gpt
 
 
 def made(sizes: Sizes, *, scan: bool) -> Made:
-    """A step over all devices of all processes.
-
-    Args:
-        sizes: of the model.
-        scan: `js.scan_layers` over stacked layers; else the layers one after another, each a unit of the chain.
-    """
+    """A step over all devices of all processes."""
     mesh = js.mesh()
     config = config_of(sizes, scan=scan)
     model = js.shard_init(lambda: gpt.build(config, nnx.Rngs(0)), lambda model: gpt.annotate(model, mesh))

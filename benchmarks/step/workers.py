@@ -145,10 +145,6 @@ def _environment(device: str, position: int, environ: Mapping[str, str]) -> dict
 def interpreter(candidate: Candidate, torch_python: str | None) -> str:
     """The Python that runs a candidate.
 
-    Args:
-        candidate: which one.
-        torch_python: for those of PyTorch; this one by default.
-
     Raises:
         CandidateError: it has no PyTorch.
     """

@@ -1,11 +1,19 @@
-"""Programs: options of the compiler, its partitioner, and kernels for NVIDIA GPUs."""
+"""Programs: compiler options, partitioner, kernels for NVIDIA GPUs, arrays in host memory; and Flax's modules."""
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
+from flax.linen import module as _linen
+from flax.nnx import graphlib
+from jax import core
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
@@ -56,32 +64,6 @@ def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
     return wrap(function, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
 
 
-# As XLA runs Shardy before it partitions a program; the last two turn what differs into collectives.
-_PARTITION = (
-    "builtin.module(sdy-propagation-pipeline,"
-    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
-    "func.func(sdy-reshard-to-collectives),canonicalize,cse)"
-)
-
-
-def partitioned(lowered: Any) -> Any:
-    """The module of a lowered program with the collectives that its shardings ask for, as Shardy finds them.
-
-    None where it cannot be known without a compiler: another partitioner is in use, or these passes have other names.
-    """
-    from jax.extend.mlir import ir, passmanager
-
-    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
-        return None
-    module = lowered.compiler_ir("stablehlo")
-    with module.context:
-        try:
-            passmanager.PassManager.parse(_PARTITION).run(module.operation)
-        except (ValueError, ir.MLIRError):
-            return None
-    return module
-
-
 def mosaic_kernel(body: Any, *, name: str, scratch: list[Any], interpret: bool, **launch: Any) -> Any:
     """A Pallas kernel for NVIDIA GPUs; with `interpret` one that runs step by step on a CPU."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -123,3 +105,132 @@ def interpreter_transposes() -> bool:
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     return hasattr(plgpu, "InterpretGPUParams")
+
+
+# Arrays in the host's memory, also of devices that are not there.
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, traced or not, is in the host's memory: that is part of its type."""
+    aval = x if isinstance(x, core.ShapedArray) else jax.typeof(x)
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def host_rows(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array in the host's memory, to be written row by row; what it holds before does not count.
+
+    As `lax.scan` makes its own: of zeros that are put there, XLA:GPU would make a copy on the device first.
+    """
+    try:
+        from jax._src.lax.lax import empty2
+    except ImportError:
+        return jax.device_put(jax.numpy.zeros(shape, dtype), jax.memory.Space.Host)
+    return jax.lax.broadcast(empty2(jax.numpy.dtype(dtype), memory_space=jax.memory.Space.Host), shape)
+
+
+def memory_kinds(device: Any) -> list[str]:
+    """The kinds of memory that programs for a device can name; empty where it does not say."""
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except (AttributeError, jax.errors.JaxRuntimeError):  # of a cluster that is not there
+        return []
+
+
+class _HostSharding(NamedSharding):
+    """A sharding in the host's memory of devices that do not say which memories they have."""
+
+    memory_kind = property(lambda self: "pinned_host")  # pyright: ignore[reportAssignmentType]
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.memory_kind))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HostSharding) and super().__eq__(other)
+
+
+def host_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+    """A sharding in the host's memory. Of devices that are not there jax would drop the kind; the compiler knows it."""
+    found = NamedSharding(mesh, spec, memory_kind="pinned_host")
+    return found if found.memory_kind else _HostSharding(mesh, spec)
+
+
+def asked_of_results(sharding: Any) -> Any:
+    """A sharding for the results of a program: of devices that are not there, their types alone name the host."""
+    return NamedSharding(sharding.mesh, sharding.spec) if isinstance(sharding, _HostSharding) else sharding
+
+
+# Flax's modules: the graphs of both its interfaces, and what its own wrapper does around a method of Linen.
+
+LINEN_CALL = "_call_wrapped_method"
+"""The method of a Linen module through which every call of its methods goes: `(self, function, args, kwargs)`."""
+
+SETTINGS = frozenset({int, float, bool, str, bytes, type(None), type, types.FunctionType})
+"""Types of most of what a module holds besides modules, variables and arrays."""
+
+
+def is_node(x: Any) -> bool:
+    """Whether something has a place of its own in a Flax graph and things in it; a variable has not.
+
+    As Flax's own function, which takes long, as it asks of every number whether it is a variable.
+    """
+    return type(x) in graphlib.GRAPH_REGISTRY or (type(x) not in SETTINGS and graphlib.is_node(x))
+
+
+def children(node: Any) -> dict[Any, Any]:
+    """The attributes or items of a node of a Flax graph, without those that Flax keeps for itself; empty for a leaf.
+
+    `nnx.iter_graph` visits a shared node once; this is the step to visit it along every path.
+    """
+    impl = graphlib.GRAPH_REGISTRY.get(type(node)) or (graphlib.get_node_impl(node) if is_node(node) else None)
+    found = {} if impl is None else impl.node_dict(node)
+    return {key: child for key, child in found.items() if not str(key).startswith("_pytree__")}
+
+
+_HANDLED = "method_handler_wrapped"  # Flax's mark of a method that it has wrapped
+
+
+def is_transformed(method: Any) -> bool:
+    """Whether a method was made by one of Flax's transformations, as `nn.vmap(Model)` or `@nn.remat` make one.
+
+    Flax handles the method inside of it, and this one not again.
+    """
+    return hasattr(method, _HANDLED) and hasattr(getattr(method, "__wrapped__", None), _HANDLED)
+
+
+def transformed_methods(base: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class that Flax's transformations made."""
+    return {name: method for name in dir(base) if is_transformed(method := inspect.getattr_static(base, name))}
+
+
+def run_method(
+    function: Callable[..., Any], module: nn.Module, args: tuple, kwargs: Mapping[str, Any], ours: Callable[..., Any]
+) -> Any:
+    """Runs a plain method of a bound copy of a module, from inside an interceptor of the module's own call.
+
+    Captured results, names and interceptors around ours belong to that call. Those that the model itself has put inside
+    see the copy.
+    """
+    call: Callable[..., Any] = functools.partial(function, module)
+    if is_transformed(function):  # the module inside does all of this
+        return call(*args, **kwargs)
+    context = nn.module.InterceptorContext(module, function.__name__, call)
+    for interceptor in itertools.takewhile(lambda one: one is not ours, _linen._global_interceptor_stack):
+        inner = call
+        call = lambda *args, inner=inner, interceptor=interceptor, **kw: interceptor(inner, args, kw, context)
+    module._try_setup()
+    _linen._context.module_stack.append(module)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _linen._context.module_stack.pop()
+
+
+def exported_state(module: nn.Module) -> Any:
+    """What of a module's own notes about its call goes to a copy that runs it, as in Flax's transformations."""
+    return module._state.export()
+
+
+def in_state_of(module: nn.Module, copy: nn.Module) -> nn.Module:
+    """A copy of a module with its notes."""
+    object.__setattr__(copy, "_state", exported_state(module))
+    return copy

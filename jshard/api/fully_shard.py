@@ -4,26 +4,24 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 from flax import nnx
 
 from jshard import _compat
-from jshard.engine.route import route
+from jshard.engine.region import route
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
-from jshard.linen.route import call_annotated
 from jshard.plans import checks
 from jshard.plans.memories import sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
-from jshard.plans.moved import MovedSettings, layers_of, placement_of, refuse_strategy, units_of
+from jshard.plans.moved import placement_of, reshard_of
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement
-from jshard.plans.plan import Leaf, make_plan, root_forgotten
-from jshard.plans.policies import MixedPrecision, UnitPolicy
-from jshard.plans.remat import Remat
+from jshard.plans.plan import Leaf, make_plan, record_of
+from jshard.plans.policies import MixedPrecision, Remat, UnitPolicy
 from jshard.plans.units import (
     LogicalOptimizer,
     Path,
@@ -45,8 +43,6 @@ M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 
 _groups = itertools.count()
 
-_OPTIMIZER = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
-
 
 def fully_shard(
     module: M,
@@ -59,7 +55,7 @@ def fully_shard(
     prefetch: int | str | None = 1,
     placement: ShardPlacement | None = None,
     fallback: str = "warn",
-    **moved: Unpack[MovedSettings],
+    **old: Any,
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
@@ -102,7 +98,7 @@ def fully_shard(
         placement: where its parameters are, if not along the largest dim that divides: `js.ShardPlacement`.
         fallback: what an operation is that has no form on one data shard, so that every device computes it for the
             whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
-        **moved: settings from before, for one more release; a warning says what to write instead.
+        **old: settings from before, for one more release; a warning says what to write instead.
 
     Returns:
         The same object, annotated in place; of a Linen model an annotated copy.
@@ -118,8 +114,8 @@ def fully_shard(
         >>> model = js.fully_shard(model, mesh=mesh)
     """
     check_mesh(mesh)
-    placement = placement_of(placement, moved)
-    units = units_of(units, placement)
+    strategy = old.pop("strategy", None)
+    placement = placement_of(checks.check_placement(placement), old)
     policy = UnitPolicy().changed(
         mesh,
         reshard_after_forward=reshard_after_forward,
@@ -132,16 +128,15 @@ def fully_shard(
     checks.check_unit(unit)
     root = unit if units is None else dataclasses.replace(unit, policy=dataclasses.replace(policy, remat="none"))
     if isinstance(module, nn.Module):
-        refuse_strategy(moved.get("strategy"))
-        return annotated(module, root, units, unit, call_annotated)
+        return annotated(module, root, units, unit)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
-    layers = layers_of(moved.get("strategy"), mesh)
     checks.check_modules(modules)
     checks.check_has_parameters(modules)
     _annotate_all(modules, root, _choose_units(modules, units), unit)
-    if layers is not None:
+    if strategy is not None:
+        reshard = reshard_of(strategy)
         for one in modules:
-            revise(one, layers[0], strategy=layers[1])
+            revise(one, {"reshard_after_forward": reshard})
     return module
 
 
@@ -154,7 +149,9 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module
         for one, record in [*((m, unit) for m in chosen), *((m, root) for m in modules)]:
             _annotate(one, record)
             done.append(one)
-        checks.check_patterns(unit.placement.ignored, modules)
+        if unit.placement.ignored is not False:
+            names = {dotted(p) for m in modules for _, one in nested_units(m) for _, p, _ in occurrences(one)}
+            checks.check_patterns_used(unit.placement.ignored, names)
     except AnnotationError:
         for one in done:
             detach(one)
@@ -172,7 +169,8 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
         detach(module)
         raise
     padded = any(leaf.placement.padding for leaf in plan.leaves)
-    optimizer = LogicalOptimizer(_OPTIMIZER) if padded else None
+    line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
+    optimizer = LogicalOptimizer(line) if padded else None
     store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
     for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
         _place(leaf.variable, planned.placement, record.mesh)
@@ -211,7 +209,6 @@ def _given_spec(variable: nnx.Param) -> tuple:
 
 
 def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
-    """Stores a parameter as the plan says."""
     padding = Padding.of(placement)
     value = (variable if padding_of(variable) == padding else logical(variable)).get_raw_value()
     value = value if padding is None else padding.pad(value)
@@ -256,33 +253,23 @@ SETTINGS = ("reshard_after_forward", "remat", "prefetch")
 """What `revise` changes; each as in `js.fully_shard`."""
 
 
-def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = "") -> None:
-    """Changes settings of an annotated model's units, in place. Where the parameters are stays as it is.
+def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
+    """Changes settings (`SETTINGS`) of an annotated model's units, in place. Where the parameters are stays as it is.
 
     `prefetch`, and a `reshard_after_forward` of False, go to every unit inside the root. Other values of
     `reshard_after_forward`, and `remat`, go to the layers only: units that the model has several of, or stacks of
     them; to all innermost units where nothing comes twice. A head or an encoder's wrapper keeps what it was given, and
     so does a unit that is never gathered.
-
-    Args:
-        model: the root, annotated.
-        settings: new values, by name (`SETTINGS`).
-        strategy: why these, for `js.explain`.
-
-    Raises:
-        AnnotationError: there is no such setting, or not with such a value.
     """
-    unknown = [name for name in settings if name not in SETTINGS]
-    if unknown:
+    root = record_of(model)
+    assert root.plan is not None, "an annotated model has one"
+    if unknown := [name for name in settings if name not in SETTINGS]:
         raise AnnotationError(
             "A setting of a unit is not known.",
             where=[f"{name}={settings[name]!r}" for name in unknown],
             why=f"the settings are {', '.join(SETTINGS)}.",
             do='revise(model, {"remat": "full"})',
         )
-    root = unit_of(model)
-    if root is None or root.plan is None:
-        raise root_forgotten(model)
     UnitPolicy().changed(root.mesh, **settings)
     if settings and not has_inner_units(model):
         raise AnnotationError(
@@ -294,18 +281,16 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
     layers = set(map(id, repeated_layers(model)))
     units: dict[Path, Unit] = {}
     for path, module in nested_units(model):
-        unit = unit_of(module)
-        assert unit is not None
-        mine = {} if path or not strategy else {"strategy": strategy}
+        units[path] = unit = record_of(module)
         if path and unit.placement.gathered:
             mine = {k: v for k, v in settings.items() if id(module) in layers or _is_for_all(k, v)}
-        units[path] = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **mine))
+            units[path] = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **mine))
     store_plan(model, root.plan, units)
 
 
 def has_inner_units(model: nnx.Module) -> bool:
     """Whether there are units inside the root whose settings can be changed."""
-    return any(path and unit_of(module).placement.gathered for path, module in nested_units(model))  # type: ignore[union-attr]
+    return any(path and record_of(module).placement.gathered for path, module in nested_units(model))
 
 
 def _is_for_all(name: str, value: Any) -> bool:
@@ -315,18 +300,12 @@ def _is_for_all(name: str, value: Any) -> bool:
 def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
     """The units that repeat, and how many layers each holds: innermost ones that come several times, or stacks."""
     inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
-    inner = [module for module in inner if unit_of(module).placement.gathered]  # type: ignore[union-attr]
+    inner = [module for module in inner if record_of(module).placement.gathered]
+    depths = {module: max((leaf.placement.layers for leaf in record_of(module).members), default=1) for module in inner}
     count = collections.Counter(map(plain_class, inner))
-    repeated = [module for module in inner if count[plain_class(module)] > 1 or _depth(module) > 1]
-    return {module: _depth(module) for module in repeated or inner}
+    repeated = {module: depth for module, depth in depths.items() if count[plain_class(module)] > 1 or depth > 1}
+    return repeated or depths
 
 
 def _is_innermost(module: nnx.Module) -> bool:
     return all(not path for path, _ in nested_units(module)) and any(True for _ in occurrences(module))
-
-
-def _depth(module: nnx.Module) -> int:
-    """Layers that are stacked in a unit's parameters."""
-    unit = unit_of(module)
-    assert unit is not None
-    return max((member.placement.layers for member in unit.members), default=1)

@@ -14,8 +14,8 @@ from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
 from jshard.plans.placement import Placement
-from jshard.plans.plan import root_forgotten
-from jshard.plans.units import Unit, dotted, plain_class, unit_of
+from jshard.plans.plan import record_of
+from jshard.plans.units import Unit, dotted, plain_class
 
 
 def value_and_grad(
@@ -79,9 +79,7 @@ def value_and_grad(
 def _nnx_gradients(
     loss_fn: Callable, model: nnx.Module, batch: tuple, *, steps: int, once: bool, has_aux: bool, wrt: Any
 ) -> Any:
-    unit = unit_of(model)
-    if unit is None:
-        raise root_forgotten(model)
+    unit = record_of(model)
     if steps == 1:
         return nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(model, *batch)
     loss = _nnx_loss(loss_fn, model, unit, has_aux, wrt)

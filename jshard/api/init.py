@@ -1,23 +1,25 @@
-"""Deferred initialisation: every parameter is created where it will live."""
+"""Every parameter, and all optimizer state, is created where it will live, and kept there."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, overload
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
-from jshard.linen.train_state import linen_arrays, linen_shapes
+from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
+from jshard.plans.checks import check_replicated
+from jshard.plans.memories import StatePlaces, key_texts, parts_of, paths_of, sharding_of, streamed, to_device
 from jshard.plans.mesh import AnyMesh
-from jshard.plans.padding import padding_of, store
-from jshard.plans.plan import root_forgotten
-from jshard.plans.replicated import check_replicated, others_of, warn_of_others
-from jshard.plans.units import dotted, plain_class, unit_of, walk
+from jshard.plans.padding import logical, padding_of, store
+from jshard.plans.plan import record_of
+from jshard.plans.units import Path, dotted, plain_class, walk
 
 M = TypeVar("M")
 
@@ -64,13 +66,11 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
     """
     if isinstance(annotate, nn.Module):
-        used = _mesh_of_devices(annotation_for(annotate).root.mesh, mesh, type(annotate).__name__)
+        used = _mesh_of_devices(annotation_for(annotate).root.mesh, mesh, f"shard_init({type(annotate).__name__})")
         return linen_arrays(build, annotate, used)
     graphdef, shapes = _shapes(build)
     abstract: Any = _annotated(nnx.merge(graphdef, shapes), annotate)
-    unit = unit_of(abstract)
-    assert unit is not None
-    used = _mesh_of_devices(unit.mesh, mesh, plain_class(abstract).__name__)
+    used = _mesh_of_devices(record_of(abstract).mesh, mesh, f"shard_init({plain_class(abstract).__name__})")
     planned = dict(nnx.to_flat_state(nnx.state(abstract, nnx.Param)))
     replicated = NamedSharding(used, PartitionSpec())
     paths = [path for path, _ in _flat(shapes)]
@@ -86,13 +86,13 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     return _annotated(model, annotate)  # the arrays are where it wants them: nothing moves
 
 
-def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, name: str) -> Mesh:
+def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
     """The mesh of the annotation, which must have devices and be the one that was asked for."""
     if isinstance(used, Mesh) and (asked is None or asked == used):
         return used
     raise MeshError(
-        "The model cannot be placed on this mesh.",
-        where=f"shard_init({name})",
+        "Arrays cannot be placed on this mesh.",
+        where=where,
         why="the annotation used an abstract mesh." if not isinstance(used, Mesh) else "the annotation used another.",
         do="give js.fully_shard and js.shard_init the same mesh = js.mesh(fsdp=-1).",
     )
@@ -100,11 +100,7 @@ def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, name: str) -> Mesh:
 
 def _annotated(model: Any, annotate: Callable[[Any], Any]) -> Any:
     annotate(model)
-    unit = unit_of(model)
-    if unit is None:
-        raise root_forgotten(model)
-    check_replicated(unit, plain_class(model).__name__)
-    warn_of_others(unit, plain_class(model).__name__, others_of(model))
+    check_replicated(record_of(model), plain_class(model).__name__)
     return model
 
 
@@ -127,7 +123,6 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
 
 
 def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
-    """The split model with shapes for arrays."""
     with _compat.fast_shape_tracing():
         graphdef, shapes = jax.eval_shape(lambda: _split(build))
     model = nnx.merge(graphdef, shapes)
@@ -143,5 +138,183 @@ def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:
-    """The arrays of a state with the paths of their variables."""
     return [(path, leaf) for path, v in nnx.to_flat_state(state) for leaf in jax.tree.leaves(v)]
+
+
+# Optimizer state.
+
+
+@overload
+def shard_optimizer(
+    model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = ..., shard_replicated: bool = ...
+) -> nnx.Optimizer: ...
+
+
+@overload
+def shard_optimizer(
+    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Any = ...
+) -> optax.GradientTransformationExtraArgs: ...
+
+
+def shard_optimizer(
+    model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
+) -> Any:
+    """An `nnx.Optimizer` whose state is created sharded; for a Linen model the transformation for its `TrainState`.
+
+    State with the shape of a parameter is placed as the parameter is; other large state is sharded along a dim that
+    divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
+    compiles twice, as its counters do not be on the mesh yet. And it sees the padding of parameters that are stored
+    padded: gradients with respect to them are refused until this function was called for the model.
+
+    State of parameters that were annotated with `offload` is in host memory, and so it stays: an update brings it to
+    the device and takes it back, leaf by leaf. Such parameters need this optimizer.
+
+    A Linen model's state is created by its `TrainState.create(..., tx=js.shard_optimizer(model, tx))`, and sharded by
+    `shard_init`. Its parameters need this only where they are stored padded, or `offload` says where state is.
+
+    Args:
+        model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it. Or a Linen model.
+        tx: any Optax transformation, unchanged: it sees whole parameters in global view.
+        wrt: which variables it updates; of a Linen model which parameters, as in `js.value_and_grad`: the others have
+            no state.
+        shard_replicated: ZeRO-1: also shard the state of replicated parameters, over `replica`. Each device
+            then updates its part, and the parameters are gathered again. Of an nnx model.
+
+    Returns:
+        The optimizer; for an abstract model an abstract one, with the same shapes and shardings, for
+        `jshard.checkpoint.restore`: so a run that continues never holds its state twice. For a Linen model an
+        `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+        AnnotationError: the root of the model is not annotated.
+        MeshError: the mesh of the annotation is abstract.
+
+    Example:
+        >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
+    """
+    if isinstance(model, nn.Module):
+        return linen_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
+    optimizer = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
+    arrays = jax.tree.leaves(nnx.state(model))
+    if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        return optimizer
+    graphdef, state = nnx.split(optimizer)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    model_def, model_state = nnx.split(model)
+
+    def init(model_state: Any) -> Any:
+        made = type(optimizer)(nnx.merge(model_def, to_device(model_state)), optimizer.tx, wrt=wrt)
+        return nnx.state(_padded(made, _places(model, over_replica=shard_replicated)))
+
+    return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
+
+
+def abstract_optimizer(
+    model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
+) -> nnx.Optimizer:
+    """What `shard_optimizer` makes of a model, abstract or not, without arrays: shapes, dtypes and shardings."""
+    unit = record_of(model)
+    mesh = _mesh_of_devices(unit.mesh, None, f"shard_optimizer({plain_class(model).__name__})")
+    if isinstance(tx, _Placed) and tx.mesh != mesh:
+        texts = [", ".join(f"{axis}={n}" for axis, n in of.shape.items()) for of in (tx.mesh, mesh)]
+        raise AnnotationError(
+            "The transformation is that of another sharded optimizer.",
+            where=f"shard_optimizer({plain_class(model).__name__}, tx)",
+            why=f"it holds state to the mesh it was made for ({texts[0]}), and the model is on another ({texts[1]}).",
+            do="tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx",
+        )
+    if unit.optimizer is not None:
+        unit.optimizer.exists = True
+    places = _places(model, over_replica=shard_replicated)
+    placed = _placed(tx, places, _places(model, over_replica=False), mesh)
+    kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
+    made = nnx.eval_shape(lambda model: kind(model, placed, wrt=wrt), model)
+    graphdef, state = nnx.split(_padded(made, places))
+    return nnx.merge(
+        graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
+    )
+
+
+class _Placed(optax.GradientTransformationExtraArgs):
+    """A transformation that holds its state to a plan, and so belongs to the plan's mesh."""
+
+    mesh: Mesh
+
+
+class OffloadedOptimizer(nnx.Optimizer):
+    """An `nnx.Optimizer` of arrays in host memory: they are updated on the device, and go back to where they were."""
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
+        """As `nnx.Optimizer.update`, a part of the parameters after another; the updates are on the device."""
+        graphdef, state = nnx.split((model, self))
+        (leaves, tree), (of_grads, grads_tree) = jax.tree.flatten(state), jax.tree.flatten(grads)
+        shape_of_updates: Any = None
+
+        def update(*arrays: jax.Array) -> list[jax.Array]:
+            nonlocal shape_of_updates
+            model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, arrays[: len(leaves)]))
+            its_grads = jax.tree.unflatten(grads_tree, arrays[len(leaves) :])
+            updates = nnx.Optimizer.update(optimizer, model, its_grads, **to_device(kwargs))
+            of_updates, shape_of_updates = jax.tree.flatten(updates)
+            return [*jax.tree.leaves(nnx.state((model, optimizer))), *of_updates]
+
+        paths, grad_paths = paths_of(state), paths_of(grads)
+        offloaded = _places(model, over_replica=False).offloaded
+        parts = parts_of(offloaded, [*paths, *grad_paths], paths, grad_paths)
+        found = streamed(update, [*leaves, *of_grads], parts, like=[*leaves, *[None] * len(of_grads)])
+        nnx.update((model, self), jax.tree.unflatten(tree, found[: len(leaves)]))
+        return jax.tree.unflatten(shape_of_updates, found[len(leaves) :])
+
+
+def _places(model: nnx.Module, *, over_replica: bool) -> StatePlaces:
+    plan = record_of(model).plan
+    assert plan is not None, "an annotated model has one"
+    return StatePlaces(plan, over_replica=over_replica)
+
+
+def _padded(optimizer: nnx.Optimizer, places: StatePlaces) -> nnx.Optimizer:
+    """The optimizer, with state stored padded where its parameter is."""
+    for path, variable in walk(optimizer):
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
+        padding = places.padding(tuple(map(str, path)), getattr(value, "shape", ()))
+        if padding is not None:
+            store(variable, padding, padding.pad(value))
+    return optimizer
+
+
+def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh) -> nnx.Variable:
+    """The abstract variable with a sharding for each array in it; Optax masks some out."""
+    keys = tuple(map(str, path))
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = sharding_of(mesh, places.spec(keys, x.shape), on_host=places.on_host(keys, x.shape))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return variable.replace(jax.tree.map(one, variable.get_raw_value()))
+
+
+def _placed(
+    tx: optax.GradientTransformation, places: StatePlaces, parameters: StatePlaces, mesh: Mesh
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation on logical arrays, its state held to the plan, its updates to the parameters' placements.
+
+    Cutting padding off and adding it again stays on each device: inside a program arrays may be sharded unevenly.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def cut(path: tuple, leaf: Any) -> Any:
+        padding = places.padding(key_texts(path), getattr(leaf, "shape", ()))
+        return leaf if padding is None else padding.cut(leaf)
+
+    def init(params: Any) -> Any:
+        return tx.init(jax.tree.map(logical, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        held = places.held((grads, state), mesh)
+        grads, state, params, extra = jax.tree.map_with_path(cut, (*held, params, extra))
+        updates, state = tx.update(grads, state, params, **extra)
+        return parameters.held(updates, mesh), places.held(state, mesh)
+
+    placed = _Placed(init, cast(Any, update))
+    placed.mesh = mesh
+    return placed

@@ -1,7 +1,6 @@
 """`scan_layers`: a deep stack of equal layers as one loop, whose compile time does not grow with depth."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jshard import _compat
 from jshard.engine.call import Before, Kept, MethodCall, is_float, raw
 from jshard.engine.units import in_region_trace
 from jshard.errors import CallError
@@ -56,27 +56,18 @@ def scan_layers(
     Example:
         >>> x = js.scan_layers(model.blocks, x)
     """
-    if prefetch is not None:
-        _warn(
-            f"js.scan_layers(prefetch={prefetch!r}) has no effect any more: layers are gathered ahead as they were"
-            f" annotated. do: js.fully_shard(block, mesh=mesh, prefetch={prefetch!r})"
-        )
-    if delay_reduce is not None:
-        _warn(
-            f"js.scan_layers(delay_reduce={delay_reduce}) has no effect any more: the compiler reduces a layer's"
-            " gradients while the next layer of backward computes. do: js.scan_layers(layers, x)"
+    if prefetch is not None or delay_reduce is not None:
+        _compat.warn_user(
+            "prefetch and delay_reduce of js.scan_layers have no effect any more, and go with the next release. Layers"
+            f" are gathered ahead as they were annotated:\n  js.fully_shard(block, mesh=mesh, prefetch={prefetch!r})",
+            FutureWarning,
         )
     stack = _Stack(layers, method, _arrays(x), _arrays(xs), args, kwargs, collect=collect)
     return _loop(stack) if stack.is_list and not in_region_trace() else _scan(stack)
 
 
 class _Stack:
-    """Equal layers, to be taken apart into arrays with a row per layer.
-
-    Attributes:
-        modules, calls: the layers; or the one module that holds all of them.
-        is_list: which of the two.
-    """
+    """Equal layers, a list of them or one module that holds all, taken apart into arrays with a row per layer."""
 
     def __init__(
         self, layers: Any, method: str, x: Any, xs: Any, args: tuple, kwargs: dict[str, Any], *, collect: bool
@@ -97,11 +88,7 @@ class _Stack:
         own = () if xs is None else (_row(xs, 0),)
         self.calls = [MethodCall(module, run, (x, *own, *args), kwargs) for module in self.modules]
         _check_equal(self.calls)
-
-    @property
-    def call(self) -> MethodCall:
-        """The first layer's, which stands for all."""
-        return self.calls[0]
+        self.call = self.calls[0]  # stands for all
 
     @functools.cached_property
     def rows(self) -> tuple[list, list]:
@@ -156,7 +143,6 @@ def _loop(stack: _Stack) -> Any:
 
 
 def _scan(stack: _Stack) -> Any:
-    """The loop as a scan."""
     call, changed = stack.call, []
 
     def layer(x: Any, rows: tuple) -> tuple[Any, tuple]:
@@ -197,10 +183,6 @@ def _arrays(tree: Any) -> Any:
 
 def _row(rows: Any, i: int) -> Any:
     return jax.tree.map(lambda x: x[i], rows)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def _check_carry(stack: _Stack, before: Any, after: Any) -> None:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jshard.checkpoint.files.places import Parts
+from jshard.checkpoint.file_io import Parts
 from jshard.errors import MissingExtraError, RunError
 
 PART_BYTES = 8 << 20  # of an upload; 10,000 of them are the most that S3 takes
@@ -61,17 +61,11 @@ def bucket_error(path: BucketPath, why: str) -> BucketError:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPath:
-    """An object in a bucket, or what the names of several begin with.
+    """An object in a bucket, or what the names of several begin with."""
 
-    Attributes:
-        scheme: "gs" or "s3".
-        bucket: its name.
-        key: the name of the object, without a slash at the ends.
-    """
-
-    scheme: str
-    bucket: str
-    key: str
+    scheme: str  # "gs" or "s3"
+    bucket: str  # its name
+    key: str  # the name of the object, without a slash at the ends
 
     @classmethod
     def parse(cls, path: str | os.PathLike[str]) -> BucketPath | None:
@@ -154,11 +148,7 @@ class BucketPath:
         self._tried(lambda: _driver().put(self._store, self.key, data))
 
     def create(self, data: bytes) -> bool:
-        """Writes an object if there is none of that name; whether it holds this now.
-
-        Args:
-            data: no two who call this give the same.
-        """
+        """Writes an object if there is none of that name; whether it holds this now."""
 
         def work() -> bool:
             try:
@@ -170,12 +160,7 @@ class BucketPath:
         return self._tried(work)
 
     def replace(self, data: bytes, tag: Tag) -> Tag | None:
-        """Writes an object if it is still of a version; the new one, and None if it was not.
-
-        Args:
-            data: no two who call this give the same.
-            tag: of what was read.
-        """
+        """Writes an object if it is still of a version; the new one, and None if it was not."""
 
         def work() -> Tag | None:
             try:
@@ -201,8 +186,9 @@ class BucketPath:
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects below it, in any order; what is not there is as good as deleted."""
-        for some in _batched([(self / name).key for name in names], 1000):
-            self._tried(lambda some=some: self._delete(some))
+        keys = [(self / name).key for name in names]
+        for start in range(0, len(keys), 1000):
+            self._tried(lambda start=start: self._delete(keys[start : start + 1000]))
 
     def _delete(self, keys: Sequence[str]) -> None:
         try:
@@ -282,10 +268,6 @@ class BucketFolder:
             writer.write(view)
         return writer
 
-    def size(self, name: str) -> int:
-        """See `Source.size`."""
-        return (self.path / name).size()
-
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """See `Source.read`."""
         wanted = sum(view.nbytes for view in views)
@@ -349,10 +331,3 @@ def _cause(text: str) -> str:
     found = _WHY.search(line)
     code = re.search("<Code>(.*?)</Code>", text)
     return (found[1] or found[2] if found else line)[:300] + (f", {code[1]}" if code else "")
-
-
-def _batched(names: Iterable[str], size: int) -> Iterable[tuple[str, ...]]:
-    """As `itertools.batched`, which Python 3.11 does not have."""
-    left = iter(names)
-    while some := tuple(itertools.islice(left, size)):
-        yield some

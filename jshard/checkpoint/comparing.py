@@ -1,7 +1,7 @@
 """A checkpoint against its sums, and two against each other: with no more than some boxes of each in memory.
 
 `verify` finds whether everything that was saved is still there, every file and the values of every leaf; `diff` where
-two checkpoints differ, by path, shape, dtype and value.
+two checkpoints differ, by path, shape, dtype and value; `listing` what is in a folder of them, without a value.
 """
 
 from __future__ import annotations
@@ -10,59 +10,44 @@ import concurrent.futures
 import dataclasses
 import math
 import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
 
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, Place
-from jshard.checkpoint.lookup import place_of
-from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.formats.source import whole
+from jshard.checkpoint.lookup import INCOMPLETE, incomplete_in, is_checkpoint, place_of, series_at, steps_in
+from jshard.checkpoint.manifest import StoredLeaf, box_sums
 from jshard.checkpoint.opened import Opened
-from jshard.checkpoint.packed import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
-from jshard.checkpoint.sums import add, box_sums
-from jshard.errors import RunError, printable
+from jshard.checkpoint.storage import DRAFT_SUFFIX
+from jshard.errors import FourPartError, RunError
 
 _THREADS = 2
+_BATCH_BYTES = 256 << 20  # of leaves that Orbax reads at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is not as it was saved.
+    """Something that is not as it was saved."""
 
-    Attributes:
-        leaf: the path of the leaf that is damaged; None where a file belongs to no leaf alone.
-        file: the file, or the folder with the leaf's files where it is not known which; None if leaves share them.
-        why: what is wrong with it.
-    """
-
-    leaf: str | None
+    leaf: str | None  # the path of the leaf that is damaged; None where a file belongs to no leaf alone
+    # the file, or the folder with the leaf's files where it is not known which; None if leaves share them
     file: str | None
-    why: str
+    why: str  # what is wrong with it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What `verify` came to.
+    """What `verify` came to."""
 
-    Attributes:
-        path: the checkpoint.
-        findings: what is damaged; none for a good checkpoint.
-        num_leaves: that were read.
-        num_bytes: of them.
-        num_files: that were looked at.
-        unsummed: leaves that could be read and have no sums to be compared with, in a checkpoint of others all.
-    """
-
-    path: Place
-    findings: tuple[Finding, ...]
-    num_leaves: int
-    num_bytes: int
-    num_files: int
-    unsummed: int = 0
+    path: Place  # the checkpoint
+    findings: tuple[Finding, ...]  # what is damaged; none for a good checkpoint
+    num_leaves: int  # that were read
+    num_bytes: int  # of them
+    num_files: int  # that were looked at
 
     @property
     def is_good(self) -> bool:
@@ -73,8 +58,8 @@ class Verdict:
 def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = lambda num_bytes: None) -> Verdict:
     """Reads a whole checkpoint, and compares it with what was noted when it was saved.
 
-    It reads box by box, so that it needs about 150 MiB (or memory for two chunks, where they are larger). One process
-    calls it, on any machine that sees the folder; no accelerator is needed.
+    It reads in parts of some MiB, or leaf by leaf where Orbax wrote them. One process calls it, on any machine that
+    sees the folder; no accelerator is needed.
 
     Args:
         path: a checkpoint, or one that plain Orbax wrote: that has no sums, and can only be read.
@@ -94,43 +79,43 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
     path = place_of(path)
     try:
         source = own_checkpoint(path)
-        if isinstance(source, PackedCheckpoint):
-            return _packed(source, on_read)
+        manifest = source.manifest
+        lines = [] if manifest is None else _manifest.damage(path, manifest)
+        found = [Finding(leaf=None, file=file, why=why) for file, _, why in (line.partition("  ") for line in lines)]
+        if isinstance(source, OrbaxCheckpoint):
+            found += _in_leaves(source, list(source.leaves), on_read)
+        elif not found:
+            found = [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
     except BucketError:
         raise  # nothing is known of the checkpoint
     except RunError as error:
         return _unreadable(path, error)
-    manifest, arrays = source.manifest, source.arrays
-    findings = [] if manifest is None else _in_files(source, manifest)
-    damaged = {finding.leaf for finding in findings}
-    whole = [name for name in arrays if name not in damaged]
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda name: _in_leaf(source, name, on_read), whole))
-    findings += [finding for finding in found if finding is not None]
-    findings += _in_values(source)
     return Verdict(
         path=path,
-        findings=tuple(findings),
+        findings=tuple(found),
         num_leaves=len(source.leaves),
-        num_bytes=sum(arrays[name].nbytes for name in whole),
+        num_bytes=sum(leaf.nbytes for leaf in source.leaves.values()),
         num_files=0 if manifest is None else len(manifest.files),
-        unsummed=sum(1 for leaf in arrays.values() if leaf.nbytes and leaf.sums is None),
     )
 
 
-def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdict:
-    """The verdict on a packed checkpoint, all of whose bytes have a sum."""
-    lines = (line.partition("  ") for line in _manifest.damage(source.path, source.manifest))
-    findings = [Finding(leaf=None, file=file, why=why) for file, _, why in lines]
-    if not findings:
-        findings = [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
-    return Verdict(
-        path=source.path,
-        findings=tuple(findings),
-        num_leaves=len(source.leaves),
-        num_bytes=sum(leaf.nbytes for leaf in source.arrays.values()),
-        num_files=len(source.manifest.files),
-    )
+def _in_leaves(source: OrbaxCheckpoint, names: list[str], on_read: Callable[[int], object]) -> list[Finding]:
+    """What is wrong with some leaves that Orbax wrote: it reads many in the time of one."""
+    leaves = {name: source.leaves[name] for name in names}
+    num_bytes, values = sum(leaf.nbytes for leaf in leaves.values()), None
+    if len(names) == 1 or num_bytes <= _BATCH_BYTES:
+        try:
+            values = source.load({name: leaf.on_host() for name, leaf in leaves.items()})
+        except RunError as error:
+            if len(names) == 1:
+                return [Finding(leaf=names[0], file=None, why=error.why)]
+    if values is None:
+        half = len(names) // 2
+        return _in_leaves(source, names[:half], on_read) + _in_leaves(source, names[half:], on_read)
+    on_read(num_bytes)
+    why = "its values are not those that were saved."
+    sums = {name: box_sums(values[name], whole(leaf), leaf.shape) for name, leaf in leaves.items() if leaf.sums}
+    return [Finding(leaf=name, file=None, why=why) for name, found in sums.items() if found != leaves[name].sums]
 
 
 def _unreadable(path: Place, error: RunError) -> Verdict:
@@ -138,50 +123,6 @@ def _unreadable(path: Place, error: RunError) -> Verdict:
     file = error.where[0].removeprefix(f"{path}/")
     finding = Finding(leaf=None, file=None if file == str(path) else file, why=error.why)
     return Verdict(path=path, findings=(finding,), num_leaves=0, num_bytes=0, num_files=0)
-
-
-def _in_files(source: OrbaxCheckpoint, manifest: _manifest.Manifest) -> list[Finding]:
-    """Files that are missing, cut off, or small and changed; each with the leaf that it holds a part of."""
-    leaves = {source.folder(name): name for name in source.leaves}
-    found = []
-    for line in _manifest.damage(source.path, manifest):
-        file, _, why = line.partition("  ")
-        leaf = next((leaves[str(folder)] for folder in Path(file).parents if str(folder) in leaves), None)
-        found.append(Finding(leaf=leaf, file=file, why=why))
-    return found
-
-
-def _in_leaf(source: OrbaxCheckpoint, name: str, on_read: Callable[[int], object]) -> Finding | None:
-    """What is wrong with the values of an array."""
-    stored = source.leaves[name]
-    total = (0, 0)
-    try:
-        for box in source.boxes(name):
-            values = source.read(name, box)
-            total = add([total, box_sums(values, box, stored.shape)])
-            on_read(values.nbytes)
-    except RunError as error:
-        return Finding(leaf=name, file=_place(source, name), why=error.why.removeprefix(f"{printable(name)}: "))
-    if stored.sums is None or total == stored.sums:
-        return None
-    return Finding(leaf=name, file=_place(source, name), why="its values are not those that were saved.")
-
-
-def _in_values(source: OrbaxCheckpoint) -> list[Finding]:
-    try:
-        source.values()
-    except RunError as error:
-        return [Finding(leaf=None, file=None, why=f"numbers and texts: {error.why}")]
-    return []
-
-
-def _place(source: OrbaxCheckpoint, name: str) -> str | None:
-    """The file of a leaf, or their folder if it has several."""
-    folder = source.folder(name)
-    if folder is None or source.manifest is None:
-        return folder
-    files = [file for file in source.manifest.files if file.startswith(f"{folder}/") and not file.endswith("zarr.json")]
-    return files[0] if len(files) == 1 else f"{folder}/ ({len(files)} files)"
 
 
 # Where two checkpoints differ.
@@ -215,38 +156,21 @@ class LeafDiff:
 def diff(
     a: Place, b: Place, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
 ) -> list[LeafDiff]:
-    """Compares two checkpoints leaf by leaf; meshes, chunks and the programs that wrote them may differ.
-
-    Args:
-        a: one.
-        b: the other.
-        values: whether norms are computed. Without it, leaves that both have sums of are not read (`sums.py`).
-        on_read: called with the bytes of each box that was read, of one of the two.
-
-    Returns:
-        Every leaf of either, sorted by path.
-
-    Raises:
-        CheckpointError: there is no checkpoint at one of the paths.
-        RunError: one of them is damaged.
-    """
+    """Compares two checkpoints leaf by leaf; meshes, chunks and the programs that wrote them may differ."""
     sources = own_checkpoint(a), own_checkpoint(b)
     held = [source.leaves for source in sources]
     python = [source.values() for source in sources]
 
     def one(path: str) -> LeafDiff:
         first, second = (leaves.get(path) for leaves in held)
-        kind, norms = _known(first, second), None
-        is_noted = first is not None and second is not None and None not in (first.sums, second.sums)
-        if first is not None and second is not None and first.shape == second.shape and (values or not is_noted):
-            are_arrays = first.is_array and second.is_array
-            if are_arrays and (values or kind == "equal"):
+        kind, norms, is_equal = _known(first, second), None, True
+        if first is not None and second is not None and first.shape == second.shape:
+            is_noted = None not in (first.sums, second.sums)
+            if not first.is_array:
+                is_equal = np.array_equal(np.asarray(python[0].get(path)), np.asarray(python[1].get(path)))
+            elif second.is_array and (values or (kind == "equal" and not is_noted)):
                 is_equal, norms = _compared(sources, path, on_read, norms=values)
-                kind = "values" if kind == "equal" and not is_equal else kind
-            elif not first.is_array and not np.array_equal(
-                np.asarray(python[0].get(path)), np.asarray(python[1].get(path))
-            ):
-                kind = "values" if kind == "equal" else kind
+        kind = "values" if kind == "equal" and not is_equal else kind
         return LeafDiff(path=path, kind=kind, a=first, b=second, norms=norms)
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -285,3 +209,76 @@ def _compared(
     first, second, apart = map(float, np.sqrt(sums))
     relative = apart / first if first else math.inf if apart else 0.0
     return is_equal, Norms(a=first, b=second, relative=relative, most=most)
+
+
+# What is in a folder of checkpoints.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListedCheckpoint:
+    """A checkpoint, as it is listed; what only its manifest says is empty for one that jshard did not write."""
+
+    path: Place
+    step: int | None  # number of steps that were done; None where nobody said
+    is_latest: bool = False  # the one that a run would go on from
+    is_complete: bool = True  # else it is no checkpoint, and `damage` says what it may be
+    damage: tuple[str, ...] = ()  # a line each; of large files the sizes are looked at, and no values
+    num_leaves: int = 0
+    num_bytes: int = 0
+    saved_at: float | None = None  # seconds since 1970
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    processes: int | None = None  # that saved it
+    version: str | None = None  # of the jshard that wrote it
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What is at a path: checkpoints, and folders by step that are not complete, oldest first."""
+
+    path: Place
+    entries: tuple[ListedCheckpoint, ...]
+    unfinished: tuple[str, ...] = ()  # names of what saves have left that were interrupted, or are writing now
+
+
+def listing(path: Place) -> Listing:
+    """What is at a path: a checkpoint, a series, or a run."""
+    path = place_of(path)
+    series = None if is_checkpoint(path) else series_at(path)
+    if series is None:
+        if not is_checkpoint(path):
+            own_checkpoint(path)  # raises, and says what is there
+        return Listing(path=path, entries=(_entry(path, step=None),))
+    entries = [_entry(series / str(step), step=step) for step in steps_in(series)]
+    for step in incomplete_in(series):
+        entries.append(
+            ListedCheckpoint(path=series / str(step), step=step, is_complete=False, damage=(f"{INCOMPLETE}.",))
+        )
+    entries.sort(key=lambda entry: entry.step or 0)
+    latest = max((entry.step for entry in entries if entry.step is not None and not entry.damage), default=None)
+    entries = [dataclasses.replace(entry, is_latest=entry.step == latest) for entry in entries]
+    left = sorted(item.name for item in series.iterdir() if item.name.endswith(DRAFT_SUFFIX) and item.is_dir())
+    return Listing(path=series, entries=tuple(entries), unfinished=tuple(left))
+
+
+def _entry(path: Place, *, step: int | None) -> ListedCheckpoint:
+    try:
+        opened = own_checkpoint(path)
+    except FourPartError as error:  # the others are listed all the same
+        return ListedCheckpoint(path=path, step=step, damage=(f"{error.what} {error.why}",))
+    manifest, leaves = opened.manifest, opened.leaves.values()
+    entry = ListedCheckpoint(
+        path=path, step=step, num_leaves=len(leaves), num_bytes=sum(leaf.nbytes for leaf in leaves)
+    )
+    if manifest is None:
+        return entry
+    return dataclasses.replace(
+        entry,
+        step=step if step is not None else manifest.step,
+        damage=tuple(_manifest.damage(path, manifest)),
+        saved_at=manifest.saved_at,
+        mesh=manifest.mesh,
+        processes=manifest.processes,
+        version=manifest.versions.get("jshard"),
+        metrics=manifest.metrics,
+    )

@@ -1,18 +1,13 @@
 """What goes wrong with checkpoints, as a user meets it."""
 
-import contextlib
+from __future__ import annotations
+
 import errno
-import gc
-import logging
 import os
 import re
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Sequence
 
-from jshard.errors import ShardingError, causes
+from jshard.errors import FourPartError, RunError, ShardingError, causes
 
 
 class CheckpointError(ShardingError):
@@ -23,14 +18,6 @@ class CheckpointWarning(UserWarning):
     """Something about a checkpoint that was done as asked, and that whoever asked may not expect."""
 
 
-# What to make of an error inside Orbax: one line of text, in place of hundreds of log lines.
-
-_LOGGERS = ("absl", "asyncio")
-_EXPECTED = (
-    *("Skipping merge of OCDBT", "TensorStore data files not found"),  # said of every one without OCDBT
-    *("Metadata file does not exist", "Failed to resolve handler for checkpointable"),  # of one in another
-)
-_THEIRS = re.compile(r"[/\\](orbax|asyncio|tensorstore)[/\\]")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
@@ -46,64 +33,40 @@ def reason(error: BaseException) -> str:
     return f"{type(chain[-1]).__name__}: {text.splitlines()[0][:300]}"
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Holds back what Orbax logs: shown if the work succeeds, dropped if it fails, as the error then says it.
-
-    A write that fails would otherwise print the same traceback once per thread.
-    """
-    if not isinstance(sys.unraisablehook, _NotLate):  # before the work: some of its threads end before it fails
-        sys.unraisablehook = _NotLate(sys.unraisablehook)
-    held = _Held()
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    for logger in loggers:
-        logger.addFilter(held)
-    try:
-        yield
-    except Exception as error:
-        _clear_remains(error)
-        held.records.clear()
-        raise
-    finally:
-        for logger in loggers:
-            logger.removeFilter(held)
-        for record in held.records:
-            logging.getLogger(record.name).handle(record)
+_MENDS = {  # by the names of errors, as `reason` has them
+    ("ENOSPC", "EDQUOT"): "make room, or name a folder on another disk.",
+    ("EFBIG",): "allow larger files, as by ulimit -f unlimited, or name a folder on another disk.",
+    ("EIO",): "mend the disk, or name a folder on another one.",
+    ("EROFS", "EACCES", "EPERM"): "give write access there, or name another folder.",
+    ("ENAMETOOLONG",): "give a shorter path.",
+    ("ENOTDIR", "EEXIST", "ENOENT"): "name a path whose parents are folders, or can be made.",
+}
 
 
-class _Held(logging.Filter):
-    """Keeps what Orbax and what it stands on say, and lets all else through: the user may log with absl too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keeps a record."""
-        if not _THEIRS.search(record.pathname):
-            return True
-        if not any(text in str(record.msg) for text in _EXPECTED):
-            self.records.append(record)
-        return False
+def in_four_parts(path: object, error: Exception) -> FourPartError:
+    """An error of whatever kind, of a checkpoint that could not be written, as a user meets it."""
+    return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
 
 
-def _clear_remains(error: BaseException) -> None:
-    """Ends what a failed read leaves suspended; each would print a traceback."""
-    for cause in causes(error, context=True):
-        traceback.clear_frames(cause.__traceback__)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        gc.collect()
+def write_failed(path: object, why: str) -> RunError:
+    """The error for a checkpoint that could not be written."""
+    return RunError("The checkpoint could not be written.", where=str(path), why=why, do=mend(why))
 
 
-class _NotLate:
-    """A hook for errors that nobody can catch, without those of work that ends after its like has failed."""
+def mend(why: str) -> str:
+    """What to do about a write that failed, by the operating system's name for the cause, as `reason` has it."""
+    for names, do in _MENDS.items():
+        if any(f"({name})" in why for name in names):
+            return do
+    return "remove that cause, and write it again."
 
-    def __init__(self, before: Callable[[Any], None]) -> None:
-        self._before = before
 
-    def __call__(self, unraisable: Any) -> None:
-        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
-        abandoned = code is not None and any(name in code.co_filename for name in ("orbax", "asyncio"))
-        if not abandoned and "Event loop is closed" not in str(unraisable.exc_value):
-            self._before(unraisable)
+def unreadable(path: object, why: str) -> RunError:
+    """The error for a checkpoint that cannot be read, whatever of it is damaged."""
+    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
+
+
+def damaged(path: object, where: Sequence[str], why: str) -> RunError:
+    """The error for a checkpoint of which some files or leaves have changed since it was saved."""
+    do = "copy it again from where it is whole, or restore another one."
+    return RunError("The checkpoint cannot be read.", where=[str(path), *where], why=why, do=do)

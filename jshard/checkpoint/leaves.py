@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard.checkpoint.balance import as_one, is_local
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.manifest import box_sums
 from jshard.checkpoint.position import is_data_position, position_text, set_position
-from jshard.linen.padded import is_padded
+from jshard.linen.layout import is_padded
 from jshard.plans.padding import logical_shape, padding_of
 
 Path = tuple[str, ...]
@@ -30,39 +31,25 @@ _STORABLE = frozenset(  # what TensorStore has names for
 
 
 def flatten(state: Any) -> dict[Path, Any]:
-    """Every leaf of a state by its path.
-
-    Args:
-        state: a mapping of names to nnx modules, nnx optimizers, pytrees of arrays, numbers and texts, and objects
-            with `get_state()` and `set_state()`; or one of these alone.
-
-    Raises:
-        CheckpointError: two leaves have one path.
-    """
-    found: dict[Path, Any] = {}
-    twice = []
-    for name, value in _parts(state):
-        for path, leaf in _leaves(value, name):
-            if path in found:
-                twice.append(text(path))
-            found[path] = leaf
-    if twice:
+    """Every leaf of a state by its path; a `CheckpointError` if two of them have one."""
+    pairs = [pair for name, value in _parts(state) for pair in _leaves(value, name)]
+    count = collections.Counter(path for path, _ in pairs)
+    if len(count) < len(pairs):
         raise CheckpointError(
             "The state cannot be stored by path.",
-            where=sorted(twice),
+            where=sorted(text(path) for path in count if count[path] > 1),
             why="two leaves have the same path: keys are stored as text.",
             do="name them differently.",
         )
-    return found
+    return dict(pairs)
 
 
 def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
     """The shapes of leaves whose arrays are padded to divide over a mesh, as they are stored: without the padding."""
     found = {}
     for name, value in _parts(state):
-        if _is_nnx(value) or isinstance(value, nnx.State):
-            variables = nnx.to_flat_state(nnx.state(value) if _is_nnx(value) else value)
-            places = [((*name, *map(str, path)), variable) for path, variable in variables]
+        if (variables := _variables(value)) is not None:
+            places = [((*name, *path), variable) for path, variable in variables]
         else:
             is_leaf = lambda x: is_padded(x) or padding_of(x) is not None or _is_mixed(x)
             flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)[0]
@@ -139,8 +126,7 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
     `CheckpointError` names the leaves that are of other kinds, or whose values are gone.
     """
     if not abstract:
-        _refuse_deleted(leaves)
-        _refuse_elsewhere(leaves)
+        _refuse_gone(leaves)
     stored: dict[str, Any] = {}
     bad = []
     for path, leaf in leaves.items():
@@ -217,24 +203,20 @@ def _stored(leaf: Any) -> Any:
     return None
 
 
-def _refuse_deleted(leaves: Mapping[Path, Any]) -> None:
-    gone = [text(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    if gone:
+def _refuse_gone(leaves: Mapping[Path, Any]) -> None:
+    """Refuses arrays without values, and those of which this process has no part: it could not help to save them."""
+    arrays = {text(path): leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+    if gone := [key for key, leaf in arrays.items() if leaf.is_deleted()]:
         raise CheckpointError(
             f"The state cannot be saved: the values of {len(gone)} leaves are gone.",
             where=gone,
             why="these arrays are deleted; a step that donates its arguments takes their memory.",
             do="save what the step returned: state = step(state, batch), then save(path, state). Or save before it.",
         )
-
-
-def _refuse_elsewhere(leaves: Mapping[Path, Any]) -> None:
-    """Refuses arrays of which this process has no part: it could not help to save them."""
-    bad = [text(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and not leaf.addressable_shards]
-    if bad:
+    if elsewhere := [key for key, leaf in arrays.items() if not leaf.addressable_shards]:
         raise CheckpointError(
-            f"The state cannot be saved: of {len(bad)} arrays process {jax.process_index()} has no part.",
-            where=bad,
+            f"The state cannot be saved: of {len(elsewhere)} arrays process {jax.process_index()} has no part.",
+            where=elsewhere,
             why="they are on devices of other processes alone, and all processes save together.",
             do="put them onto a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
         )
@@ -262,21 +244,22 @@ def _is_named(state: Any) -> bool:
 
 
 def _parts(state: Any) -> list[tuple[Path, Any]]:
-    if _is_named(state):
-        return [((name,), state[key]) for key, name in _names(state).items()]
-    return [((), state)]
+    return [((name,), state[key]) for key, name in _names(state).items()] if _is_named(state) else [((), state)]
 
 
-def _is_nnx(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.State)
+def _variables(value: Any) -> list[tuple[Path, Any]] | None:
+    """The variables of a module or a state of Flax; None for a pytree of others."""
+    if not isinstance(value, nnx.Pytree | nnx.State):
+        return None
+    flat = nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value))
+    return [(tuple(map(str, path)), variable) for path, variable in flat]
 
 
 def _leaves(value: Any, name: Path) -> Iterator[tuple[Path, Any]]:
-    if _is_nnx(value) or isinstance(value, nnx.State):
-        for path, variable in nnx.to_flat_state(nnx.state(value) if _is_nnx(value) else value):
-            yield from _tree_leaves(_held(variable), (*name, *map(str, path)))  # mostly one; Optax masks some out
-    else:
+    if (variables := _variables(value)) is None:
         yield from _tree_leaves(value, name)
+    for path, variable in variables or ():
+        yield from _tree_leaves(_raw(variable), (*name, *path))  # mostly one; Optax masks some out
 
 
 def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
@@ -309,19 +292,19 @@ def _key(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
-def _held(variable: Any) -> Any:
+def _raw(variable: Any) -> Any:
     return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
 def _filled(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
-    if _is_nnx(value):
+    if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.State):
         graphdef, state = nnx.split(value)
         return nnx.merge(graphdef, _filled(state, name, leaves))
     if not isinstance(value, nnx.State):
         return _filled_tree(value, name, leaves)
     filled = []
     for path, variable in nnx.to_flat_state(value):
-        held = _filled_tree(_held(variable), (*name, *map(str, path)), leaves)
+        held = _filled_tree(_raw(variable), (*name, *map(str, path)), leaves)
         filled.append((path, variable.replace(held) if isinstance(variable, nnx.Variable) else held))
     return nnx.from_flat_state(filled)
 
@@ -358,9 +341,9 @@ def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
         yield path
     elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
         # Variables of a part itself are under their own names, and those of a module in a pytree one key deeper.
-        for inner, variable in nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value)):
+        for inner, variable in _variables(value) or ():
             if isinstance(variable, nnx.Param):
-                yield *path, *map(str, inner)
+                yield *path, *inner
     else:
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
         for key, child in _children(value):
@@ -373,3 +356,52 @@ def _children(node: Any) -> list[tuple[str, Any]]:
         return [(name, node[key]) for key, name in _names(node).items()]
     found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     return [(jax.tree_util.keystr(path, simple=True), child) for path, child in found if path]
+
+
+def first_devices() -> dict[int, Any]:
+    """The first device of each process."""
+    return {device.process_index: device for device in reversed(jax.devices())}
+
+
+# Arrays that each process has for itself.
+
+
+def is_local(leaf: Any) -> bool:
+    """Whether each of several processes has an array of its own here."""
+    return isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable
+
+
+def as_one(leaf: jax.Array) -> jax.Array:
+    """The copies of all processes as the replicas of one array; nothing is sent."""
+    first = first_devices()
+    mesh = Mesh(np.array([first[process] for process in sorted(first)]), "process")
+    own = jax.device_put(leaf, first[jax.process_index()])
+    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [own])
+
+
+def local_copies(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The facts of the copies that this process has: shape, dtype and sums by path."""
+    found = {}
+    for key, leaf in leaves.items():
+        if is_local(leaf) and leaf.size:
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+            sums = box_sums(values, (slice(None),) * values.ndim, values.shape)
+            found[key] = [list(leaf.shape), str(leaf.dtype), list(sums)]
+    return found
+
+
+def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
+    """Raises a `CheckpointError` if what `local_copies` gave each process is not the same."""
+    bad = []
+    for key in sorted({key for found in heard for key in found}):
+        others = [number for number, found in enumerate(heard) if found.get(key) != heard[0].get(key)]
+        if others:
+            bad.append(f"{key}  of process 0 and of process {', '.join(map(str, others))}")
+    if bad:
+        raise CheckpointError(
+            f"The state cannot be saved: the processes have other values of {len(bad)} leaves.",
+            where=bad,
+            why="an array on a device of each process is stored once, for all of them.",
+            do="compute it from the same seed everywhere; or lay it over the mesh, with a row for each process.",
+        )

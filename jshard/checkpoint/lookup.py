@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import NAME as MANIFEST
-from jshard.checkpoint.storage import COMMIT_MARK, is_committed
+from jshard.checkpoint.storage import CHECKPOINT_METADATA, COMMIT_MARK, is_committed, is_item
+from jshard.checkpoint.timeline import NAME as HISTORY
 from jshard.errors import FourPartError, RunError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """The absolute path of a checkpoint, or its address in a bucket.
-
-    Raises:
-        CheckpointError: it is neither.
-    """
+    """The absolute path of a checkpoint, or its address in a bucket."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
             "This is no path.",
@@ -33,11 +31,7 @@ def place_of(path: str | os.PathLike[str]) -> Place:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of something that is to be on the machine.
-
-    Raises:
-        CheckpointError: it is the address of something else, which would be taken for a folder of that name.
-    """
+    """The absolute path of something that is to be on the machine."""
     if _URL.match(os.fspath(path)):
         raise CheckpointError(
             "Checkpoints cannot be there.",
@@ -149,16 +143,54 @@ def _nearby(path: Place) -> tuple[str, Place | None]:
         return "no such folder.", None
     if path.is_dir():
         return "the folder is not one that save() completed.", None
-    kinds = {
-        ".msgpack": "Flax's msgpack",
-        ".npz": "NumPy",
-        ".pt": "torch.save",
-        ".pth": "torch.save",
-        ".bin": "torch.save",
-    }
-    kind = kinds.get(Path(path.name).suffix, "an unknown format")
-    return f"it is a file of {kind}; of files, those of safetensors alone are read.", None
+    return "it is a file, and of files those of safetensors alone are read.", None
 
 
 def _list(steps: list[int], shown: int = 5) -> str:
     return ", ".join([*(["..."] if len(steps) > shown else []), *map(str, steps[-shown:])])
+
+
+LEDGER = "series.json"  # the steps whose checkpoints a series wrote, or began to: nothing else is deleted
+
+
+# What is in a folder of checkpoints, and which checkpoint a path means.
+
+
+def series_at(path: Place) -> Place | None:
+    """The folder of the series at a path, that of a run or itself; None if there is none.
+
+    It is looked at, by this process alone: nothing is written, and no other process is asked.
+    """
+    path = place_of(path)
+    for folder in (path / OF_A_RUN, path):
+        if not is_checkpoint(folder) and (steps_in(folder) or _holds(folder, (HISTORY, LEDGER))):
+            return folder
+    return None
+
+
+def checkpoint_at(path: Place, step: int | None = None) -> Place:
+    """The checkpoint that a path means, whether it is damaged or not."""
+    path = place_of(path)
+    series = None if is_checkpoint(path) else series_at(path)
+    if series is None:
+        if step is not None:
+            raise CheckpointError(
+                "There is no series of checkpoints.",
+                where=str(path),
+                why=f"a step, {step}, was asked for, and the path is none of a series or a run.",
+                do="leave the step away, or give the folder that holds the checkpoints.",
+            )
+        return path
+    steps = steps_in(series)
+    if not steps or step not in (None, *steps):
+        raise no_such_step(series, step)
+    return series / str(steps[-1] if step is None else step)
+
+
+def is_checkpoint(path: Place) -> bool:
+    """Whether a folder looks like one checkpoint, or like one tree of one, by whomever it was written."""
+    return is_committed(path) or is_item(path) or _holds(path, (_manifest.NAME, CHECKPOINT_METADATA))
+
+
+def _holds(folder: Place, names: Collection[str]) -> bool:
+    return any((folder / name).is_file() for name in names)

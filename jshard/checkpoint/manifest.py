@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `jshard.json`: what it holds, and how to see that nothing of it is lost.
 
 It is written last, when everything else is on the disk. It lists every leaf with its logical shape and its sums
-(`sums.py`), and every file with its size, small ones with a checksum: those that say how the large ones are to be read.
+(see below), and every file with its size, small ones with a checksum: those that say how the large ones are to be read.
 The mesh, the layout and the processes it was saved from are for people, and nothing depends on them.
 """
 
@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place
-from jshard.checkpoint.draft import write_text
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.sums import Sums
+from jshard.checkpoint.file_io import write_text
 from jshard.errors import RunError
 
 NAME = "jshard.json"
@@ -37,23 +36,14 @@ PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
-    """A leaf as a checkpoint holds it.
+    """A leaf as a checkpoint holds it."""
 
-    Attributes:
-        shape: its logical shape; of a random key that of its numbers.
-        dtype: of its elements; "int", "float" and "str" for values of Python.
-        key: the kind of a random key, such as "fry"; None for what is none.
-        spec: how it was sharded when it was saved, for people.
-        sums: see `sums.py`; None for values of Python, and where nobody computed them.
-        chunk: the shape of the boxes in which it is stored; None if that is not known.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    key: str | None = None
-    spec: str | None = None
-    sums: Sums | None = None
-    chunk: tuple[int, ...] | None = None
+    shape: tuple[int, ...]  # its logical shape; of a random key that of its numbers
+    dtype: str  # of its elements; "int", "float" and "str" for values of Python
+    key: str | None = None  # the kind of a random key, such as "fry"; None for what is none
+    spec: str | None = None  # how it was sharded when it was saved, for people
+    sums: Sums | None = None  # see below; None for values of Python, and where nobody computed them
+    chunk: tuple[int, ...] | None = None  # the shape of the boxes in which it is stored; None if that is not known
 
     @property
     def is_array(self) -> bool:
@@ -77,30 +67,20 @@ class StoredLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """What a checkpoint says of itself."""
 
-    Attributes:
-        leaves: by path.
-        files: size of every file of ours, by its path in the folder; of one that holds zarr, a checksum of small ones.
-        step: number of steps that were done; None where nobody said.
-        saved_at: seconds since 1970.
-        mesh: axes and their degrees when it was saved.
-        processes: how many saved it.
-        metrics: what the state was worth.
-        versions: of the packages that wrote it.
-        packed: size of every packed file, by its name, and the sum of its index, which stands for all in it.
-        values: of the leaves that are values of Python, where the files are packed.
-    """
-
-    leaves: Mapping[str, StoredLeaf]
+    leaves: Mapping[str, StoredLeaf]  # by path
+    # size of every file of ours, by its path in the folder; of one that holds zarr, a checksum of small ones
     files: Mapping[str, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
-    step: int | None = None
-    saved_at: float = 0.0
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    processes: int = 1
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    step: int | None = None  # number of steps that were done; None where nobody said
+    saved_at: float = 0.0  # seconds since 1970
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # axes and their degrees when it was saved
+    processes: int = 1  # how many saved it
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the state was worth
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the packages that wrote it
+    # size of every packed file, by its name, and the sum of its index, which stands for all in it
     packed: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    # of the leaves that are values of Python, where the files are packed
     values: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
 
 
@@ -131,10 +111,6 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
     """The manifest of a checkpoint; None where there is none, as in folders that others wrote.
 
     Without a `check`, one whose checksum does not fit is taken as it is, if it can be read at all.
-
-    Raises:
-        CheckpointError: a newer jshard wrote it.
-        RunError: it is damaged.
     """
     path = folder / NAME
     try:
@@ -170,22 +146,21 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
 
     Large files of arrays are looked at for their size only: their values are summed when they are read.
     """
-    if isinstance(folder, BucketPath):
-        here = folder.objects()
-        sizes = {name: (size, here.get(name)) for name, (size, _) in manifest.files.items()}
-        wrong = {name: (size, there) for name, (size, there) in sizes.items() if size != there}
-        text = lambda size, there: "is missing" if there is None else f"{there} bytes of {size}"
-        return [f"{name}  {text(*both)}" for name, both in wrong.items()]
+    listed = folder.objects() if isinstance(folder, BucketPath) else None
     found = []
     for name, (size, crc32) in manifest.files.items():
         try:
-            here = (folder / name).stat().st_size
+            here = (folder / name).stat().st_size if isinstance(folder, Path) else (listed or {}).get(name)
+            if here is None:
+                raise FileNotFoundError
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
                 found.append(f"{name}  its bytes have changed")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
+        except BucketError:
+            raise
         except OSError as error:
             found.append(f"{name}  {error.strerror}")
     return found
@@ -227,3 +202,107 @@ def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _names(kind: type) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+# Sums over a leaf that show whether a bit of it has changed, whatever mesh it was saved from or is restored onto: of
+# what Orbax writes, as packed files have sums of their own.
+#
+# A leaf is seen as a matrix of unsigned words of 8, 16 or 32 bits; wider dtypes are several words. Its last dim are the
+# columns, all others the rows. Each row is cut into segments of 512 words, or of one in small leaves, and the segments
+# are numbered through. Two sums are kept, modulo 2**64: of all words, and of all words weighted by 2 segment + 1. So a
+# change of a single word always shows, and segments, rows and boxes that changed places show in the second; what
+# cancels within one segment does not show. Sums over disjoint boxes add up: no mesh shows in the totals.
+
+Sums = tuple[int, int]
+Box = tuple[slice, ...]
+
+_MODULUS = 1 << 64
+_SEGMENT_WORDS = 512  # as quick as whole rows
+_SMALL_WORDS = 1 << 16  # a leaf of so many has segments of one word
+
+
+def add(parts: Iterable[Sequence[int]]) -> Sums:
+    """The sums over a leaf, of those over disjoint boxes of it."""
+    total = weighted = 0
+    for part in parts:
+        total, weighted = total + part[0], weighted + part[1]
+    return total % _MODULUS, weighted % _MODULUS
+
+
+def held_parts(leaf: jax.Array | np.ndarray) -> list[tuple[np.ndarray, Box]]:
+    """What this process holds of a leaf, with the boxes: of copies one, of what each process has that of the first."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
+        return []
+    if isinstance(leaf, jax.Array):
+        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        return [(np.asarray(shard.data), tuple(shard.index)) for shard in shards]
+    return [(leaf, (slice(None),) * leaf.ndim)]
+
+
+def sums_of(parts: Iterable[tuple[np.ndarray, Box]], shape: Sequence[int]) -> Sums:
+    """The sums over some boxes of a leaf; what is beyond its shape is padding."""
+    inside = lambda box: tuple(slice(max(0, n - (part.start or 0))) for part, n in zip(box, shape, strict=True))
+    return add(box_sums(values[inside(box)], box, shape) for values, box in parts)
+
+
+def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
+    """The sums of one box of a leaf."""
+    words = _words(values)
+    box_shape = values.shape or (1,)
+    starts = [part.start or 0 for part in box] or [0]
+    per_element = words.shape[-1] // max(box_shape[-1], 1)
+    width, per_row = _segments(tuple(shape), per_element)
+    first, num_columns = starts[-1] * per_element, words.shape[-1]
+    words = words.reshape(-1, num_columns) if words.size else words.reshape(0, num_columns)
+    rows = _rows(len(words), box_shape, starts, shape or (1,))
+    total = weighted = 0
+    for start, stop in _cuts(first, first + num_columns, width):
+        by_segment = _by_segment(words[:, start - first : stop - first], width)
+        numbers = np.arange(start // width, start // width + by_segment.shape[1], dtype=np.uint64)
+        numbers = rows[:, None] * np.uint64(per_row) + numbers
+        total += int(np.sum(by_segment))
+        weighted += int(np.sum(by_segment * (2 * numbers + 1)))
+    return total % _MODULUS, weighted % _MODULUS
+
+
+def _segments(shape: tuple[int, ...], per_element: int) -> tuple[int, int]:
+    """The width of a leaf's segments in words, and how many a row has."""
+    num_columns = (shape[-1] if shape else 1) * per_element
+    width = _SEGMENT_WORDS if math.prod(shape) * per_element > _SMALL_WORDS else 1
+    return width, -(-num_columns // width)
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    if values.dtype.name == "float4_e2m1fn":
+        values = values.view(np.uint8) & np.uint8(15)  # the bits above are no part of the value
+    elif values.dtype.name in ("int2", "uint2", "int4", "uint4"):
+        values = values.astype(np.int8)
+    values = np.ascontiguousarray(values.reshape(1) if values.ndim == 0 else values)
+    return values.view(f"uint{8 * min(values.dtype.itemsize, 4)}")
+
+
+def _cuts(first: int, last: int, width: int) -> list[tuple[int, int]]:
+    """Some columns in up to three parts: what is in a segment by itself, whole segments, the rest."""
+    whole = min(-(-first // width) * width, last), max(last // width * width, min(-(-first // width) * width, last))
+    return [(start, stop) for start, stop in ((first, whole[0]), whole, (whole[1], last)) if start < stop]
+
+
+def _by_segment(columns: np.ndarray, width: int) -> np.ndarray:
+    """The sums of each segment of each row, of columns that begin with one."""
+    rows, count = columns.shape
+    pieces = columns.reshape(rows, count // width, width) if count % width == 0 else columns.reshape(rows, 1, count)
+    exact = np.uint32 if columns.itemsize <= 2 else np.uint64  # the narrower one is quicker, and wide enough
+    return pieces.sum(axis=2, dtype=exact).astype(np.uint64, copy=False)
+
+
+def _rows(count: int, box_shape: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """The numbers of the rows of a box among the rows of the leaf."""
+    left = np.arange(count, dtype=np.uint64)
+    numbers, scale = np.zeros(count, np.uint64), 1
+    for size, start, whole in reversed(list(zip(box_shape[:-1], starts, shape, strict=False))):
+        numbers += (left % np.uint64(size) + np.uint64(start)) * np.uint64(scale)
+        left //= np.uint64(size)
+        scale *= whole
+    return numbers

@@ -6,8 +6,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import StoredLeaf
 
@@ -50,16 +52,7 @@ def match(
     rename: Mapping[str, str],
     part: str | None = None,
 ) -> Match:
-    """Finds the stored counterpart of every wanted leaf, and everything that does not fit.
-
-    Args:
-        stored: what the checkpoint holds, by path.
-        wanted: what is asked for, by path.
-        names: the parts of the state that are asked for; what is under others is not extra. Empty for all.
-        rename: beginnings of wanted paths, and the beginnings of the stored paths they stand for.
-        part: the beginning of all wanted paths, where only a part was asked for: a layer that it names is taken out of
-            a stack without the others.
-    """
+    """Finds the stored counterpart of every wanted leaf, and everything that does not fit."""
     picks, missing, casts, problems = {}, [], [], []
     for path, leaf in wanted.items():
         pick = _find(renamed(path, rename), leaf, stored)
@@ -67,8 +60,12 @@ def match(
             missing.append(path)
             continue
         picks[path] = pick
-        found = _as_wanted(pick, stored)
-        verdict = _compare(found, leaf) or _unequal_layers(pick, stored)
+        first = stored[pick.stored[0]]
+        form = {"same": first.shape, "layer": first.shape[1:], "stack": (len(pick.stored), *first.shape)}[pick.form]
+        found = dataclasses.replace(first, shape=form)
+        verdict, shapes = _compare(found, leaf), {stored[name].shape for name in pick.stored}
+        if verdict in (None, "cast") and len(shapes) > 1:
+            verdict = f"stored layers of shapes {', '.join(map(str, sorted(shapes)))}  wanted a stack"
         if verdict == "cast":
             casts.append(f"{path}  {found.kind} -> {leaf.kind}")
         elif verdict is not None:
@@ -76,7 +73,8 @@ def match(
     problems += _wrong_depths(picks, stored, part)
     used = {name for pick in picks.values() for name in pick.stored}
     below = {renamed(name, rename) for name in names}
-    extra = [path for path in stored if path not in used and (not below or _is_below(path, below))]
+    is_asked = lambda path: not below or any(begin == "" or _is_in(begin, path) for begin in below)
+    extra = [path for path in stored if path not in used and is_asked(path)]
     return Match(picks=picks, missing=tuple(missing), extra=tuple(extra), casts=tuple(casts), problems=tuple(problems))
 
 
@@ -87,10 +85,6 @@ def renamed(path: str, rename: Mapping[str, str]) -> str:
             rest = path[len(begin) :].lstrip("/")
             return "/".join(part for part in (rename[begin], rest) if part)
     return path
-
-
-def _is_below(path: str, begins: Collection[str]) -> bool:
-    return any(begin in ("", path) or path.startswith(f"{begin}/") for begin in begins)
 
 
 def _find(path: str, wanted: StoredLeaf, stored: Mapping[str, StoredLeaf]) -> Pick | None:
@@ -122,13 +116,6 @@ def _layers(begin: list[str], end: list[str], stored: Mapping[str, StoredLeaf]) 
         number += 1
 
 
-def _as_wanted(pick: Pick, stored: Mapping[str, StoredLeaf]) -> StoredLeaf:
-    """A stored leaf in the form in which it is wanted."""
-    leaf = stored[pick.stored[0]]
-    shape = {"same": leaf.shape, "layer": leaf.shape[1:], "stack": (len(pick.stored), *leaf.shape)}[pick.form]
-    return dataclasses.replace(leaf, shape=shape)
-
-
 def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
     """What is wrong with a leaf; None for nothing, "cast" where its dtype changes."""
     if stored.shape != wanted.shape:
@@ -142,16 +129,12 @@ def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
         return "cast" if is_same else f"stored {stored.kind}  wanted {wanted.kind}"
     if stored.dtype == wanted.dtype:
         return None
-    if _both(jnp.floating, stored, wanted) or _both(jnp.complexfloating, stored, wanted):
+    both = lambda kind: all(jnp.issubdtype(jnp.dtype(leaf.dtype), kind) for leaf in (stored, wanted))
+    if both(jnp.floating) or both(jnp.complexfloating):
         return "cast"
-    if _both(jnp.integer, stored, wanted) and np.can_cast(stored.dtype, wanted.dtype, "safe"):
+    if both(jnp.integer) and np.can_cast(stored.dtype, wanted.dtype, "safe"):
         return "cast"
     return f"stored {stored.dtype}  wanted {wanted.dtype}"
-
-
-def _unequal_layers(pick: Pick, stored: Mapping[str, StoredLeaf]) -> str | None:
-    shapes = {stored[path].shape for path in pick.stored}
-    return f"stored layers of shapes {', '.join(map(str, sorted(shapes)))}  wanted a stack" if len(shapes) > 1 else None
 
 
 def _values_fit(stored: str, wanted: str) -> bool:
@@ -160,10 +143,6 @@ def _values_fit(stored: str, wanted: str) -> bool:
         return stored == wanted
     is_whole = [name == "int" or (name != "float" and jnp.issubdtype(name, jnp.integer)) for name in (stored, wanted)]
     return is_whole[0] or not is_whole[1]
-
-
-def _both(kind: type, first: StoredLeaf, second: StoredLeaf) -> bool:
-    return all(jnp.issubdtype(jnp.dtype(leaf.dtype), kind) for leaf in (first, second))
 
 
 def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], part: str | None) -> list[str]:
@@ -322,3 +301,146 @@ def _stacked(dtype: Any, sharding: Sharding) -> Any:
 @functools.lru_cache(maxsize=256)
 def _cast(dtype: Any, sharding: Sharding) -> Any:
     return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=sharding)
+
+
+_TOGETHER = 3  # so many leaves below one path are shown by that path
+# Fields of Optax's states that have the tree of the parameters: they fit, and are never meant.
+_MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".split())
+
+
+def check_fits(
+    path: Place,
+    found: Match,
+    stored: Mapping[str, StoredLeaf],
+    wanted: Mapping[str, Any],
+    *,
+    abstract: Collection[str],
+    rename: Mapping[str, str],
+    missing: str,
+    extra: str,
+) -> None:
+    """Raises a `CheckpointError` that names everything that does not fit, and leaves that do not divide."""
+    lost = found.missing if missing == "error" else [key for key in found.missing if key in abstract]
+    unwanted = found.extra if extra == "error" else ()
+    uneven = [line for key, leaf in wanted.items() if key in found.picks and (line := _uneven(key, leaf))]
+    nothing = "stored nothing" if missing == "error" else "abstract, and stored nothing"
+    lines = [
+        *found.problems,
+        *_summed_up(lost, wanted, stored, lambda key, what: f"{key}  {nothing}  wanted {what}"),
+        *_summed_up(unwanted, stored, wanted, lambda key, what: f"{key}  stored {what}  wanted nothing"),
+        *uneven,
+    ]
+    if not lines:
+        return
+    count = len(found.problems) + len(lost) + len(unwanted) + len(uneven)
+    if count == len(uneven):
+        what = "The leaves cannot be cut like this."
+        why = "a sharded dim divides by the degrees of the mesh axes that it is sharded over."
+        do = "let the plan choose the shardings: like=js.abstract_init(build, annotate);\nor leave that dim whole."
+    else:
+        what = f"The checkpoint does not fit: {count} leaves differ."
+        why, do = _advice(found, stored, wanted, rename, path)
+    raise CheckpointError(what, where=[str(path), *sorted(lines)], why=why, do=do)
+
+
+def _is_in(item: str, key: str) -> bool:
+    return f"{key}/".startswith(f"{item}/")
+
+
+def _uneven(key: str, leaf: Any) -> str | None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
+        return None
+    for dim, (size, entry) in enumerate(zip(leaf.shape, sharding.spec, strict=False)):
+        axes = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        degree = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        if size % degree:
+            return f"{key}  wanted {leaf.shape}: dim {dim} does not divide by {degree}, mesh axis {'*'.join(axes)}"
+    return None
+
+
+def _summed_up(
+    keys: Iterable[str], leaves: Mapping[str, Any], others: Iterable[str], line: Callable[[str, str], str]
+) -> list[str]:
+    """A line per leaf, or per highest path below which all leaves are among the keys and the other side has none."""
+    keys = set(keys)
+    below, among, across = (
+        collections.Counter(p for key in group for p in _above(key)) for group in (leaves, keys, others)
+    )
+    lines = {}
+    for key in sorted(keys):
+        tops = [p for p in _above(key) if among[p] == below[p] >= _TOGETHER and not across[p]]
+        if tops:
+            lines[tops[0]] = line(f"{tops[0]}/...", f"{among[tops[0]]} leaves")
+        else:
+            lines[key] = line(key, str(tuple(getattr(leaves[key], "shape", ()))))
+    return list(lines.values())
+
+
+def _above(key: str) -> list[str]:
+    """The paths that a path is below, the highest first; a name of the state alone is none."""
+    keys = key.split("/")
+    return ["/".join(keys[:count]) for count in range(2, len(keys))]
+
+
+def _advice(
+    found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], rename: Mapping[str, str], path: Place
+) -> tuple[str, str]:
+    """Why, and what to do."""
+    why = "it was saved from another model, or from another optimizer."
+    moved = _moved(found, stored, wanted) if not found.problems and not rename else []
+    if len(moved) == 1:
+        ours, theirs = moved[0]
+        if ours == "" and "/" not in theirs:
+            name = json.dumps(theirs)
+            return why, f"the leaves are stored under {name}: restore(path, like={{{name}: ...}})."
+        return why, f"they are stored elsewhere: restore(path, like, rename={json.dumps({ours: theirs})})."
+    if moved:
+        lines = [f"restore(path, like, rename={json.dumps({ours: theirs})})" for ours, theirs in moved]
+        return f"{why}\nSeveral stored trees have these leaves.", "\n".join(["say which one is meant:", *lines])
+    if any("key<" in line for line in found.problems):
+        why = "a random key is of another kind than the stored one, and numbers of one are no numbers of another."
+        do = 'give `like` a key of the stored kind (fry is "threefry2x32"): jax.random.key(0, impl="threefry2x32").'
+        return why, do
+    if _differ_in_dtype(found, stored, wanted):
+        why = "dtypes change by themselves among floating ones, and from integers to wider ones."
+        return why, "give `like` the dtypes that are stored, and change what comes back: x.astype(jnp.int32)."
+    do = f"build `like` with the settings of the saved run. What it holds: jshard ckpt inspect {path}"
+    if not found.problems and found.missing:
+        do += '\nmissing="init" leaves what is not stored as `like` has it.'
+    if not found.problems and found.extra:
+        do += '\nextra="ignore" leaves out what is stored and not wanted.'
+    return why, do
+
+
+def _differ_in_dtype(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> bool:
+    """Whether the leaves that clash do so by their dtypes alone."""
+    picks = [(found.picks.get(line.split("  ")[0]), wanted.get(line.split("  ")[0])) for line in found.problems]
+    return bool(picks) and all(
+        pick is not None and pick.form == "same" and stored[pick.stored[0]].shape == getattr(leaf, "shape", ())
+        for pick, leaf in picks
+    )
+
+
+def _moved(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Beginnings of wanted and stored paths that, if one is put for the other, leave nothing missing."""
+    used = {path for pick in found.picks.values() for path in pick.stored}
+    fitting = []
+    for key in dict.fromkeys([*found.extra, *stored]) if found.missing else ():
+        begins = _without_common_end(found.missing[0], key)
+        are_moments = _MOMENTS.intersection(begins[1].split("/")) - {*begins[0].split("/")}
+        if begins[0] == found.missing[0] or begins in fitting or are_moments:
+            continue
+        there = {path: renamed(path, dict([begins])) for path in found.missing}
+        shapes = {path: tuple(getattr(wanted[path], "shape", ())) for path in there}
+        fits = all(at in stored and at not in used and stored[at].shape == shapes[path] for path, at in there.items())
+        if fits and (begins[0] == "" or {*there.values()} >= set(found.extra)):
+            fitting.append(begins)
+    return fitting
+
+
+def _without_common_end(first: str, second: str) -> tuple[str, str]:
+    ours, theirs = first.split("/"), second.split("/")
+    while ours and theirs and ours[-1] == theirs[-1]:
+        ours, theirs = ours[:-1], theirs[:-1]
+    return "/".join(ours), "/".join(theirs)

@@ -18,11 +18,7 @@ _TUPLE, _BYTES, _ARRAY, _SCALAR, _ITEMS = _TAGS = tuple("~tuple ~bytes ~array ~s
 
 
 def to_text(state: Any) -> str:
-    """A state of dicts, lists, tuples, numbers, texts, bytes and numpy arrays as one line of JSON.
-
-    Raises:
-        ShardingError: it holds something else.
-    """
+    """A state of dicts, lists, tuples, numbers, texts, bytes and numpy arrays as one line of JSON."""
     return json.dumps(_encoded(state, "state"), separators=(",", ":"))
 
 
@@ -109,15 +105,7 @@ def is_data_position(value: Any) -> bool:
 
 
 def position_text(position: DataPosition) -> str:
-    """What is stored of a position: the same text on every process; every process calls it.
-
-    Args:
-        position: jshard's batches, an iterator of Grain, or another `DataPosition`.
-
-    Raises:
-        ShardingError: its state holds something that cannot be stored.
-        RunError: the processes are not at the same place.
-    """
+    """What is stored of a position: the same text on every process; every process calls it."""
     state = position.get_state()
     kind, text = type(position).__name__, to_text(state)
     if not _is_global(position, state):
@@ -135,15 +123,7 @@ def position_text(position: DataPosition) -> str:
 
 
 def set_position(position: DataPosition, text: str) -> None:
-    """Brings an iterator to a stored position; what does not fit leaves it where it is.
-
-    Args:
-        position: built from the same data; a global one may have other rows, processes and batch size.
-        text: what `position_text` gave.
-
-    Raises:
-        CheckpointError: the position does not fit the iterator, or is that of another number of processes.
-    """
+    """Brings an iterator to a stored position; what does not fit leaves it where it is."""
     check_position(position, text)
     stored = from_text(text)
     position.set_state(stored["state"] if "state" in stored else stored["processes"][jax.process_index()])

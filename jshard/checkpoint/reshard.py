@@ -15,24 +15,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.draft import Owner, in_four_parts, keep_on_disk, remove_draft
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.files.dealing import device_boxes
-from jshard.checkpoint.files.layout import Piece, laid_out
-from jshard.checkpoint.files.places import LocalFolder
-from jshard.checkpoint.files.writing import write_files
 from jshard.checkpoint.formats.source import ArraySource, Box
-from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
+from jshard.checkpoint.layout import Piece, device_boxes, laid_out
+from jshard.checkpoint.manifest import Manifest, StoredLeaf, Sums, add, box_sums
 from jshard.checkpoint.matching import stacks
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.saving import seal
-from jshard.checkpoint.sums import Sums, add, box_sums
+from jshard.checkpoint.saving import TIMEOUT_S, Saving
+from jshard.checkpoint.storage import remove_draft
 from jshard.errors import RunError, printable
-
-_TIMEOUT_S = 1200.0
 
 Specs = Mapping[str, PartitionSpec]
 OnWritten = Callable[[int], object]
@@ -44,27 +37,16 @@ def reshard(
     """Writes a checkpoint anew, cut as a mesh would save it.
 
     Memory holds a few of the pieces that it is cut into at a time.
-
-    Args:
-        path: a checkpoint.
-        out: a folder that does not exist yet.
-        mesh: of as many devices as are to read it; those of a CPU will do.
-        specs: how leaves are to be sharded, by path; others are as they were saved, as far as the mesh allows.
-        on_written: called with the bytes of each piece that is written.
-
-    Raises:
-        CheckpointError: there is no checkpoint at `path`, or there is something at `out`.
-        RunError: the checkpoint is damaged, or writing failed; nothing is left at `out`.
     """
     source = own_checkpoint(path)
     like = source.manifest or Manifest(leaves={})
-    return _rewritten(source, out, mesh, specs or {}, like=like, on_written=on_written)
+    return _Rewriting(source, out, mesh, specs or {}, like=like, on_written=on_written).run()
 
 
 def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritten = lambda num_bytes: None) -> Manifest:
     """Writes what a source holds as a checkpoint of ours; arguments, memory and errors as of `reshard`."""
     like = Manifest(leaves={}, saved_at=time.time())
-    return _rewritten(source, out, mesh, {}, like=like, on_written=on_written)
+    return _Rewriting(source, out, mesh, {}, like=like, on_written=on_written).run()
 
 
 def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
@@ -85,14 +67,7 @@ def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
 
 
 class _Boxes:
-    """Boxes of a source that are read when they are written, and summed where the source has sums to compare with.
-
-    Args:
-        source: what is read.
-        layout: how each array is to be sharded.
-        mesh: over what.
-        on_written: called with the bytes of each box.
-    """
+    """Boxes of a source that are read when they are written, and summed where the source has sums to compare with."""
 
     def __init__(self, source: Opened, layout: Specs, mesh: Mesh, on_written: OnWritten) -> None:
         self._source, self._on_written, self.is_stopped = source, on_written, False
@@ -136,84 +111,51 @@ class _Boxes:
             )
 
 
-def _rewritten(
-    source: Opened, path: Path, mesh: Mesh, specs: Specs, *, like: Manifest, on_written: OnWritten
-) -> Manifest:
-    """Writes what a source holds; it is complete and under its name when this returns.
+class _Rewriting(Saving):
+    """A save of what a source holds: its pieces are read when they are written."""
 
-    `like` has the step, the time and the metrics for the manifest.
-    """
-    if path.exists():
-        raise CheckpointError(
-            "The checkpoint cannot be written.",
-            where=str(path),
-            why="there is something at that path already.",
-            do="give another path; nothing is ever overwritten.",
-        )
-    values = source.values()
-    layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
-    boxes, owner = _Boxes(source, layout, mesh, on_written), None
-    leaves = {name: leaf for name, leaf in boxes.leaves.items() if leaf.is_array}
-    leaves |= {name: _manifest.describe(value) for name, value in values.items()}
-    manifest = Manifest(
-        leaves=leaves,
-        values=values,
-        step=like.step,
-        saved_at=like.saved_at,
-        mesh=dict(mesh.shape),
-        metrics=like.metrics,
-    )
+    def __init__(
+        self, source: Opened, path: Path, mesh: Mesh, specs: Specs, *, like: Manifest, on_written: OnWritten
+    ) -> None:
+        layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
+        self._boxes, self._source, self._of = _Boxes(source, layout, mesh, on_written), source, mesh
+        self._out, self._new_folders = path, [folder for folder in path.parents if not folder.exists()]
+        check = lambda: self._boxes.check(path)
+        super().__init__(path, None, step=like.step, metrics=like.metrics, timeout_s=TIMEOUT_S, check=check)
+        self._saved_at = like.saved_at
 
-    def write(folder: Path) -> None:
-        nonlocal manifest
-        packed = write_files(LocalFolder(folder / FOLDER), boxes.files, boxes.values)
-        boxes.check(path)
-        assert owner is not None
-        owner.check()
-        manifest = dataclasses.replace(manifest, packed=packed)
-        seal(folder, path, manifest)
+    def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
+        self._values = self._source.values()
+        self._described = {name: leaf for name, leaf in self._boxes.leaves.items() if leaf.is_array}
+        self._described |= {name: _manifest.describe(value) for name, value in self._values.items()}
+        self._mesh = {"axes": dict(self._of.shape), "processes": []}
+        self._prepare(prepare)
+        return {}, {}
 
-    new_folders = [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        owner = Owner(path)
-        remove_draft(path)
-        wait = storage.save_async(path, write, timeout_s=_TIMEOUT_S)
+    def _hold(self, leaves: dict[str, Any]) -> Any:
+        return self._boxes
+
+    def run(self) -> Manifest:
+        """Does it; nothing is left where it fails."""
         try:
-            wait()
+            self.finish()
         except BaseException:  # the user may have interrupted it, and threads go on to write
-            boxes.is_stopped = True
+            self._boxes.is_stopped = True
             with contextlib.suppress(Exception):
-                wait()
-            raise
-        keep_on_disk(path)
-    except BaseException as error:
-        if owner is not None:
-            remove_draft(path)
-        if not isinstance(error, Exception) or isinstance(error, CheckpointError | RunError):
-            raise
-        raise in_four_parts(path, error) from error
-    finally:
-        if owner is not None:
-            owner.release()
-        if not path.exists():
+                self._wait()
+            remove_draft(self._out)
             with contextlib.suppress(OSError):  # another program has put something there
-                for folder in new_folders:
+                for folder in self._new_folders:
                     folder.rmdir()
-    return manifest
+            raise
+        return self.manifest
 
 
 # Some leaves of a checkpoint as a source of their own, such as the model alone, layer by layer.
 
 
 class Part(Opened):
-    """Arrays of a source under other names; a layer of a stack may be one.
-
-    Args:
-        source: what they are read from.
-        places: the name there, and of one layer its number, by the name here.
-        left_over: arrays, and layers of stacks, that are not among them, a line each.
-    """
+    """Arrays of a source under other names; a layer of a stack may be one."""
 
     def __init__(
         self, source: ArraySource, places: Mapping[str, tuple[str, int | None]], left_over: Collection[str] = ()
@@ -238,17 +180,7 @@ class Part(Opened):
 
 
 def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) -> Part:
-    """The arrays below a path, without it; random keys and counts of draws are left out.
-
-    Args:
-        source: a checkpoint.
-        part: the path, such as "model"; empty for all.
-        names: those that are wanted, layer by layer: `blocks/3/mlp/kernel` is then found in a stack
-            `blocks/mlp/kernel`, too. Those that are stored nowhere are left out. All by default, as they are stored.
-
-    Raises:
-        CheckpointError: there is nothing below it.
-    """
+    """The arrays below a path, without it; random keys and counts of draws are left out."""
     begin, arrays = f"{part.strip('/')}/" if part else "", source.arrays
     stored = {
         path.removeprefix(begin): path

@@ -6,41 +6,133 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import logging
-import math
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jshard._processes import all_or_none
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.balance import OtherFailedError, Together, sharers
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
-from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
-from jshard.checkpoint.files.layout import Limits
-from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
-from jshard.checkpoint.mismatch import check_fits
-from jshard.checkpoint.opened import Opened, held_boxes, unreadable
-from jshard.checkpoint.packed import PackedCheckpoint, is_on_cpu
+from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
+from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.layout import size_of
+from jshard.checkpoint.lookup import place_of
+from jshard.checkpoint.manifest import Sums, add, held_parts, sums_of
+from jshard.checkpoint.matching import check_fits, finish, match, num_overflows, own_mesh, renamed, to_read
+from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
 from jshard.checkpoint.position import check_position, is_data_position
-from jshard.checkpoint.readers import OrbaxCheckpoint
-from jshard.checkpoint.saving import give_memory_back
-from jshard.checkpoint.sums import LeafSums, Sums, add
+from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint, open_checkpoint
+from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import RunError, printable
 
-_SUMMING_THREADS = 2
+
+def restore(
+    path: str | os.PathLike[str],
+    like: Any,
+    *,
+    only: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    missing: Missing = "error",
+    extra: Extra = "error",
+    names: Names | None = None,
+    read_once: bool = False,
+    map: bool = False,
+    verify: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> Any:
+    """Reads a state back, every array with the sharding that its counterpart in `like` has.
+
+    What is on disk knows nothing of the mesh, the strategy or the number of processes it was saved from, nor of
+    whether layers were stacked for a scan: `like` may differ in all of them. All leaves are compared before any
+    is read. Dtypes may change among floating ones, and to wider integers, and random keys between their two forms; one
+    warning lists them.
+
+    Args:
+        path: what `save` was given; or what plain Orbax, PyTorch's distributed checkpoints (DCP) or safetensors wrote.
+        like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
+            changed, but for objects with `set_state()`, which are set. Names that it leaves out are not read.
+        only: "params" reads the parameters (the `nnx.Param`s of modules, and what is below a name `params`), and the
+            beginning of a path what is below it; all else is as `like` has it.
+        rename: beginnings of paths in `like`, and of the stored paths that they stand for.
+        missing: what to do where nothing is stored for a leaf: "error", or "init" to leave it as `like` has it.
+        extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
+        names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in a
+            model file says; see `jshard.checkpoint.formats.Stored`.
+        read_once: whether what several processes hold (HSDP) is read once, each of them a part, and exchanged between
+            their devices: for storage that is slower than the network. On one machine it is slower. Of packed
+            checkpoints; others are read by every process.
+        map: whether arrays on CPU devices are to be the files themselves, mapped into memory, where the checkpoint has
+            them cut as `like` does: nothing is copied, and processes of one machine share the memory. The files must
+            stay as they are while the arrays live. Deleting them is safe, and frees the disk when the arrays are gone.
+            But a file that is cut short ends the program by SIGBUS, and one that is written over changes the arrays:
+            a program cannot be protected from that. What is on a network is read, and so are other formats, with a
+            warning.
+        verify: whether sums of all values are compared with those that were computed when they were saved.
+        timeout_s: how long to wait for other processes.
+
+    Returns:
+        New objects of the kinds in `like`.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `path`, or its leaves do not fit those of `like`.
+        RunError: it is damaged, or cannot be read.
+
+    Example:
+        >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
+    """
+    options = {"only": only, "rename": rename, "missing": missing, "extra": extra, "read_once": read_once, "map": map}
+    return _restoring(path, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
+
+
+def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = None, **options: Any) -> Forecast:
+    """What `restore` would read in this process, from what describes the checkpoint alone.
+
+    Args:
+        path: see `restore`.
+        like: a state of the same structure.
+        names: what another library calls the leaves.
+        **options: `only`, `rename`, `missing`, `extra`, `read_once` and `verify` of `restore`.
+
+    Returns:
+        Bytes that are wanted, that are read for them, and of host memory; as a text, one line.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `path`, or its leaves do not fit those of `like`.
+        RunError: what describes it is damaged.
+
+    Example:
+        >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
+    """
+    return _restoring(path, like, names=names, **options).forecast
+
+
+def _restoring(path: Any, like: Any, *, names: Names | None, verify: bool = True, **options: Any) -> Restoring:
+    opened = open_checkpoint(place_of(path), names=names, verify=verify)
+    if options.get("rename") is None:
+        options["rename"] = _without_the_one_name(opened, like)
+    return Restoring(opened, like, **options)
+
+
+def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str] | None:
+    """A `rename` that leaves out the one name in `like`: other libraries have no name for the whole model."""
+    if not isinstance(opened, ForeignCheckpoint) or not isinstance(like, Mapping) or len(like) != 1:
+        return None
+    name = _leaves.escape(str(next(iter(like))))
+    return None if any(f"{path}/".startswith(f"{name}/") for path in opened.leaves) else {name: ""}
+
+
 _AMPLIFICATION = 4.0  # bytes read for each that is wanted: from here on it is worth a word
 _WORTH_BYTES = 1 << 30  # of reads in vain
+_SUMMING_THREADS = 2  # of whole leaves, as Orbax has them
 
-_log = logging.getLogger("jshard.checkpoint")
 
 Missing = Literal["error", "init"]
 Extra = Literal["error", "ignore"]
@@ -48,21 +140,11 @@ Extra = Literal["error", "ignore"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What this process will read of a checkpoint.
+    """What this process will read of a checkpoint."""
 
-    Attributes:
-        wanted_bytes: of the boxes that its devices will hold, each counted once.
-        touched_bytes: that are read for them: of packed files those of the rows that some box is in; of others each box
-            reads the stored chunks whole that it is in.
-        host_bytes: memory of the host that the read takes beside the state: what is on its way at a time, and leaves
-            that stay on the host.
-        worst: the leaf that reads the most bytes in vain; None where none does.
-    """
-
-    wanted_bytes: int
-    touched_bytes: int
-    host_bytes: int
-    worst: str | None = None
+    wanted_bytes: int  # of the boxes that its devices will hold, each counted once
+    touched_bytes: int  # that are read for them: rows of packed pieces; of other formats whole chunks
+    host_bytes: int  # at most, beside the state: what is on its way, and leaves that stay on the host
 
     @property
     def amplification(self) -> float:
@@ -70,50 +152,14 @@ class Forecast:
         return self.touched_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
 
     def __str__(self) -> str:
-        touched, wanted = human_bytes(self.touched_bytes, 1), human_bytes(self.wanted_bytes, 1)
-        text = f"{touched} to read for {wanted} (x{self.amplification:.2f})"
-        worst = f", most in vain for {self.worst}" if self.worst is not None else ""
-        return f"{text}{worst}; up to {human_bytes(self.host_bytes, 1)} of host memory beside the state"
-
-
-def _forecast(opened: Opened, stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any]) -> Forecast:
-    """What it comes to in this process to read some leaves."""
-    wanted = touched = on_host = 0
-    in_vain: dict[str, int] = {}
-    for path, like in reads.items():
-        leaf = stored[path]
-        if not leaf.is_array or not hasattr(like, "shape"):
-            continue
-        boxes = _boxes(leaf, like)
-        itemsize = jnp.dtype(leaf.dtype).itemsize
-        here = sum(math.prod(stop - start for start, stop in box) for box in boxes) * itemsize
-        there = opened.touched(path, leaf, boxes) * itemsize
-        wanted, touched = wanted + here, touched + there
-        in_vain[path] = there - here
-        if not isinstance(like, jax.ShapeDtypeStruct):
-            on_host += here
-    worst = max(in_vain, key=lambda path: in_vain[path], default=None)
-    return Forecast(
-        wanted_bytes=wanted,
-        touched_bytes=touched,
-        host_bytes=on_host + min(opened.in_flight_bytes(reads), touched),
-        worst=worst if worst is not None and in_vain[worst] else None,
-    )
-
-
-def _boxes(leaf: StoredLeaf, like: Any) -> tuple[Limits, ...]:
-    """The boxes of a leaf that this process holds; a random key is read whole."""
-    if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
-        return (tuple((0, size) for size in leaf.shape),)
-    return held_boxes(like.sharding, tuple(like.shape))
+        wanted, touched, host = (human_bytes(size, 1) for size in dataclasses.astuple(self))
+        return (
+            f"{touched} to read for {wanted} (x{self.amplification:.2f}); up to {host} of host memory beside the state"
+        )
 
 
 class Restoring:
-    """A restore that was matched and not begun; its arguments are those of `restore`.
-
-    Raises:
-        CheckpointError: it does not fit; every leaf that is wrong is named.
-    """
+    """A restore that was matched and not begun; its arguments are those of `restore`."""
 
     def __init__(
         self,
@@ -136,9 +182,8 @@ class Restoring:
             asked = _asked(like, self._live, only)
             by_path = _leaves.abstract(dict(self._live.values()))
             self._wanted = {key: by_path[self._live[key][0]] for key in asked}
-            stored_kinds = _leaves.storable(
-                {self._live[key][0]: leaf for key, leaf in self._wanted.items()}, abstract=True
-            )
+            by_place = {self._live[key][0]: leaf for key, leaf in self._wanted.items()}
+            stored_kinds = _leaves.storable(by_place, abstract=True)
             logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(like).items()}
             described = {key: _manifest.describe(leaf, logical.get(key)) for key, leaf in stored_kinds.items()}
             names = [str(name) for name in like] if isinstance(like, Mapping) else []
@@ -156,13 +201,9 @@ class Restoring:
                 rename=rename,
                 missing=missing,
                 extra=extra,
-                items=opened.items,
             )
-        self.record: dict[str, Any] = {
-            "began_at": self.phases.began_at,
-            "error": None,
-            "mesh": mesh_layout(self._wanted),
-        }
+        mesh = mesh_layout(self._wanted)
+        self.record: dict[str, Any] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}
 
     @functools.cached_property
     def reads(self) -> dict[str, Any]:
@@ -176,19 +217,23 @@ class Restoring:
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
-        found = _forecast(self.opened, self._stored, self.reads)
-        if len(self._members) < 2:
-            return found
-        touched_bytes, host_bytes = found.touched_bytes // len(self._members), 2 * found.host_bytes
-        return dataclasses.replace(found, touched_bytes=touched_bytes, host_bytes=host_bytes)
+        sizes, touched = [], 0
+        for path, like in self.reads.items():
+            if hasattr(like, "shape") and (leaf := self._stored[path]).is_array:
+                boxes = boxes_of(leaf, like)
+                sizes.append(sum(map(size_of, boxes)) * np.dtype(leaf.dtype).itemsize)
+                touched += self.opened.touched(path, leaf, boxes) * np.dtype(leaf.dtype).itemsize
+        on_host = sum(like.nbytes for like in self.reads.values() if isinstance(like, np.ndarray))
+        in_flight = min(2 * (BATCH_BYTES + max(sizes, default=0)), touched)
+        share = max(1, len(self._members))
+        host_bytes = on_host + (2 if share > 1 else 1) * in_flight
+        return Forecast(wanted_bytes=sum(sizes), touched_bytes=touched // share, host_bytes=host_bytes)
 
     @functools.cached_property
     def _members(self) -> tuple[int, ...]:
         """The processes that read a part each of what all of them want; empty where nothing is shared."""
-        is_shared = (
-            self._read_once and not self._map and jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
-        )
-        return sharers(self.reads.values()) if is_shared else ()
+        can_share = jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
+        return sharers(self.reads.values()) if self._read_once and not self._map and can_share else ()
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
@@ -204,13 +249,12 @@ class Restoring:
             if together is not None:
                 together.fail()
         own = {"sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
-        why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
-        kinds = lambda failures: {parts["kind"] for parts in failures.values()}
-        failed = lambda failures: (
-            bucket_error(path, why(failures))
-            if isinstance(path, BucketPath) and BucketError.__name__ in kinds(failures)
-            else unreadable(path, why(failures))
-        )
+
+        def failed(failures: Mapping[int, Mapping[str, Any]]) -> RunError:
+            why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
+            is_bucket = BucketError.__name__ in {parts["kind"] for parts in failures.values()}
+            return bucket_error(path, why) if is_bucket and isinstance(path, BucketPath) else unreadable(path, why)
+
         heard = all_or_none(f"read {path}", own, error, failed=failed, timeout_s=timeout_s)
         if sums and self.opened.manifest is not None:
             _check_sums(path, self.opened.manifest, [other["sums"] for other in heard])
@@ -230,7 +274,9 @@ class Restoring:
         manifest = self.opened.manifest
         if verify and manifest is not None:
             with self.phases("plan"):
-                _check_files(self.opened.path, manifest)
+                if lost := _manifest.damage(self.opened.path, manifest):
+                    why = f"of {len(manifest.files)} files {len(lost)} are not as they were when it was saved."
+                    raise damaged(self.opened.path, lost, why)
         self._warn(verify)
         with self.phases("read"):
             if isinstance(self.opened, PackedCheckpoint):
@@ -242,8 +288,7 @@ class Restoring:
             return found, {}
         with self.phases("verify"):
             summed = [key for key in found if key in manifest.leaves and manifest.leaves[key].sums]
-            shape = lambda stored: None if stored.key else stored.shape
-            total = lambda key: LeafSums(found[key], shape(manifest.leaves[key])).total()
+            total = lambda key: sums_of(held_parts(found[key]), manifest.leaves[key].shape)
             with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
 
@@ -313,7 +358,6 @@ class Restoring:
                 "It is stored in pieces for another layout; where it is restored often, rewrite it:\n"
                 f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
             )
-        _log.info("%s: %s", self.opened.path, self.forecast)
         if notes:
             message = f"{self.opened.path} is restored; " + "\n".join(notes)
             warnings.warn(message, CheckpointWarning, stacklevel=5)
@@ -355,13 +399,6 @@ def _check_policies(missing: str, extra: str) -> None:
             )
 
 
-def _check_files(path: Place, manifest: _manifest.Manifest) -> None:
-    if found := _manifest.damage(path, manifest):
-        raise _damaged(
-            path, found, f"of {len(manifest.files)} files {len(found)} are not as they were when it was saved."
-        )
-
-
 def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
     """Compares the sums of what all processes have read with those of the manifest."""
     bad = []
@@ -371,13 +408,7 @@ def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str,
         if total != leaf.sums:
             bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
     if bad:
-        raise _damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
-
-
-def _damaged(path: Place, where: list[str], why: str) -> RunError:
-    """The error for a checkpoint of which some files or leaves have changed since it was saved."""
-    do = "copy it again from where it is whole, or restore another one."
-    return RunError(unreadable(path, why).what, where=[str(path), *where], why=why, do=do)
+        raise damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
 
 
 def _list(what: str, lines: tuple[str, ...], shown: int = 10) -> str:

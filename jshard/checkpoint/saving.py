@@ -1,11 +1,4 @@
-"""A save, from the arrays on the devices to a complete folder under its final name.
-
-    begin    everything is checked, and the devices' values are copied or held: the step may go on when it returns
-    finish   in any thread: the data are written, the processes meet, the first one writes the manifest beside the data,
-             and Orbax gives the folder its name
-
-A folder under its final name is complete: until then it has the name that Orbax gives to temporary ones.
-"""
+"""Save and restore, each in one call."""
 
 from __future__ import annotations
 
@@ -15,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import secrets
 import sys
 import threading
@@ -32,18 +26,61 @@ from jshard._processes import all_or_none, failures, is_primary, publish_failure
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
-from jshard.checkpoint.balance import check_equal, local_copies
 from jshard.checkpoint.buckets import BucketFolder, BucketPath, Place
-from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_draft, write_failed
-from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
-from jshard.checkpoint.files.dealing import HeldState
-from jshard.checkpoint.files.places import LocalFolder
-from jshard.checkpoint.files.writing import write_files
-from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
+from jshard.checkpoint.dealing import HeldState, write_files
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, in_four_parts, reason, write_failed
+from jshard.checkpoint.file_io import LocalFolder, flush
+from jshard.checkpoint.leaves import check_equal, local_copies
+from jshard.checkpoint.lookup import place_of
+from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf, add, held_parts, sums_of
 from jshard.checkpoint.matching import own_mesh
-from jshard.checkpoint.sums import LeafSums, add
+from jshard.checkpoint.storage import Owner, keep_on_disk, remove_draft
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import FourPartError, RunError, causes
+
+TIMEOUT_S = 1200.0
+
+
+def save(path: str | os.PathLike[str], state: Any, *, format: Format = "packed", timeout_s: float = TIMEOUT_S) -> None:
+    """Writes a state; every process calls it, and each writes what its devices hold.
+
+    It returns when the checkpoint is complete, on the disk, and under its name.
+
+    Args:
+        path: a folder that does not exist yet.
+        state: names and what they stand for, or one such thing alone: nnx modules, nnx optimizers, pytrees of
+            arrays (random keys among them), numbers and texts, and objects with `get_state()` and `set_state()`.
+        format: "packed", a few large files; or "orbax", which lets Orbax write in its own way, for others to read.
+        timeout_s: how long to wait for other processes.
+
+    Raises:
+        CheckpointError: there is something at `path` already, or some leaves are no data.
+        RunError: writing failed, for example on a full disk, or a process did not come. What is there then is not a
+            checkpoint.
+
+    Example:
+        >>> js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
+    """
+    Saving(place_of(path), state, format=format, timeout_s=timeout_s).finish()
+
+
+def save_async(
+    path: str | os.PathLike[str], state: Any, *, format: Format = "packed", timeout_s: float = TIMEOUT_S
+) -> Pending:
+    """`save` that returns when the devices' values are copied: the next step may overwrite them.
+
+    Arguments and errors are those of `save`, but for what goes wrong later.
+
+    Returns:
+        The save at work. Its `wait()` raises what went wrong; a program that ends waits for it where Python can.
+
+    Example:
+        >>> pending = js.checkpoint.save_async("run/200", {"model": model, "step": 200})
+        >>> pending.wait()
+    """
+    path = place_of(path)
+    return Pending(str(path), Saving(path, state, format=format, timeout_s=timeout_s).finish, timeout_s=2 * timeout_s)
+
 
 Format = Literal["packed", "orbax"]
 
@@ -52,22 +89,7 @@ _END_S = 2400.0  # the longest that the end of a program waits by default
 
 
 class Saving:
-    """A save whose values are held: `finish` does the rest, in the same thread or another.
-
-    Args:
-        path: a folder that does not exist yet.
-        state: what `save` takes.
-        step: number of steps that are done, for the manifest.
-        metrics: what the state is worth, for the manifest.
-        timeout_s: how long any one wait may take.
-        format: "packed", or "orbax" for what Orbax writes in its own way.
-        prepare: done first, by the first process.
-        check: done by it just before the checkpoint counts; an error stops that.
-
-    Raises:
-        CheckpointError: there is something at `path` already, or some leaves cannot be saved.
-        RunError: the values could not be copied, or another process did not come.
-    """
+    """A save whose values are held: `finish` does the rest, in the same thread or another."""
 
     def __init__(
         self,
@@ -87,9 +109,10 @@ class Saving:
         self.phases = Phases()
         self._failures = f"save {next(_numbers)}"
         self._held = contextlib.ExitStack()  # what ends with the save
-        self._totals: dict[str, LeafSums] = {}
+        self._totals: dict[str, list[Any]] = {}  # what this process holds of each leaf, to be summed
         self._owner: Owner | None = None
         self._heard: list[dict[str, Any]] = []  # the reports of all processes
+        self._saved_at = self.phases.began_at
         self._agreed: Exception | None = None  # why no process could write, where all have heard of it
         try:
             with self.phases("plan"):
@@ -100,20 +123,19 @@ class Saving:
             orbax_operations(max(counts))
             with self._errors_named():
                 # Of several processes Orbax asks the devices, which are the step's as soon as this returns.
-                can_wait = jax.process_count() == 1 and isinstance(held, HeldState)
-                self._wait = (lambda: self._begun(held)()) if can_wait else self._begun(held)
+                can_wait = jax.process_count() == 1 and not isinstance(held, dict)
+                begun = functools.cache(lambda: self._begun(held))
+                self._wait = lambda: begun()()
+                if not can_wait:
+                    begun()
         except BaseException as error:
             if isinstance(error, Exception):
                 publish_failure(self._failures, error)
             self._held.close()
             raise
         self.blocked_s = self.phases.now_s()
-        self.record: dict[str, Any] = {
-            "began_at": self.phases.began_at,
-            "error": None,
-            "blocked_s": self.blocked_s,
-            "mesh": self._mesh,
-        }
+        begin = {"began_at": self.phases.began_at, "error": None, "blocked_s": self.blocked_s, "mesh": self._mesh}
+        self.record: dict[str, Any] = begin
 
     def failure(self) -> FourPartError | None:
         """What another process, or this one, could not write, while the rest may still wait for it in Orbax."""
@@ -121,29 +143,23 @@ class Saving:
         return self._others_failed(found) if found else None
 
     def finish(self) -> None:
-        """Waits until the checkpoint is complete and on the disk, in all processes.
+        """Waits until the checkpoint is complete and on the disk, in all processes."""
 
-        Raises:
-            RunError: some process could not write its part; the folder is not a checkpoint.
-        """
+        def commit() -> tuple[None, None]:
+            self._wait()
+            if is_primary() and isinstance(self.path, Path):
+                keep_on_disk(self.path)
+            return None, None
+
         with self._held, self._errors_named():
-            self._finish()
-
-    def _finish(self) -> None:
-        self._together("complete", lambda: (self._commit(), None))
-        del self._wait, self._totals  # with all that they hold of the state
-        give_memory_back()
-        reports = [other["report"] for other in self._heard]
-        written_s = max(report["phases"][-1][2] for report in reports)
-        for report in reports:  # until it counts: a part of what a save takes
-            report["phases"].append(["finish", written_s, round(self.phases.now_s(), 6)])
-        self.record |= {"processes": reports}
-
-    def _commit(self) -> None:
-        """Waits until the checkpoint has its name."""
-        self._wait()
-        if is_primary() and isinstance(self.path, Path):
-            keep_on_disk(self.path)
+            self._together("complete", commit)
+            del self._wait, self._totals  # with all that they hold of the state
+            give_memory_back()
+            reports = [other["report"] for other in self._heard]
+            written_s = max(report["phases"][-1][2] for report in reports)
+            for report in reports:  # until it counts: a part of what a save takes
+                report["phases"].append(["finish", written_s, round(self.phases.now_s(), 6)])
+            self.record |= {"processes": reports}
 
     def _write(self, write: Callable[[], dict[str, tuple[int, int]]], folder: Place) -> None:
         """Writes what is held; all processes do, or none, and then the first one makes it a checkpoint.
@@ -154,7 +170,7 @@ class Saving:
         def work() -> tuple[None, dict[str, Any]]:
             with self.phases("write"):
                 files = write()
-                sums = {key: sums.total() for key, sums in self._totals.items()}
+                sums = {key: sums_of(parts, self._described[key].shape) for key, parts in self._totals.items()}
             num_bytes = sum(size for size, _ in files.values()) or self._num_bytes
             return None, {"files": files, "sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
 
@@ -171,9 +187,15 @@ class Saving:
         leaves = _leaves.storable(found)
         if self._format == "orbax":
             _leaves.check_paths(leaves)
-        _refuse_nothing(self.path, leaves)
-        self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-        self._described = {key: _described(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
+        if not any(getattr(leaf, "size", 1) for leaf in leaves.values()):
+            raise CheckpointError(
+                "There is nothing to save.",
+                where=str(self.path),
+                why="the state has no leaf with a value in it.",
+                do='save(path, {"model": model, "optimizer": optimizer, "step": step})',
+            )
+        logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
+        self._described = {key: _described(leaf, logical.get(key)) for key, leaf in leaves.items()}
         by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
         self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
         if is_primary():
@@ -188,26 +210,22 @@ class Saving:
                 return HeldState(leaves, self._described)
             arrays = {key: leaf for key, leaf in leaves.items() if key not in self._values}
             full = {key: _without_padding(leaf, self._described[key]) for key, leaf in arrays.items()}
-            self._totals = {key: LeafSums(leaf) for key, leaf in full.items()}
+            self._totals = {key: held_parts(leaf) for key, leaf in full.items()}
             return {key: leaf for key, leaf in {**leaves, **full}.items() if getattr(leaf, "size", 1)}  # Orbax's rule
 
     def _begun(self, held: HeldState | dict[str, Any]) -> Callable[[], None]:
         """Begins to write what is held; a function that waits until the checkpoint has its name."""
-        timeout_s = self._timeout_s
-        self._num_bytes = sum(sums.num_bytes for sums in self._totals.values())  # Orbax does not say it
-        if not isinstance(held, HeldState):
-            work = lambda folder: self._write(dict, folder)
-            return storage.save_async(self._folder(), work, leaves=held, timeout_s=timeout_s)
-        write = lambda sink, begin="": write_files(sink, held.files, held.values, begin=begin)
+        self._num_bytes = sum(values.nbytes for parts in self._totals.values() for values, _ in parts)  # of Orbax
         if isinstance(self.path, BucketPath):
+            assert not isinstance(held, dict)
             sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same
-            return lambda: self._write(lambda: write(sink, begin), self.path)
-        work = lambda folder: self._write(lambda: write(LocalFolder(folder / FOLDER)), folder)
-        return storage.save_async(self._folder(), work, timeout_s=timeout_s)
-
-    def _folder(self) -> Path:
-        assert isinstance(self.path, Path)
-        return self.path
+            return lambda: self._write(lambda: write_files(sink, held.files, held.values, begin=begin), self.path)
+        if isinstance(held, dict):
+            work = lambda folder: self._write(dict, folder)
+            return storage.save_async(self.path, work, leaves=held, timeout_s=self._timeout_s)
+        write = lambda folder: write_files(LocalFolder(folder / FOLDER), held.files, held.values)
+        work = lambda folder: self._write(lambda: write(folder), folder)
+        return storage.save_async(self.path, work, timeout_s=self._timeout_s)
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -216,7 +234,7 @@ class Saving:
                 "The checkpoint cannot be written.",
                 where=str(self.path),
                 why="there is something at that path already.",
-                do="save under another name, for example with the step in it.",
+                do="give another path, for example with the step in it; nothing is ever overwritten.",
             )
         if isinstance(self.path, BucketPath):
             return
@@ -237,21 +255,18 @@ class Saving:
             packed |= {name: tuple(found) for name, found in other["files"].items()}
         if self._format == "orbax":
             sums = {key: [other["sums"][key] for other in self._heard] for key in self._totals}
-            leaves = {
-                key: dataclasses.replace(leaf, sums=add(sums[key]) if key in sums else None)
-                for key, leaf in leaves.items()
-            }
-        manifest = Manifest(
+            leaves |= {key: dataclasses.replace(leaves[key], sums=add(found)) for key, found in sums.items()}
+        self.manifest = Manifest(
             leaves=leaves,
             packed=packed,
             values=self._values,
             step=self._step,
-            saved_at=self.phases.began_at,
+            saved_at=self._saved_at,
             mesh=self._mesh["axes"],
             processes=len(self._heard),
             metrics=self._metrics,
         )
-        seal(folder, self.path, manifest)
+        seal(folder, self.path, self.manifest)
 
     def _together(self, topic: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
         """Does work that all processes come to the end of, or none; it gives what stays here, and what others hear."""
@@ -262,12 +277,11 @@ class Saving:
             if self._agreed is not None:  # all processes know, and nobody waits
                 raise self._agreed from (None if self._agreed in causes(caught) else caught)
             error = caught
-        own = None if error is None else in_four_parts(self.path, error)
         # Whoever waited for the others in vain has had its time, and so had they.
         timeout_s = self._timeout_s / 4 if isinstance(error, TimeoutError) else self._timeout_s
-        if own is not None and own is not error:
-            own.__cause__ = error
+        own = None if error is None else in_four_parts(self.path, error)
         if own is not None:
+            own.__cause__ = error if own is not error else own.__cause__
             publish_failure(self._failures, own)
         heard = all_or_none(f"{topic} {self.path}", given, own, failed=self._others_failed, timeout_s=timeout_s)
         return kept, heard
@@ -290,16 +304,7 @@ class Saving:
 
 
 def seal(folder: Place, path: Place, manifest: Manifest) -> None:
-    """Writes the manifest of a checkpoint whose files are all there: in a bucket it is complete then.
-
-    Args:
-        folder: where the files are.
-        path: where the checkpoint will be, for messages.
-        manifest: what it says of itself.
-
-    Raises:
-        RunError: some of the files are not there, or another program completed a checkpoint.
-    """
+    """Writes the manifest of a checkpoint whose files are all there: in a bucket it is complete then."""
     files = {f"{FOLDER}/{name}": (size, None) for name, (size, _) in manifest.packed.items()}
     manifest = dataclasses.replace(manifest, files=files, versions=versions(_manifest.PACKAGES))
     bad, count = _manifest.damage(folder, manifest), len(manifest.packed)
@@ -318,19 +323,12 @@ def seal(folder: Place, path: Place, manifest: Manifest) -> None:
 
 def checked_format(format: str, path: Place) -> Format:
     """A format that there is, or a `CheckpointError`."""
-    if format == "orbax" and isinstance(path, BucketPath):
+    if format not in get_args(Format) or (format == "orbax" and isinstance(path, BucketPath)):
         raise CheckpointError(
             "The state cannot be saved so.",
-            where=f'format="orbax", {path}',
-            why="Orbax gives a folder its name by a rename when it is complete, and buckets have none.",
-            do='format="packed", the default',
-        )
-    if format not in get_args(Format):
-        raise CheckpointError(
-            "The state cannot be saved so.",
-            where=f"format={format!r}",
-            why=f"there are {' and '.join(get_args(Format))}.",
-            do='format="packed", the default; or format="orbax", which plain Orbax reads.',
+            where=f"format={format!r}, {path}",
+            why=f"there are {' and '.join(get_args(Format))}; Orbax renames what is complete, which no bucket can.",
+            do='format="packed", the default; or, in a folder, format="orbax", which plain Orbax reads.',
         )
     return format  # type: ignore[return-value]
 
@@ -358,16 +356,6 @@ def _without_padding(leaf: Any, stored: StoredLeaf) -> Any:
         return jax.jit(lambda x: x[inside], out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
 
 
-def _refuse_nothing(path: Place, leaves: Mapping[str, Any]) -> None:
-    if not any(getattr(leaf, "size", 1) for leaf in leaves.values()):
-        raise CheckpointError(
-            "There is nothing to save.",
-            where=str(path),
-            why="the state has no leaf with a value in it.",
-            do='save(path, {"model": model, "optimizer": optimizer, "step": step})',
-        )
-
-
 # Work in the background.
 
 LOOK_S = 0.2
@@ -380,11 +368,6 @@ class Pending:
     """A save at work.
 
     A program that ends before it, also by an error, waits until it is complete, and says so on stderr if it fails.
-
-    Args:
-        name: what it is, for messages.
-        work: does it, in a new thread, or in this one where none can be started.
-        timeout_s: how long the end of the program waits for it.
     """
 
     def __init__(self, name: str, work: Callable[[], Any], *, timeout_s: float = _END_S) -> None:
@@ -416,18 +399,7 @@ class Pending:
         _unheard.discard(self)
 
     def wait(self, timeout_s: float | None = None, *, look: Callable[[], object] = lambda: None) -> Any:
-        """Waits for its end.
-
-        Args:
-            timeout_s: how long; for ever by default.
-            look: called now and then meanwhile; what it raises ends the wait.
-
-        Returns:
-            What the work returned.
-
-        Raises:
-            RunError: it failed, or did not end in time.
-        """
+        """Waits for its end."""
         until_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         while not self.ends_within(min(LOOK_S, max(0.0, until_s - time.monotonic()))) and time.monotonic() < until_s:
             look()

@@ -2,23 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import operator
 import os
 import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from jshard._processes import exchange, is_primary
-from jshard.checkpoint.buckets import BucketError, BucketPath, Place
-from jshard.checkpoint.checkpointer import TIMEOUT_S
-from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.buckets import BucketError, Place
+from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import LOOK_S, Format, Pending, Saving, checked_format
-from jshard.checkpoint.series_bucket import SeriesBucket
-from jshard.checkpoint.series_folder import Keep, SeriesFolder, check_shared, is_shown, warn
+from jshard.checkpoint.saving import LOOK_S, TIMEOUT_S, Format, Pending, Saving, checked_format
+from jshard.checkpoint.series_store import check_shared, is_shown, store_of, warn
 from jshard.errors import RunError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints of a series stay; one that any rule keeps stays, and the newest always does.
+
+    Args:
+        last: the newest so many.
+        every: those of steps that it divides; None for none.
+        best: so many of the best.
+        metric: the name in `save(metrics=...)` that says which are best; steps without it are not among them.
+        higher_is_better: whether a larger value of it is better.
+
+    Raises:
+        CheckpointError: a count makes no sense.
+
+    Example:
+        >>> js.checkpoint.Checkpointer("run", keep=js.checkpoint.Keep(last=2, every=10_000, best=1))
+    """
+
+    last: int = 3
+    every: int | None = None
+    best: int = 0
+    metric: str = "val_loss"
+    higher_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or self.best < 0 or (self.every is not None and self.every < 1):
+            raise CheckpointError(
+                "The rule for old checkpoints cannot be followed.",
+                where=f"Keep(last={self.last}, every={self.every}, best={self.best})",
+                why="last counts checkpoints, from 1: the last good one always stays; every counts steps, from 1; "
+                "best counts checkpoints, from 0.",
+                do="keep=3, or Keep(last=3, every=1000, best=1)",
+            )
+
+    def stay(self, steps: Collection[int], metrics: Mapping[int, Mapping[str, float]], *, written: int) -> set[int]:
+        """The steps that stay."""
+        newest = [*sorted(step for step in steps if step != written)[max(0, len(steps) - self.last) :], written]
+        regular = {step for step in steps if self.every is not None and step % self.every == 0}
+        known = [step for step in steps if math.isfinite(self._worth(metrics.get(step, {})))]
+        best = sorted(known, key=lambda step: (self._worth(metrics[step]), step), reverse=True)[: self.best]
+        return {*newest, *regular, *best}
+
+    def _worth(self, metrics: Mapping[str, float]) -> float:
+        value = metrics.get(self.metric, math.nan)
+        return value if self.higher_is_better else -value
+
 
 _MEETING_S = 2.0  # what a meeting of all about a failure may take
 
@@ -31,17 +79,11 @@ class Checkpointer:
     `series.json`: a folder of somebody else's stays, and so does a checkpoint that was copied in by hand, which
     counts like the others. In several processes all of them make it and call its methods, in the same order.
 
-    `orbax.checkpoint.v1.training.Checkpointer` was tried and is not used (0.12.8): it counts any folder named by a
-    number, refuses to save lower steps with no word, deletes such folders and every one whose name ends like its own
-    temporary ones, and counts a checkpoint without its commit mark.
-
     Args:
         folder: made with the first save; until then nothing is written, and who only restores needs no more than to
             read it.
         keep: how many of the newest stay, or a `Keep`.
         every: the interval of `should_save`, in steps; None where the caller decides alone.
-        on_failure: what becomes of a `save_async` that failed: "raise", if in the background at the next call, or
-            "warn", and training goes on. `save` raises in any case.
         format: see `jshard.checkpoint.save`.
         timeout_s: how long any wait for other processes, or for a save at work, may take.
 
@@ -66,22 +108,16 @@ class Checkpointer:
         *,
         keep: int | Keep = 3,
         every: int | None = None,
-        on_failure: Literal["raise", "warn"] = "raise",
         format: Format = "packed",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.folder = place_of(folder)
-        self._files = SeriesBucket(self.folder) if isinstance(self.folder, BucketPath) else SeriesFolder(self.folder)
+        self._files = store_of(self.folder)
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.every, self.timeout_s = every, timeout_s
-        if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
-            raise CheckpointError(
-                "The series cannot be kept like this.",
-                where=f"every={every}, on_failure={on_failure!r}",
-                why='every counts steps, from 1; on_failure is "raise" or "warn".',
-                do='every=1000, on_failure="raise"',
-            )
-        self._on_failure = on_failure
+        if every is not None and every < 1:
+            what, why = "The series cannot be kept like this.", "every counts steps, from 1."
+            raise CheckpointError(what, where=f"every={every}", why=why, do="every=1000")
         self._format: Format = checked_format(format, self.folder)
         self._pending: Pending | None = None
         self._saving: Saving | None = None  # what the pending one does
@@ -160,10 +196,8 @@ class Checkpointer:
             RunError: writing failed; the step does not count, and older checkpoints are as they were. Or a save
                 before failed in the background.
         """
-        step = _checked(step)
+        self.save_async(step, state, metrics=metrics)
         self.wait()
-        self._start(step, state, metrics)
-        self._end(2 * self.timeout_s)
         return self.path(step)
 
     def save_async(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> None:
@@ -173,10 +207,7 @@ class Checkpointer:
         still at work is waited for: memory holds one copy of the state, not more. A checkpoint of the step that is
         damaged is renamed to `STEP.damaged`.
 
-        Args:
-            step: number of steps that are done.
-            state: what `jshard.checkpoint.save` takes; it may be overwritten as soon as this returns.
-            metrics: what it is worth, for `Keep(best=...)` and for people.
+        Arguments are those of `save`; the state may be overwritten as soon as this returns.
 
         Raises:
             CheckpointError: there is something at that path already, or the processes do not see the same folder.
@@ -184,17 +215,7 @@ class Checkpointer:
         """
         step = _checked(step)
         self.wait()
-        try:
-            self._start(step, state, metrics)
-        except RunError as error:
-            if self._on_failure == "raise":
-                raise
-            _go_on(error)
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is at work."""
-        return self._pending is not None and not self._pending.is_done()
+        self._start(step, state, metrics)
 
     def check(self) -> None:
         """Raises what went wrong with a save in the background; without that, it costs nothing.
@@ -216,12 +237,16 @@ class Checkpointer:
         Raises:
             RunError: it failed, or did not end in time; older checkpoints are as they were.
         """
+        pending = self._pending
+        if pending is None:
+            return
         try:
-            self._end(2 * self.timeout_s if timeout_s is None else timeout_s)
-        except RunError as error:
-            if self._on_failure == "raise" or self._pending is not None:  # one that is stuck helps nobody
-                raise
-            _go_on(error)
+            pending.wait(2 * self.timeout_s if timeout_s is None else timeout_s, look=lambda: self._hear(pending))
+        finally:
+            if pending.is_done():
+                self._pending = self._saving = None
+            else:  # one that did not end in time is still at work
+                self._given_up = pending
 
     def restore(
         self,
@@ -243,13 +268,10 @@ class Checkpointer:
             fall_back: whether to go on with the next older one where one is damaged; a warning says so. A save of the
                 step that was passed over renames it to `STEP.damaged`, and `set_aside_newer` does so at once.
             only: see `jshard.checkpoint.restore`, as for those below.
-            rename: beginnings of paths, and what they stand for.
-            missing: "error" or "init".
-            extra: "error" or "ignore".
-            verify: whether sums are checked.
-
-        Returns:
-            New objects of the kinds in `like`.
+            rename: see there.
+            missing: see there.
+            extra: see there.
+            verify: see there.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it does not fit `like`.
@@ -293,7 +315,9 @@ class Checkpointer:
         """The part of a save that training waits for."""
         path = self.path(step)
         try:
-            self._check_folder()
+            if not self._was_checked:
+                self._was_checked = True  # however it ends: one process alone must not come to it again
+                check_shared(self.folder, timeout_s=self.timeout_s)
             saving = Saving(
                 path,
                 state,
@@ -311,28 +335,9 @@ class Checkpointer:
         self._saving = saving
         self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
 
-    def _check_folder(self) -> None:
-        """Finds out once whether all processes see the folder, when the first of them would write there."""
-        if not self._was_checked:
-            self._was_checked = True  # however it ends: one process alone must not come to it again
-            check_shared(self.folder, timeout_s=self.timeout_s)
-
-    def _end(self, timeout_s: float) -> None:
-        """Waits for the save at work, and raises what went wrong with it."""
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            pending.wait(timeout_s, look=lambda: self._hear(pending))
-        finally:
-            if pending.is_done():
-                self._pending = self._saving = None
-            else:  # one that did not end in time is still at work
-                self._given_up = pending
-
     def _hear(self, pending: Pending) -> None:
         """Raises what another process could not write, where this one's part of the save waits for that in vain."""
-        if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._look_at:
+        if self._saving is None or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
         # Most failures come to all within a meeting. But a wait of Orbax for another process cannot be ended.
@@ -352,11 +357,22 @@ class Checkpointer:
         self.completed = step
         self._note({"kind": "save", "step": step, **saving.record})
         if is_primary():
-            self._files.delete_old(self.keep, written=step)
+            self._delete_old(written=step)
+
+    def _delete_old(self, *, written: int) -> None:
+        """Deletes what no rule keeps, of what the series wrote."""
+        begun = self._files.begun()
+        ours = {written, *(old for old in self.steps() if old in begun)}
+        metrics = {old: self._files.metrics(old) for old in ours} if self.keep.best else {}
+        for old in ours - self.keep.stay(ours, metrics, written=written):
+            try:
+                self._files.delete(old)
+            except OSError as error:
+                warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
 
     def _failed(self, step: int, error: RunError) -> None:
         if is_primary():
-            self._files.discard(step)  # at once: the disk may be full
+            self._files.abandon(step)  # at once: the disk may be full
         self._note({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
 
     def _note(self, record: Mapping[str, Any]) -> None:
@@ -380,7 +396,3 @@ def _checked(step: Any) -> int:
             do="save(int(step), ...)",
         )
     return number
-
-
-def _go_on(error: RunError) -> None:
-    warn(f"training goes on without a checkpoint.\n{error}")

@@ -1,24 +1,38 @@
-"""The only module that calls Orbax: what is asked of it, and why."""
+"""The only module that calls Orbax: what is asked of it, and why; and whose a folder is until it is complete."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
+import gc
+import json
+import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jshard._compat import set_orbax_deadline
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import BucketPath, Place
-from jshard.checkpoint.errors import quiet
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
+from jshard.errors import RunError, causes
 
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it at the end, and renames the folder
 ITEM = "state"
@@ -40,7 +54,7 @@ class WriteHandler:
     """Does it, in a thread; Orbax gives the folder its final name when its own process is done."""
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether it can save something."""
+        """See Orbax."""
         return isinstance(checkpointable, Write)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
@@ -70,15 +84,6 @@ def save_async(
     """Begins to write a checkpoint; every process calls it.
 
     Orbax makes a folder, and gives it its name when all is done there.
-
-    Args:
-        path: a folder that does not exist yet.
-        work: what this process does in it, in a thread; it returns when all processes have done their part.
-        leaves: what Orbax writes meanwhile in its own way, by path.
-        timeout_s: how long it may take.
-
-    Returns:
-        A function that waits until the checkpoint has its name.
     """
     from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
 
@@ -102,14 +107,7 @@ def save_async(
 
 
 def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
-    """Reads some leaves, by path.
-
-    Args:
-        path: the folder of a committed checkpoint.
-        plain: whether somebody else wrote it, who may have stored lists.
-        wanted: what to read, by path: arrays with shardings, numpy arrays, numbers and texts, in the shapes that are
-            stored, or larger ones, which are filled up with zeros.
-    """
+    """Reads some leaves, by path."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -117,15 +115,15 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     context.multiprocessing.active_processes = {jax.process_index()}
     context.multiprocessing.primary_host = jax.process_index()
     context.pytree.loading.partial_load = True  # some leaves of those that are there
-    context.memory.read_concurrent_bytes = in_flight_bytes(wanted)
+    largest = max((8 * math.prod(like.shape) for like in wanted.values() if hasattr(like, "shape")), default=0)
+    context.memory.read_concurrent_bytes = max(_IN_FLIGHT_BYTES, largest)
     context.array.loading.enable_padding_and_truncation = True  # shapes were compared: only padding can differ
     found: dict[str, Any] = {}
     with quiet(), context:
         for name, (folder, item) in _trees(path).items():
             begin = f"{name}/" if name else ""
-            here = {
-                f"{key}/".removeprefix(begin)[:-1]: like for key, like in wanted.items() if f"{key}/".startswith(begin)
-            }
+            keys = [key for key in wanted if f"{key}/".startswith(begin)]
+            here = {f"{key}/".removeprefix(begin)[:-1]: wanted[key] for key in keys}
             if not here:
                 continue
             stored = ocp.metadata(folder, checkpointable_name=item).metadata if plain else None
@@ -182,22 +180,14 @@ def _as_stored(stored: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
     """What is wanted, as a tree of the kinds of nodes that are stored; Orbax reads lists whole or not at all."""
     below = lambda key: f"{path}/{key}" if path else str(key)
     if isinstance(stored, Mapping):
-        found = {key: _as_stored(node, wanted, below(key)) for key, node in stored.items() if _asks(wanted, below(key))}
+        is_asked = lambda begin: any(f"{path}/".startswith(f"{begin}/") for path in wanted)
+        found = {key: _as_stored(node, wanted, below(key)) for key, node in stored.items() if is_asked(below(key))}
         return {key: node for key, node in found.items() if not isinstance(node, dict) or node}
     if isinstance(stored, list | tuple):
         return [_as_stored(node, wanted, below(number)) for number, node in enumerate(stored)]
     if path in wanted or stored is None:
         return wanted.get(path)
     return np.empty(stored.shape, stored.dtype) if hasattr(stored, "shape") else stored
-
-
-def _asks(wanted: Mapping[str, Any], path: str) -> bool:
-    return any(key == path or key.startswith(f"{path}/") for key in wanted)
-
-
-def in_flight_bytes(wanted: Mapping[str, Any]) -> int:
-    """The most that a read of some leaves has in memory beside them: some shards, and enough to do at once."""
-    return max(_IN_FLIGHT_BYTES, 4 * max(map(_shard_bytes, wanted.values()), default=0))
 
 
 def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -227,9 +217,175 @@ def is_committed(path: Place) -> bool:
     return (path / (MANIFEST if isinstance(path, BucketPath) else COMMIT_MARK)).is_file()
 
 
-def _shard_bytes(leaf: Any) -> int:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.sharding is None:
-            return 0
-        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-    return getattr(leaf, "nbytes", 0)
+# The folder of a save until it is complete. No two saves write into one, and none removes what another is writing: the
+# first process holds a lock on the file `NAME.owner` as long as it saves; the system lets go of it when the process
+# dies. Some file systems have no locks: there the later save takes the folder, and the earlier one finds another token
+# in the file, and fails before it completes what is not its own.
+
+DRAFT_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, and renames
+_held: set[int] = set()  # files that are locked
+
+
+class Owner:
+    """A claim to write a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._checkpoint, self._path = path, _owner_file(path)
+        self._number = _locked(self._path, create=True)
+        if self._number is None:
+            raise CheckpointError(
+                "The checkpoint cannot be written.",
+                where=str(path),
+                why=f"another save is writing it: {_owner_text(self._path)}.",
+                do="let one program save into a folder; or save under another name.",
+            )
+        mine = {"host": socket.gethostname(), "process_id": os.getpid(), "token": secrets.token_hex(8)}
+        self._text = json.dumps(mine)
+        _held.add(self._number)
+        try:
+            os.truncate(self._number, 0)
+            os.pwrite(self._number, self._text.encode(), 0)
+        except OSError:  # a full disk must not lock the step for good
+            self._path.unlink(missing_ok=True)
+            self._close()
+            raise
+
+    def check(self) -> None:
+        """Raises a `RunError` if another save took the folder."""
+        if not self._path.exists() or self._path.read_text() != self._text:
+            raise RunError(
+                "The checkpoint could not be written.",
+                where=str(self._checkpoint),
+                why=f"another save took the folder while this one wrote: {_owner_text(self._path)}.",
+                do="let one program save into a folder.",
+            )
+
+    def release(self) -> None:
+        """Ends the claim."""
+        if self._number is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._path.read_text() == self._text:
+                self._path.unlink()
+        self._close()
+
+    def _close(self) -> None:
+        if self._number is not None:
+            _held.discard(self._number)
+            os.close(self._number)
+            self._number = None
+
+
+def is_owned(path: Path) -> bool:
+    """Whether a save of a checkpoint is at work, as far as can be seen."""
+    try:
+        number = _locked(_owner_file(path), create=False)
+    except OSError:
+        return False
+    if number is not None:
+        os.close(number)
+    return number is None
+
+
+def _owner_file(path: Path) -> Path:
+    return path.with_name(path.name + ".owner")
+
+
+def _locked(path: Path, *, create: bool) -> int | None:
+    """An open file that is locked, if the file system can; None if another one holds it."""
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(number)
+            return None
+        except OSError:
+            return number  # no locks there
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(number), os.stat(path)):
+                return number
+        os.close(number)  # whoever had it removed it meanwhile
+
+
+def _let_go_in_a_child() -> None:
+    """A lock outlives its process while a fork of it has the file open."""
+    for number in _held:
+        with contextlib.suppress(OSError):
+            os.close(number)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_a_child)
+
+
+def _owner_text(path: Path) -> str:
+    try:
+        mine = json.loads(path.read_text())
+        return f"process {mine['process_id']} on {mine['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it does not say which"
+
+
+def draft_of(path: Path) -> Path:
+    """What the folder of a checkpoint is called until it is complete."""
+    return path.with_name(path.name + DRAFT_SUFFIX)
+
+
+def discard_draft(path: Path) -> None:
+    """Removes what an interrupted save left of a checkpoint; not of one at work."""
+    if is_owned(path):
+        return
+    with contextlib.suppress(OSError):
+        _owner_file(path).unlink()
+    remove_draft(path)
+
+
+def remove_draft(path: Path) -> bool:
+    """`discard_draft` for whoever owns the checkpoint; says whether there was any."""
+    is_there = draft_of(path).exists()
+    shutil.rmtree(draft_of(path), ignore_errors=True)
+    return is_there
+
+
+def keep_on_disk(path: Path) -> None:
+    """Waits until a checkpoint that has its name would survive a power cut; all files of ours are on the disk."""
+    flush(path)
+    flush(path.parent)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drops what Orbax logs: a write that fails would print one traceback once per thread, and is raised anyway."""
+    if not isinstance(sys.unraisablehook, _NotLate):  # before the work: some of its threads end before it fails
+        sys.unraisablehook = _NotLate(sys.unraisablehook)
+    # The user may log with absl too.
+    theirs = lambda record: not re.search(r"[/\\](orbax|asyncio|tensorstore)[/\\]", record.pathname)
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addFilter(theirs)
+    try:
+        yield
+    except Exception as error:
+        for cause in causes(error, context=True):  # ends what is suspended: each would print a traceback
+            traceback.clear_frames(cause.__traceback__)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeFilter(theirs)
+
+
+class _NotLate:
+    """A hook for errors that nobody can catch, without those of work that ends after its like has failed."""
+
+    def __init__(self, before: Callable[[Any], None]) -> None:
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+        abandoned = code is not None and any(name in code.co_filename for name in ("orbax", "asyncio"))
+        if not abandoned and "Event loop is closed" not in str(unraisable.exc_value):
+            self._before(unraisable)

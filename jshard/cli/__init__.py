@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jshard import __version__, _compat
 from jshard._live import at_work, fitted
@@ -83,13 +83,11 @@ def leave_if_worker(code: int, error: BaseException | None = None) -> None:
 def _debug_in_environment(debug: bool) -> Iterator[None]:
     """Says `--debug` to the processes that the command starts, too."""
     before = os.environ.get(_DEBUG, "")
-    if debug:
-        os.environ[_DEBUG] = "1"
+    os.environ[_DEBUG] = "1" if debug else before
     try:
         yield
     finally:
-        if debug:
-            os.environ[_DEBUG] = before
+        os.environ[_DEBUG] = before
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -100,31 +98,31 @@ def _run(argv: Sequence[str]) -> int:
     if name in ("version", "--version"):
         print(f"jshard {__version__}")
         return 0
-    _set_xla_flags()
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in _XLA_CPU_FLAGS if flag.partition("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
     _compat.hide_useless_cuda()
     return _command(name, rest)(rest)
 
 
 def _report(error: BaseException, argv: Sequence[str]) -> int:
     """Prints what there is to say about an error; the exit code of it."""
+    import jax  # here: the processes that read data import this module, too
+
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return 1
-    if _is_out_of_memory(error):
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error = _out_of_memory(error, argv)
     is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
-        if (
-            os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain
-        ):  # an error in the user's file or in ours: its traceback is what helps
-            traceback.print_exception(error)
+        if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
+            traceback.print_exception(error)  # of an error in the user's file or in ours it is what helps
         if isinstance(error, FourPartError):
             notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
             print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return 2 if isinstance(error, ShardingError) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ShardingError) else 1
 
 
 def _wrapped(text: str) -> str:
@@ -136,12 +134,6 @@ def _wrapped(text: str) -> str:
         indent = "" if part == "what" else " " * 9
         lines.append(fitted(line, sys.stderr, indent=indent) if part in ("what", "why") else line)
     return "\n".join(lines)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    import jax  # here: the processes that read data import this module, too
-
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
@@ -179,13 +171,7 @@ def _flush_stdout() -> None:
 
 def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise ShardingError(
-            f"There is no command {name!r}.",
-            where=f"jshard {name}",
-            why=f"the commands are {', '.join(COMMANDS)}.",
-            do=shlex.join(["jshard", near[0], *rest]) if near else "jshard --help",
-        )
+        raise no_command("jshard", name, rest, COMMANDS)
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise MissingExtraError(
@@ -198,13 +184,18 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
         return importlib.import_module(f"jshard.cli.{name}").run
 
 
+def no_command(program: str, name: str, rest: Sequence[str], commands: Iterable[str]) -> ShardingError:
+    """The error for a command that there is not, with the one that was meant."""
+    near = difflib.get_close_matches(name, commands, n=1)
+    return ShardingError(
+        f"There is no command {name!r}.",
+        where=f"{program} {name}",
+        why=f"the commands are {', '.join(commands)}.",
+        do=shlex.join([*program.split(), near[0], *rest]) if near else f"{program} --help",
+    )
+
+
 def loading() -> contextlib.AbstractContextManager[object]:
     """Says on a terminal, while a block imports jax and what stands on it, that this is what takes so long."""
     stream = None if "JSHARD_WORKER" in os.environ else sys.stderr
     return at_work("loading jax and Flax", say=lambda line: None, stream=stream)
-
-
-def _set_xla_flags() -> None:
-    given = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in _XLA_CPU_FLAGS if flag.partition("=")[0] not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()

@@ -1,17 +1,18 @@
-"""The arguments of the commands, read by tyro. A process that only starts others imports no more, and not jax."""
+"""The arguments of the commands, read by tyro, and the devices of a mesh. What only starts others needs no jax."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
+import os
 import re
 import shlex
 import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -19,22 +20,21 @@ from jshard import launch
 from jshard._live import fitted
 from jshard.errors import MeshError, ShardingError
 
+if TYPE_CHECKING:
+    from jshard.plans.mesh import AnyMesh
+
 T = TypeVar("T")
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
+Options = Literal["fastest", "memory", "none"]
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
 
 
 def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     """The arguments as an object of a dataclass; prints the help, or what is wrong with them, and ends the process.
 
-    Args:
-        cls: a field without a default is the file that the command is given, every other one an option.
-        argv: the arguments after the command's name.
-        command: the command, e.g. "jshard train".
-
-    Raises:
-        ShardingError: an option is given twice of which the parser would take the last.
+    A field without a default is the file that the command is given, every other one an option. An option that is given
+    twice, of which the parser would take the last, is a `ShardingError`.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     appends = {name for name, hint in hints.items() if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())}
@@ -62,6 +62,12 @@ def check_writable(path: Path | None, *, option: str) -> None:
         )
 
 
+def write(path: Path, text: str) -> None:
+    """Writes a file beside the answer, and says so."""
+    path.write_text(text)
+    remark(f"written: {path}")
+
+
 def answer(found: Any, *, json: bool) -> None:
     """Prints what a command has found, for people or as JSON and nothing else."""
     from jshard.inspect.tables import show
@@ -78,11 +84,7 @@ _SIMULATED = 8
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The degrees in `"replica=2,fsdp=4"`; none for an empty text.
-
-    Raises:
-        MeshError: the text is not a list of axis=degree.
-    """
+    """The degrees in `"replica=2,fsdp=4"`; none for an empty text."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, degree = part.partition("=")
@@ -109,41 +111,53 @@ def num_devices(sizes: Mapping[str, int]) -> int:
     return fixed * math.ceil(_SIMULATED / fixed) if is_open else fixed
 
 
-# Steps on the command line: `10:15` is what is done from the end of step 10 to the end of step 15.
+def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMesh:
+    """The mesh of these degrees: over all devices, or with a number of them one without devices, for a plan."""
+    import jax
+
+    import jshard as js
+    from jshard.plans.mesh import AXES, nearest_degrees
+
+    try:
+        return js.mesh(**sizes, devices=devices)
+    except MeshError as error:  # in the words of the option
+        raise MeshError(
+            error.what,
+            where=f"--mesh {as_option(sizes)}",
+            why=error.why,
+            do=f"--mesh {as_option(nearest_degrees(sizes, len(jax.devices()) if devices is None else devices))}"
+            f"  # the axes are {', '.join(AXES)}; one may be -1 for the rest",
+        ) from error
+
+
+def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
+    """Lets JAX show as many CPU devices as the mesh asks for, shared by so many processes.
+
+    To be called before JAX is asked for its devices, and so without knowing them; where there is an accelerator it
+    changes nothing. A number that the user has set himself stays.
+    """
+    import jax
+
+    by_user = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
+    if not by_user and jax.config.values["jax_num_cpu_devices"] == -1:
+        jax.config.update("jax_num_cpu_devices", math.ceil(num_devices(sizes) / processes))
 
 
 def parse_steps(text: str, *, option: str) -> range:
-    """The numbers of the steps in `A:B`: those after step A, up to step B.
-
-    Args:
-        text: as given.
-        option: which takes it, such as `--profile`.
-
-    Raises:
-        ShardingError: it is not of that form, or there is no step between.
-    """
+    """The numbers of the steps in `A:B`: those after the end of step A, up to the end of step B."""
     found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
-    if found is None:
-        raise ShardingError(
-            "The steps cannot be read.",
-            where=f"{option} {text}",
-            why="they are given as A:B, two whole numbers: the steps after step A, up to step B.",
-            do=f"{option} 10:15  # steps 11 to 15",
-        )
-    after, last = int(found[1]), int(found[2])
-    if last <= after:
+    why, meant = (
+        "they are given as A:B, two whole numbers: the steps after step A, up to step B.",
+        "10:15  # steps 11 to 15",
+    )
+    if found is not None:
+        after, last = int(found[1]), int(found[2])
+        if after < last:
+            return range(after + 1, last + 1)
         one = max(1, last)
         meant = f"{last}:{after}" if last < after else f"{one - 1}:{one}  # step {one}"
-        raise ShardingError(
-            "There is no step between the two.",
-            where=f"{option} {text}",
-            why=f"A:B is the steps after step A, up to step B, and {last} is not after {after}.",
-            do=f"{option} {meant}",
-        )
-    return range(after + 1, last + 1)
-
-
-# What the commands take.
+        why = f"A:B is the steps after step A, up to step B, and {last} is not after {after}."
+    raise ShardingError("These are no steps.", where=f"{option} {text}", why=why, do=f"{option} {meant}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +200,8 @@ class TrainArgs(RecipeArgs):
     auto: bool = False
     """Choose: how the devices are split, what is kept and computed again, in how many microbatches. Estimates are
     corrected by the measured steps of a few ways, and the choice is remembered."""
-    options: Annotated[str, tyro.conf.arg(metavar="PROFILE")] = "fastest"
-    """Options of the compiler, as of js.compiler_options: fastest, memory, or none. On a CPU all are none."""
+    options: Options = "fastest"
+    """Options of the compiler, as of js.compiler_options; on a CPU all are none."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
     """Text files, or folders of them; by default the sources of Python's standard library."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

@@ -15,10 +15,8 @@ from flax import nnx
 import jshard as js
 from jshard.checkpoint.buckets import BucketPath
 from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
-from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh, parse_steps
-from jshard.cli._devices import open_mesh
+from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse_mesh, parse_steps
 from jshard.cluster.compile import Variant, as_text
-from jshard.cluster.options import PROFILES
 from jshard.data import Data
 from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
@@ -68,7 +66,7 @@ class Request:
 
     def folder(self) -> Path:
         """The folder of the run, as it is now."""
-        return self.out or RunFolder.free_name(_RUNS, _stem(self.model_file, self.name))
+        return self.out or RunFolder.free_name(_RUNS, f"{self.model_file.path.stem}-{self.name}")
 
     def as_begun(self, devices: int) -> Request:
         """The request on the mesh that the run was last started on, if that has as many devices."""
@@ -112,14 +110,11 @@ class Request:
 def request_of(args: TrainArgs) -> Request:
     """Reads the model file, and of a run that is resumed its record."""
     given = args
-    check_profile_name(args.options)
-    _refuse_doubles(args)
-    _check_auto(args)
-    _check_bucket(args)
+    _check(args)
     model_file = load_model_file(args.model)
     out = args.out
     if args.resume:
-        out = out or RunFolder.newest(_RUNS, _stem(model_file, model_file.recipe(args.recipe)[0]))
+        out = out or RunFolder.newest(_RUNS, f"{model_file.path.stem}-{model_file.recipe(args.recipe)[0]}")
         # A job script may always say --resume: the first time there is nothing to take up.
         stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
         _check_origin(args, stored or {}, out)
@@ -140,19 +135,8 @@ def request_of(args: TrainArgs) -> Request:
     return Request(args, given, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
 
 
-def check_profile_name(name: str) -> None:
-    """Raises unless it names options of the compiler."""
-    if name not in (*PROFILES, "none"):
-        raise ShardingError(
-            f"There is no profile {name!r}.",
-            where=f"--options {name}",
-            why=f"the profiles are {', '.join(PROFILES)}, and none.",
-            do="--options fastest",
-        )
-
-
-def _refuse_doubles(args: TrainArgs) -> None:
-    """Of a number that is given by its own option and by --set too, nobody knows which is meant."""
+def _check(args: TrainArgs) -> None:
+    """Raises for options that do not go together."""
     settings = {_key(setting): setting for setting in args.set}
     for option, key in _KEYS.items():
         if getattr(args, option) is not None and key in settings:
@@ -162,9 +146,6 @@ def _refuse_doubles(args: TrainArgs) -> None:
                 why=f"--{option} sets the recipe's {key}, too.",
                 do=f"--{option} {getattr(args, option)}",
             )
-
-
-def _check_auto(args: TrainArgs) -> None:
     given = [f"--{name.replace('_', '-')}" for name in ("dry_run", "print_config") if getattr(args, name)]
     if args.auto and given:
         raise ShardingError(
@@ -173,9 +154,6 @@ def _check_auto(args: TrainArgs) -> None:
             why=f"--auto measures steps, and {given[0]} does none.",
             do=f"jshard plan {args.model} --auto --topology h100:1x8  # estimates; or leave out --auto",
         )
-
-
-def _check_bucket(args: TrainArgs) -> None:
     if args.checkpoints is not None and BucketPath.parse(args.checkpoints) is None:
         raise ShardingError(
             "The checkpoints cannot go there.",
@@ -190,25 +168,23 @@ def _has_checkpoints(out: Path | None, place: str | None) -> bool:
 
 
 def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) -> None:
-    """Of a run that has checkpoints --init-from can only say again what it began with, as job scripts do."""
-    place = stored.get("checkpoints")
+    """Of a run that is resumed, its checkpoints and what it began with can only be said again, as job scripts do."""
+    place, began = stored.get("checkpoints"), stored.get("init_from")
     if stored and args.checkpoints not in (None, place):
-        raise ShardingError(
-            "The checkpoints of the run are elsewhere.",
-            where=f"--resume --checkpoints {args.checkpoints}",
-            why=f"{out} has its checkpoints in {place or OF_A_RUN}.",
-            do="leave out --checkpoints; or begin a new run: without --resume, in another --out.",
-        )
-    if args.init_from is None or "init_from" not in stored or not _has_checkpoints(out, place):
+        option, why = "--checkpoints", f"{out} has its checkpoints in {place or OF_A_RUN}."
+    elif args.init_from is None or "init_from" not in stored or not _has_checkpoints(out, place):
         return
-    began = stored["init_from"]
-    if began is None or Path(began).resolve() != args.init_from.resolve():
-        raise ShardingError(
-            "The run began with other parameters.",
-            where=f"--resume --init-from {args.init_from}",
-            why=f"{out} began with {'new ones' if began is None else f'those of {began}'}, and goes on with its own.",
-            do="leave out --init-from; or begin a new run: without --resume, in another --out.",
-        )
+    elif began is None or Path(began).resolve() != args.init_from.resolve():
+        option = "--init-from"
+        why = f"{out} began with {'new ones' if began is None else f'those of {began}'}, and goes on with its own."
+    else:
+        return
+    raise ShardingError(
+        "The run that is resumed is another one.",
+        where=f"--resume {option} {getattr(args, option[2:].replace('-', '_'))}",
+        why=why,
+        do=f"leave out {option}; or begin a new run: without --resume, in another --out.",
+    )
 
 
 def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
@@ -222,8 +198,13 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
             settings = [setting for setting in settings if _key(setting) != key]
         elif key in map(_key, args.set):
             taken.pop(option, None)
-    as_given = {"data": lambda paths: tuple(map(Path, paths)), "tokenizer": lambda path: path and Path(path)}
-    as_given |= {"unit": tuple, "init_from": as_given["tokenizer"]}
+    as_path = lambda path: path and Path(path)
+    as_given = {
+        "data": lambda paths: tuple(map(Path, paths)),
+        "tokenizer": as_path,
+        "init_from": as_path,
+        "unit": tuple,
+    }
     taken = {key: as_given.get(key, lambda value: value)(value) for key, value in taken.items()}
     return dataclasses.replace(args, **taken | {"set": tuple(settings)})
 
@@ -235,13 +216,6 @@ def _key(setting: str) -> str:
 def _settings(before: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
     """Settings of which later ones take the place of earlier ones."""
     return (*(setting for setting in before if _key(setting) not in {*map(_key, later)}), *later)
-
-
-def _stem(model_file: ModelFile, name: str) -> str:
-    return f"{model_file.path.stem}-{name}"
-
-
-# The plan of what is asked for.
 
 
 def own_data(request: Request) -> Data | None:
@@ -276,13 +250,7 @@ def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tup
 
 
 def explained(request: Request, mesh: AnyMesh, data: Data | None = None) -> Explanation:
-    """The plan of a recipe on a mesh, which need not have devices, and its memory.
-
-    Args:
-        request: the recipe.
-        mesh: its mesh.
-        data: that was read already; by default only its shapes are asked for.
-    """
+    """The plan of a recipe on a mesh, which need not have devices, and its memory; with data that were read already."""
     model_file = request.model_file
     with abstract(request, mesh, data or own_data(request)) as (model, batch):
         optimizer = request.recipe.optimizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from jax.sharding import Mesh
 import jshard as js
 from jshard import launch
 from jshard._processes import exchange
-from jshard.cli._arguments import TrainArgs, num_devices
-from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
+from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, simulate_devices
 from jshard.cli._request import Request, explained, own_data, request_of
 from jshard.data import Data
 from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
@@ -50,7 +50,7 @@ def _train(request: Request) -> int:
     check_batch(request.recipe, mesh)
     data = _data(request)  # before the plan: what cannot be read should not wait for it
     say = show if jax.process_index() == 0 else (lambda *text: None)
-    say(describe_devices())
+    say(_devices())
     compiler_options = js.compiler_options(None if args.options == "none" else args.options)
     if args.auto and args.resume:
         say("--auto: the run goes on as it was begun")
@@ -90,6 +90,15 @@ def _train(request: Request) -> int:
         return launch.stopped_code(finished.stopped_by)
     _say_result(request, finished, say)
     return 0
+
+
+def _devices() -> str:
+    """One line: how many devices of which kind, and whether they are simulated."""
+    devices = jax.devices()
+    line = f"{len(devices)} x {devices[0].device_kind}"
+    if devices[0].platform == "cpu" and len(devices) > jax.process_count():
+        line += f" (simulated on {os.cpu_count()} cores: for learning and tests, not for speed)"
+    return line if jax.process_count() == 1 else f"{line}, {jax.process_count()} processes"
 
 
 def _say_result(request: Request, finished: Finished, say: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import tyro
 
 from jshard.cli._arguments import parse
 from jshard.errors import ShardingError
-from jshard.recipes.shipped_models import neighbours, shipped_models
+from jshard.recipes import shipped_models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,33 +34,6 @@ class InitArgs:
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard init`."""
     args = parse(InitArgs, argv, command="jshard init")
-    source, out = _source(args), args.out or Path(f"{args.model}.py")
-    if out.suffix != ".py":
-        raise ShardingError(
-            "The copy would not be a model file.",
-            where=str(out),
-            why="a model file is Python and ends in .py.",
-            do=_command(args.model, out.with_suffix(".py")),
-        )
-    beside = {out.with_name(file.name): file for file in neighbours(source)}
-    if out in beside:
-        raise ShardingError(
-            "The copy cannot have the name of a file that it imports.",
-            where=str(out),
-            why=f"{args.model} imports {out.stem}, and would import itself.",
-            do=_command(args.model, _free_folder(out) / source.name),
-        )
-    copies = {out: source} | beside
-    _check_free(args.model, out, copies)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for target, file in copies.items():
-        target.write_bytes(file.read_bytes())
-    print(f"written: {', '.join(map(str, copies))}")
-    print(f"train it: {shlex.join(['jshard', 'train', str(out)])}")
-    return 0
-
-
-def _source(args: InitArgs) -> Path:
     models = shipped_models()
     if args.model not in models:
         near = next(iter(difflib.get_close_matches(args.model, models, n=1)), "gpt")
@@ -69,29 +43,53 @@ def _source(args: InitArgs) -> Path:
             why=f"the models are {', '.join(models)}.",
             do=_command(near, args.out),
         )
-    return models[args.model]
+    out = args.out or Path(f"{args.model}.py")
+    beside = {out.with_name(file.name): file for file in _neighbours(models[args.model])}
+    copies = {out: models[args.model]} | beside
+    _check(args.model, out, copies, is_beside=out in beside)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for target, file in copies.items():
+        target.write_bytes(file.read_bytes())
+    print(f"written: {', '.join(map(str, copies))}")
+    print(f"train it: {shlex.join(['jshard', 'train', str(out)])}")
+    return 0
 
 
-def _check_free(model: str, out: Path, copies: Mapping[Path, Path]) -> None:
+def _check(model: str, out: Path, copies: Mapping[Path, Path], *, is_beside: bool) -> None:
     """Raises where a file would be overwritten; a neighbour that another copy has brought may be there already."""
-    taken = [copy for copy, file in copies.items() if copy.exists() and (copy == out or not _same(copy, file))]
-    if taken:
-        raise ShardingError(
-            "There are files already, and none is overwritten.",
-            where=list(map(str, taken)),
-            why=f"{model} is copied as {', '.join(map(str, copies))}.",
-            do=_command(model, _free_folder(out) / out.name),
-        )
-
-
-def _free_folder(out: Path) -> Path:
+    same = lambda copy: copy != out and copy.is_file() and copy.read_bytes() == copies[copy].read_bytes()
+    taken = [copy for copy in copies if copy.exists() and not same(copy)]
     folders = (Path(f"{out.with_suffix('')}{number}") for number in itertools.chain([""], itertools.count(2)))
-    return next(folder for folder in folders if not folder.exists())
+    free = next(folder for folder in folders if not folder.exists())
+    if out.suffix != ".py":
+        what, why, other = "The copy would not be a model file.", "a model file ends in .py.", out.with_suffix(".py")
+    elif is_beside:
+        what = "The copy cannot have the name of a file that it imports."
+        why, other = f"{model} imports {out.stem}, and would import itself.", free / f"{model}.py"
+    elif taken:
+        what = "There are files already, and none is overwritten."
+        why, other = f"{model} is copied as {', '.join(map(str, copies))}.", free / out.name
+    else:
+        return
+    raise ShardingError(what, where=list(map(str, taken or [out])), why=why, do=_command(model, other))
 
 
 def _command(model: str, out: Path | None) -> str:
     return shlex.join(["jshard", "init", model, *([] if out is None else [str(out)])])
 
 
-def _same(out: Path, file: Path) -> bool:
-    return out.is_file() and out.read_bytes() == file.read_bytes()
+def _neighbours(file: Path) -> list[Path]:
+    """The files beside a model file that it imports, and those that they import."""
+    found = [file]
+    for each in found:  # grows
+        beside = (each.with_name(f"{name.partition('.')[0]}.py") for name in _imported(each))
+        found += [path for path in dict.fromkeys(beside) if path.is_file() and path not in found]
+    return found[1:]
+
+
+def _imported(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module

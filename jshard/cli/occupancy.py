@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +13,14 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard.cli._arguments import Count, parse
+from jshard.cli._arguments import Count, parse, remark
 from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 from jshard.occupancy import (
     ASSUMED_CTAS,
     FOOTPRINTS,
     GPUS,
+    SHIPPED,
     GpuFacts,
     OccupancyError,
     OccupancyReport,
@@ -30,9 +29,8 @@ from jshard.occupancy import (
     check,
     footprint,
     gpu,
-    occupancy_report,
-    shipped_kernels,
 )
+from jshard.occupancy.report import to_json, write_png
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,7 @@ class OccupancyArgs:
     block: Annotated[str, tyro.conf.arg(metavar="THREADS,REGISTERS,BYTES")] = ""
     """Any kernel instead: threads of a block, registers of a thread, bytes of shared memory: --block 128,90,90176."""
     footprint: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND")]] = ()
-    """What runs beside it, as often as needed: ring (the default), tree, nvls, pat, p2p, symmetric, copy-engine."""
+    """What runs beside it, as often as needed: ring (the default), tree, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
     """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
     ctas: Count = ASSUMED_CTAS
@@ -65,39 +63,29 @@ class OccupancyArgs:
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard occupancy`."""
     args = parse(OccupancyArgs, argv, command="jshard occupancy")
-    _check_plot(args)
+    _check(args)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OccupancyWarning)
-        reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else _with_any(args.footprint))]
-    print(*(warning.message for warning in caught), sep="\n", end="\n" if caught else "", file=sys.stderr)
+        reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else GPUS.values())]
+    for line in dict.fromkeys(str(warning.message) for warning in caught):
+        remark(line)
     if args.plot is not None:
-        from jshard.occupancy.plans import write_png
-
         write_png(reports[0], args.plot)
-        print(f"written: {args.plot}", file=sys.stderr)
+        remark(f"written: {args.plot}")
     if args.json:
-        print(json.dumps({"gpus": [report.to_dict() for report in reports]}, indent=2))
+        print(to_json(reports))
     else:
         show(Group(*[part for report in reports for part in (Text(), report)][1:]))
     return 0
 
 
 def _report(args: OccupancyArgs, facts: GpuFacts) -> OccupancyReport:
-    kernels = _of_numbers(args.block) if args.block else _named(args.kernel, shipped_kernels(facts))
+    kernels = _of_numbers(args.block) if args.block else _named(args.kernel)
     if args.block and args.gpu:
         check(facts, kernels[0].block)
     how = {"version": args.nccl or None, "ctas": args.ctas}
-    kinds = [kind for kind in args.footprint or ("ring",) if args.gpu or _has(facts, kind)]
-    return occupancy_report(facts, kernels, [footprint(kind, gpu=facts, **how) for kind in kinds])
-
-
-def _with_any(kinds: Sequence[str]) -> list[GpuFacts]:
-    """The GPUs that have something of what is asked for: where all are listed, those without NVLS are without it."""
-    return [facts for facts in GPUS.values() if not kinds or any(_has(facts, kind) for kind in kinds)]
-
-
-def _has(facts: GpuFacts, kind: str) -> bool:
-    return kind != "nvls" or facts.major >= 9
+    comms = [footprint(kind, gpu=facts, **how) for kind in args.footprint or ("ring",)]
+    return OccupancyReport(facts, kernels, tuple(comms))
 
 
 def _of_numbers(text: str) -> tuple[ShippedKernel, ...]:
@@ -110,22 +98,13 @@ def _of_numbers(text: str) -> tuple[ShippedKernel, ...]:
             why="it is three whole numbers: threads of a block, registers of a thread, bytes of shared memory.",
             do="--block 128,90,90176",
         ) from error
-    kernel = ShippedKernel(
-        name="block",
-        tiles="",
-        threads=threads,
-        registers=registers,
-        smem_bytes=smem_bytes,
-        persistent=False,
-        source="--block",
-    )
-    return (kernel,)
+    return (ShippedKernel("block", "", threads, registers, smem_bytes, persistent=False),)
 
 
-def _named(names: Sequence[str], kernels: Sequence[ShippedKernel]) -> tuple[ShippedKernel, ...]:
-    wrong = [name for name in names if not any(kernel.is_called(name) for kernel in kernels)]
+def _named(names: Sequence[str]) -> tuple[ShippedKernel, ...]:
+    wrong = [name for name in names if not any(kernel.is_called(name) for kernel in SHIPPED)]
     if wrong:
-        known = list(dict.fromkeys(kernel.name for kernel in kernels))
+        known = list(dict.fromkeys(kernel.name for kernel in SHIPPED))
         near = difflib.get_close_matches(wrong[0], [*known, *(name.split("_")[0] for name in known)], n=1) or known
         raise OccupancyError(
             "The kernel is not known.",
@@ -133,21 +112,19 @@ def _named(names: Sequence[str], kernels: Sequence[ShippedKernel]) -> tuple[Ship
             why=f"there are {', '.join(known)}.",
             do=f"--kernel {near[0]}  # or any by its numbers: --block 128,90,90176",
         )
-    return tuple(kernel for kernel in kernels if not names or any(map(kernel.is_called, names)))
+    return tuple(kernel for kernel in SHIPPED if not names or any(map(kernel.is_called, names)))
 
 
-def _check_plot(args: OccupancyArgs) -> None:
+def _check(args: OccupancyArgs) -> None:
     problems = []
     if args.block and args.kernel:
         problems.append(("--kernel --block", "a kernel is named or given by its numbers, not both.", "leave one away."))
-    if args.plot is not None and not args.gpu:
-        problems.append((f"--plot {args.plot}", "one GPU is drawn.", "--gpu h200"))
-    if args.plot is not None and not args.plot.absolute().parent.is_dir():
-        why = f"there is no folder {args.plot.absolute().parent}."
-        problems.append((f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}"))
+    if args.plot is not None and not (args.gpu and args.plot.absolute().parent.is_dir()):
+        why = "one GPU is drawn, into a folder that is there."
+        problems.append((f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}; --gpu h200"))
     unknown = [kind for kind in args.footprint if kind not in FOOTPRINTS]
     if unknown:
-        why = f"there is no footprint {unknown[0]!r}; there are {', '.join(FOOTPRINTS)}."
+        why = f"it is none of {', '.join(FOOTPRINTS)}."
         problems.append((f"--footprint {unknown[0]}", why, "--footprint ring"))
     if problems:
         where, why, do = zip(*problems, strict=True)

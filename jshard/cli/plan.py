@@ -16,46 +16,47 @@ from rich.text import Text
 
 from jshard._live import at_work
 from jshard.cli._arguments import (
+    Options,
     RecipeArgs,
     Seconds,
     Settings,
     answer,
     check_writable,
     num_devices,
+    open_mesh,
     parse,
     remark,
+    write,
 )
-from jshard.cli._devices import open_mesh
-from jshard.cli._request import Request, check_profile_name, explained, request_of
-from jshard.cluster.compare import COMPARED, Compared, Comparison, VariantCompiler, compare, variants_for
+from jshard.cli._request import Request, explained, request_of
 from jshard.cluster.compile import CompileRequest, Variant, compile_step, flags_of, latency_flag, unused_flags
 from jshard.cluster.costs import Costs
 from jshard.cluster.estimate import PlannedCluster, parse_known
-from jshard.cluster.report import ClusterPlan
+from jshard.cluster.report import (
+    COMPARED,
+    ClusterPlan,
+    Compared,
+    Comparison,
+    VariantCompiler,
+    compare,
+    variants_for,
+)
 from jshard.cluster.search import Chosen, choose, suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler, traced_for_device
 from jshard.errors import ShardingError
 from jshard.inspect.tables import Printed, broken_line
-from jshard.plans.mesh import AnyMesh
 from jshard.recipes.overrides import parse_units
 from jshard.recipes.recipe import check_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport(Printed):
-    """The answer to one command.
-
-    Attributes:
-        plan: the step that was asked for.
-        comparison: strategies beside it.
-        tried: ways to make it fit, the last of which does if any does; None if none was needed.
-        chosen: the outcome of a search.
-    """
+    """The answer to one command: the step that was asked for, and what stands beside it."""
 
     plan: ClusterPlan
-    comparison: Comparison | None = None
-    tried: tuple[Compared, ...] | None = None
-    chosen: Chosen | None = None
+    comparison: Comparison | None = None  # with other strategies
+    tried: tuple[Compared, ...] | None = None  # ways to make it fit, the last of which does if any does
+    chosen: Chosen | None = None  # by a search
 
     @property
     def fits(self) -> bool:
@@ -76,14 +77,10 @@ class PlanReport(Printed):
         if self.tried is not None:
             whole["suggestions"] = [row.to_dict() for row in self.tried if row.fits]
         if self.comparison is not None:
-            whole["comparison"] = self.comparison.to_dicts()
+            whole["comparison"] = [row.to_dict() for row in self.comparison.rows]
         if self.chosen is not None:
             whole["chosen"] = self.chosen.to_dict()
         return json.dumps(whole, indent=1)
-
-    def to_html(self) -> str:
-        """One page that needs nothing else."""
-        return self.plan.to_html(str(self))
 
     def _advice(self) -> str:
         assert self.tried is not None
@@ -96,8 +93,6 @@ class PlanReport(Printed):
         ways = ways if self.tried else "no way to compute or to keep less would fit, by the estimate"
         return f"{ways}: it needs more devices, or a smaller --set batch_size=N."
 
-
-# `jshard plan MODEL`: what a recipe needs, and with --topology how it compiles for a cluster that is not here.
 
 _WELL_HIDDEN = 0.95
 
@@ -116,8 +111,8 @@ class PlanArgs(RecipeArgs):
     """The cluster: hosts x GPUs (h100:64x8), slices x hosts x GPUs (h100:4x16x8), or a TPU slice (v5p:8x8x8). Devices:
     h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, or as clouds rent them: a3-high, a3-mega, p4d, p4de, p5,
     dgx-a100, dgx-h100. Needs the extra `plan-gpu` or `plan-tpu`."""
-    options: Annotated[str, tyro.conf.arg(metavar="PROFILE")] = "fastest"
-    """Options of the compiler, as of js.compiler_options: fastest, memory, or none."""
+    options: Options = "fastest"
+    """Options of the compiler, as of js.compiler_options."""
     assume: Settings = ()
     """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9, or a range:
     --assume slow_bytes_per_s=10e9..14e9."""
@@ -160,115 +155,74 @@ def run(argv: Sequence[str]) -> int:
 def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
     mesh = open_mesh(request.sizes, devices=topology.num_devices)
     check_batch(request.recipe, mesh)
-    known = parse_known(args.assume)
-    variants = _variants(args, request, mesh, topology)
+    cluster = PlannedCluster(topology, parse_known(args.assume))
+    costs, sizes = Costs(request.model_file, request.recipe, cluster.machine), dict(mesh.shape)
+    variants = _variants(args, costs, sizes, topology)
     require_compiler(topology.device.platform)
-    job = _PlanJob(args, request, PlannedCluster(topology, known), dict(mesh.shape))
+    asked = CompileRequest(
+        model=str(args.model),
+        recipe=args.recipe,
+        settings=args.set,
+        mesh=sizes,
+        units=parse_units(args.unit),
+        topology=topology.text,
+        profile=None if args.options == "none" else args.options,
+        xla_flags=args.xla_flags,
+        unit_bytes=costs.unit_bytes(sizes) if args.xla_flags == "auto" else 0,
+    )
+    name = f"{args.model.stem}, recipe {request.name}"
+    work = f"compiling {args.model}, recipe {request.name}, for {topology.describe()}"
+    with at_work(work, say=remark, stream=sys.stderr):
+        step = compile_step(asked, timeout_s=args.timeout)
+    plan = ClusterPlan.of(step, cluster=cluster, name=name)
+    notes = [unused_flags(os.environ), _on_latencies(plan, asked)]
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)))
+    bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
+    comparison = tried = chosen = None
     try:
-        report = job.report(variants)
-    except KeyboardInterrupt:
-        if (done := job.done()) is not None:
-            answer(done, json=args.json)
+        comparison = compare(asked, variants, bench) if variants else None
+        if args.auto:
+            chosen = choose(costs, asked, sizes, plan=plan, bench=bench)
+        elif not plan.fits:
+            tried = suggestions(costs, asked, sizes, peak_bytes=step.memory.peak_bytes, bench=bench)
+    except KeyboardInterrupt:  # what is done is shown
+        rows = tuple(bench.rows)
+        answer(PlanReport(plan=plan, comparison=Comparison(rows=rows) if rows else None), json=args.json)
         raise
+    report = PlanReport(plan=plan, comparison=comparison, tried=tried, chosen=chosen)
     if args.html is not None:
-        _write(args.html, report.to_html())
-        _write(args.html.with_suffix(".trace.json"), report.plan.to_chrome_trace())
+        write(args.html, plan.to_html(str(report)))
+        write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace())
     answer(report, json=args.json)
     return 0 if report.fits else 1
 
 
-class _PlanJob:
-    """What is compiled for one command, and what is made of it."""
-
-    def __init__(self, args: PlanArgs, request: Request, cluster: PlannedCluster, mesh: dict[str, int]) -> None:
-        self._args, self._request, self._cluster, self._mesh = args, request, cluster, mesh
-        self._costs = Costs(request.model_file, request.recipe, cluster.machine)
-        self._asked = CompileRequest(
-            model=str(args.model),
-            recipe=args.recipe,
-            settings=args.set,
-            mesh=mesh,
-            units=parse_units(args.unit),
-            topology=cluster.topology.text,
-            profile=None if args.options == "none" else args.options,
-            xla_flags=args.xla_flags,
-            unit_bytes=self._costs.unit_bytes(mesh) if args.xla_flags == "auto" else 0,
-        )
-        self._bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
-        self._plan: ClusterPlan | None = None
-
-    def report(self, variants: tuple[Variant, ...]) -> PlanReport:
-        """Compiles what was asked for, then what is printed beside it."""
-        args, bench = self._args, self._bench
-        what = f"compiling {args.model}, recipe {self._request.name}, for {self._cluster.topology.describe()}"
-        with at_work(what, say=remark, stream=sys.stderr):
-            step = compile_step(self._asked, timeout_s=args.timeout)
-        plan = ClusterPlan.of(step, cluster=self._cluster, name=f"{args.model.stem}, recipe {self._request.name}")
-        notes = [unused_flags(os.environ), *_on_latencies(plan, self._asked)]
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)))
-        self._plan = plan
-        comparison = compare(self._asked, variants, bench) if variants else None
-        tried = chosen = None
-        if args.auto:
-            chosen = choose(self._costs, self._asked, self._mesh, plan=plan, bench=bench)
-        elif not plan.fits:
-            peak_bytes = step.memory.peak_bytes
-            tried = suggestions(self._costs, self._asked, self._mesh, peak_bytes=peak_bytes, bench=bench)
-        return PlanReport(plan=plan, comparison=comparison, tried=tried, chosen=chosen)
-
-    def done(self) -> PlanReport | None:
-        """What is compiled of a command that was interrupted; None if nothing is."""
-        if self._plan is None:
-            return None
-        rows = tuple(self._bench.rows)
-        return PlanReport(plan=self._plan, comparison=Comparison(rows=rows) if rows else None)
-
-
-def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> list[str]:
+def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> str | None:
     """What to say of the flags of the process."""
     flags = flags_of(asked)
     if flags:
-        return [f"compiled with XLA_FLAGS='{flags}', which a run needs in its environment, too."]
+        return f"compiled with XLA_FLAGS='{flags}', which a run needs in its environment, too."
     if plan.estimates.stated.hidden >= _WELL_HIDDEN or latency_flag(plan.topology, asked.mesh, 0) is None:
-        return []
-    return ["more may be hidden if the compiler knew how long collectives take on this mesh: --xla-flags auto"]
+        return None
+    return "more may be hidden if the compiler knew how long collectives take on this mesh: --xla-flags auto"
 
 
-def _variants(args: PlanArgs, request: Request, mesh: AnyMesh, topology: Topology) -> tuple[Variant, ...]:
+def _variants(args: PlanArgs, costs: Costs, sizes: dict[str, int], topology: Topology) -> tuple[Variant, ...]:
     """The strategies to compare; replicas of the smallest groups of whole hosts that can hold the state."""
     if not args.compare:
         return ()
     names = COMPARED if args.compare == "all" else tuple(name.strip() for name in args.compare.split(","))
-    costs = Costs(request.model_file, request.recipe, PlannedCluster(topology).machine)
-    return variants_for(
-        names,
-        dict(mesh.shape),
-        near=topology.fast_group,
-        capacity_bytes=topology.device.hbm_bytes,
-        held_bytes=costs.held_bytes,
-    )
+    capacity = topology.device.hbm_bytes
+    return variants_for(names, sizes, near=topology.fast_group, capacity_bytes=capacity, held_bytes=costs.held_bytes)
 
 
 def _check(args: PlanArgs) -> None:
-    check_profile_name(args.options)
-    needing = [name for name in ("compare", "auto", "assume", "xla_flags") if getattr(args, name)]
+    needing = [name for name in ("compare", "auto", "assume", "xla_flags", "html") if getattr(args, name)]
     if needing and not args.topology:
         raise ShardingError(
             "There is nothing to estimate without a cluster.",
             where=", ".join(f"--{name.replace('_', '-')}" for name in needing),
-            why="strategies are compared as they compile for a cluster; nothing is compiled without --topology.",
-            do="--topology h100:1x8",
-        )
-    if args.html is not None and not args.topology:
-        raise ShardingError(
-            "There is no timeline without a cluster.",
-            where=f"--html {args.html}",
-            why="it shows a compiled step; nothing is compiled without --topology.",
+            why="these are of a step as it compiles for a cluster; nothing is compiled without --topology.",
             do="--topology h100:1x8",
         )
     check_writable(args.html, option="--html")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    remark(f"written: {path}")

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from flax import nnx
 
-from jshard.cli._arguments import Count, RecipeArgs, answer, num_devices, parse, remark
-from jshard.cli._devices import open_mesh
+from jshard.cli._arguments import Count, RecipeArgs, answer, num_devices, open_mesh, parse, remark
 from jshard.cli._request import abstract, own_data, request_of
 from jshard.errors import ShardingError
 from jshard.occupancy import OccupancyWarning, footprint
-from jshard.occupancy.cache import default_path
-from jshard.occupancy.device import Device, device_named
-from jshard.occupancy.tune import NOT_MEASURED, TuneReport, rank, tune
+from jshard.occupancy.device import device_named
+from jshard.occupancy.measured import default_path
+from jshard.occupancy.tune import NOT_MEASURED, rank, tune
 
 _ASSUMED = "h200"  # where there is no GPU and none is named
 
@@ -37,7 +35,7 @@ class TuneArgs(RecipeArgs):
     """Rank for this GPU and measure nothing: h100, h200, or with its cluster, h200:64x8. By default the GPU that is
     here is measured; without one it is h200."""
     footprint: Annotated[str, tyro.conf.arg(metavar="KIND")] = "ring"
-    """What runs beside the kernels: ring, tree, nvls, pat, p2p, symmetric, copy-engine."""
+    """What runs beside the kernels: ring, tree, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
     """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
     ctas: Count | None = None
@@ -54,40 +52,9 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard tune`."""
     args = parse(TuneArgs, argv, command="jshard tune")
     request = request_of(args.without_devices())
-    mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-    device, is_here = _device(args)
-    with abstract(request, mesh, own_data(request)) as (model, batch):
-        report = _report(args, model, request.model_file.loss_fn, batch, device, is_here=is_here)
-    answer(report, json=args.json)
-    return 0
-
-
-def _report(
-    args: TuneArgs, model: nnx.Module, loss: object, batch: object, device: Device, *, is_here: bool
-) -> TuneReport:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", OccupancyWarning)
-        comm = footprint(args.footprint, gpu=device.gpu, version=args.nccl or None, ctas=args.ctas)  # type: ignore[arg-type]
-    for warning in caught:
-        remark(str(warning.message))
-    asked = {"model": model, "loss": loss, "batch": batch, "device": device, "comm": comm}
-    if not is_here:
-        headline = f"--gpu {args.gpu}: {_NAMED}" if args.gpu else NOT_MEASURED
-        return dataclasses.replace(rank(**asked), headline=headline)  # type: ignore[arg-type]
-    path = args.cache or default_path()
-    report = tune(**asked, path=path, again=args.again, say=remark)  # type: ignore[arg-type]
-    remark(f"kept in {path}")
-    return report
-
-
-_NAMED = NOT_MEASURED.partition(": ")[2]
-
-
-def _device(args: TuneArgs) -> tuple[Device, bool]:
-    """The GPU to tune for, and whether it is here to be measured."""
     device = device_named(args.gpu or None)
     is_here = not args.gpu and device.platform == "gpu"
-    if not args.gpu and device.platform != "gpu":
+    if not args.gpu and not is_here:
         device = device_named(_ASSUMED)
     if device.why_unshaped or device.gpu is None:
         raise ShardingError(
@@ -96,4 +63,19 @@ def _device(args: TuneArgs) -> tuple[Device, bool]:
             why=device.why_unshaped,
             do=f"--gpu {_ASSUMED}  # or run it on an H100 or H200",
         )
-    return device, is_here
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OccupancyWarning)
+        comm = footprint(args.footprint, gpu=device.gpu, version=args.nccl or None, ctas=args.ctas)
+    for warning in caught:
+        remark(str(warning.message))
+    mesh, path = open_mesh(request.sizes, devices=num_devices(request.sizes)), args.cache or default_path()
+    with abstract(request, mesh, own_data(request)) as (model, batch):
+        asked = (model, request.model_file.loss_fn, batch)
+        if is_here:
+            report = tune(*asked, device=device, comm=comm, path=path, again=args.again, say=remark)
+            remark(f"kept in {path}")
+        else:
+            why = NOT_MEASURED if not args.gpu else f"--gpu {args.gpu}: {NOT_MEASURED.partition(': ')[2]}"
+            report = rank(*asked, device=device, comm=comm, why=why)
+    answer(report, json=args.json)
+    return 0

@@ -41,58 +41,33 @@ def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -
 
 # What is compiled, and what comes of it.
 
-PROGRAM = "step.hlo"  # what the child leaves beside its result
 _OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # flags of no accelerator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileRequest:
-    """What to compile.
-
-    Attributes:
-        model: the model file.
-        recipe: of its recipes; the first by default.
-        settings: changes of the recipe, as `--set` takes them.
-        mesh: degrees of the mesh axes, as `js.mesh` takes them.
-        topology: the cluster, as `parse_topology` takes it.
-        profile: of `js.compiler_options`.
-        units: other settings of the units than the annotation's, as `jshard.api.fully_shard.revise` takes them.
-        shard_replicated: as in `js.shard_optimizer`.
-        plain_flax: the model in global view, where the compiler places the communication.
-        xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for `latency_flag`,
-            which need all degrees of the mesh.
-        unit_bytes: gathered bytes of the largest unit, for the same.
-    """
+    """What to compile."""
 
     model: str
     topology: str
-    recipe: str | None = None
-    settings: tuple[str, ...] = ()
+    recipe: str | None = None  # the first of the model file by default
+    settings: tuple[str, ...] = ()  # as `--set` takes them
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    profile: str | None = None
-    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    profile: str | None = None  # of `js.compiler_options`
+    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other settings than the annotation's
     shard_replicated: bool = False
-    plain_flax: bool = False
-    xla_flags: str = ""
-    unit_bytes: int = 0
+    plain_flax: bool = False  # the model in global view, where the compiler places the communication
+    xla_flags: str = ""  # what a run would have in XLA_FLAGS; "auto" for `latency_flag`, which needs the whole mesh
+    unit_bytes: int = 0  # gathered bytes of the largest unit, for the same
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train a recipe, beside the way that was asked for.
-
-    Attributes:
-        name: to be shown.
-        mesh: degrees of the mesh axes.
-        accumulate: microbatches; None for those asked for.
-        units: of the units, as `--unit` takes them.
-        shard_replicated: as in `js.shard_optimizer`.
-        plain_flax: see `CompileRequest`.
-    """
+    """One way to train a recipe, beside the way that was asked for."""
 
     name: str
     mesh: Mapping[str, int]
-    accumulate: int | None = None
+    accumulate: int | None = None  # microbatches; None for those asked for
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
@@ -122,10 +97,7 @@ class Variant:
     @property
     def command(self) -> str:
         """The options that choose this way, to be added to those asked for."""
-        given = ["--mesh", self.mesh_text]
-        given += [word for setting in self.settings for word in ("--set", setting)]
-        given += [word for name, value in self.units.items() for word in ("--unit", f"{name}={as_text(value)}")]
-        return shlex.join(given)
+        return shlex.join(_way_words(self.mesh, self.settings, self.units))
 
 
 def _key(setting: str) -> str:
@@ -138,14 +110,17 @@ def command_line(request: CompileRequest, *, assume: Sequence[str]) -> str:
         return ""
     words = ["jshard", "plan", request.model]
     words += [] if request.recipe is None else ["--recipe", request.recipe]
-    words += ["--topology", request.topology]
-    words += ["--mesh", ",".join(f"{axis}={degree}" for axis, degree in request.mesh.items())]
-    words += [word for text in request.settings for word in ("--set", text)]
-    words += [word for name, value in request.units.items() for word in ("--unit", f"{name}={as_text(value)}")]
+    words += ["--topology", request.topology, *_way_words(request.mesh, request.settings, request.units)]
     words += [] if request.profile == "fastest" else ["--options", request.profile or "none"]
     words += [f"--xla-flags={request.xla_flags}"] if request.xla_flags else []
     words += [word for text in assume for word in ("--assume", text)]
     return shlex.join(words)
+
+
+def _way_words(mesh: Mapping[str, int], settings: Sequence[str], units: Mapping[str, Any]) -> list[str]:
+    words = ["--mesh", ",".join(f"{axis}={degree}" for axis, degree in mesh.items())]
+    words += [word for text in settings for word in ("--set", text)]
+    return words + [word for name, value in units.items() for word in ("--unit", f"{name}={as_text(value)}")]
 
 
 def as_text(value: Any) -> str:
@@ -155,41 +130,23 @@ def as_text(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A train step as compiled for a cluster: facts, none of which was run.
+    """A train step as compiled for a cluster: facts, none of which was run."""
 
-    Attributes:
-        text: the scheduled program.
-        memory: of one device.
-        plan: of the annotation.
-        options: that the compiler was given.
-        batch_size: sequences of a step.
-        sequence_length: tokens of a sequence.
-        accumulate: microbatches of a step.
-        flops: arithmetic of a step over all devices, as for the MFU.
-        flops_formula: how that number comes about.
-        trace_s: seconds to trace and lower.
-        compile_s: seconds to compile.
-        cpu_s: CPU seconds of the child in all.
-        rss_bytes: the most memory that the child took.
-        versions: of Python and of the packages.
-        notes: warnings from the child.
-    """
-
-    text: str = dataclasses.field(repr=False)
+    text: str = dataclasses.field(repr=False)  # the scheduled program
     memory: CompiledMemory
     plan: ShardPlan = dataclasses.field(repr=False)
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # that the compiler was given
     batch_size: int
     sequence_length: int
     accumulate: int
-    flops: float
+    flops: float  # arithmetic of a step over all devices, as for the MFU
     flops_formula: str
     trace_s: float
     compile_s: float
-    cpu_s: float
-    rss_bytes: int
+    cpu_s: float  # of the child in all
+    rss_bytes: int  # the most memory that the child took
     versions: Mapping[str, str | None]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # warnings from the child
 
 
 class TooLargeError(RunError):
@@ -203,33 +160,22 @@ class CompileError(RunError):
 def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> CompiledStep:
     """Compiles the train step of a model file for a cluster. No array of the model is ever made.
 
-    Args:
-        request: what to compile.
-        timeout_s: seconds after which the child is stopped.
-
     Raises:
         ShardingError: something asked for cannot be met.
         TooLargeError: the program does not fit, and the compiler says so. Compilers of GPUs do not.
         CompileError: the child has crashed, or taken too long.
     """
-    with tempfile.TemporaryDirectory(prefix="jshard-plan-") as name:
-        found = run_child(
+    with tempfile.TemporaryDirectory(prefix="jshard-plan-") as folder:
+        return run_child(
             "jshard.cluster.compile_process",
             dataclasses.asdict(request),
-            Path(name),
+            Path(folder),
             subject=f"{request.model} for {request.topology}",
             timeout_s=timeout_s,
             environ=child_environment(os.environ, flags_of(request)),
             more_time="give more seconds, --timeout N; or fewer layers, as deep models of unrolled layers take longest:"
             " --set model.n_layer=4 shows most of the schedule.",
             do="--debug shows all of it; an error in the model file is to be corrected there.",
-        )
-        return CompiledStep(
-            text=(Path(name) / PROGRAM).read_text(),
-            memory=CompiledMemory(**found.pop("memory")),
-            plan=ShardPlan.from_json(json.dumps(found.pop("plan"))),
-            notes=tuple(found.pop("notes")),
-            **found,
         )
 
 
@@ -251,8 +197,7 @@ def unused_flags(environ: Mapping[str, str]) -> str | None:
 
 # A process that compiles: it is started with a request, and leaves a result or an error in a folder.
 
-_RESULT, _ERROR = "result.json", "error.pickle"  # what the child leaves
-_OUTPUT = "output.txt"  # what it says
+_RESULT, _OUTPUT = "result.pickle", "output.txt"  # what the child leaves, and what it says
 _LAST_LINES = 8
 
 
@@ -275,24 +220,9 @@ def run_child(
     more_time: str,
     do: str,
 ) -> Any:
-    """Runs `python -m MODULE REQUEST FOLDER` and waits for what it answers.
+    """Runs `python -m MODULE REQUEST FOLDER`, whose `main` calls `answer`, and returns its result.
 
-    Args:
-        module: its `main` calls `answer`.
-        request: for it, as JSON takes it.
-        folder: for what it leaves.
-        subject: what is compiled, for errors.
-        timeout_s: seconds after which it is stopped.
-        environ: its environment variables.
-        more_time: for an error, what to do if it takes too long.
-        do: the same, if it crashes.
-
-    Returns:
-        Its result.
-
-    Raises:
-        FourPartError: the child's own error.
-        CompileError: it has crashed, or taken too long.
+    An error of the child is raised here; `more_time` and `do` say what to do if it takes too long, or crashes.
     """
     command = [sys.executable, "-m", module, json.dumps(request), str(folder)]
     with (folder / _OUTPUT).open("wb") as output:
@@ -313,11 +243,12 @@ def run_child(
                 why=f"it was stopped after {timeout_s:g} s.",
                 do=more_time,
             ) from error
-    if (folder / _ERROR).exists():
-        raise pickle.loads((folder / _ERROR).read_bytes())
-    if done.returncode or not (folder / _RESULT).exists():
+    if done.returncode < 0 or not (folder / _RESULT).exists():
         raise _crashed(subject, done.returncode, folder, do)
-    return json.loads((folder / _RESULT).read_text())
+    result = pickle.loads((folder / _RESULT).read_bytes())
+    if isinstance(result, FourPartError):
+        raise result
+    return result
 
 
 def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
@@ -326,10 +257,9 @@ def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
     try:
         result = work(json.loads(argv[0]), folder)
     except FourPartError as error:
-        (folder / _ERROR).write_bytes(pickle.dumps(_portable(error)))
-        return 1
-    (folder / _RESULT).write_text(json.dumps(result))
-    return 0
+        result = _portable(error)
+    (folder / _RESULT).write_bytes(pickle.dumps(result))
+    return int(isinstance(result, FourPartError))
 
 
 def _portable(error: FourPartError) -> FourPartError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 import resource
 import sys
@@ -19,18 +18,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.api.optimizer import abstract_optimizer
-from jshard.cluster.compile import PROGRAM, CompileError, CompileRequest, TooLargeError, answer
+from jshard.api.init import abstract_optimizer
+from jshard.cluster.compile import CompiledStep, CompileError, CompileRequest, TooLargeError, answer
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices, traced_for_device
 from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError
 from jshard.inspect.audit import CompiledMemory
-from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.building import abstract_model, batch_of, optimizer_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, versions
-from jshard.recipes.state import optimizer_of
 from jshard.recipes.step import lower_step
 
 # What the TPU compiler says of a program that does not fit: needed and there, in GiB.
@@ -42,15 +40,15 @@ def main(argv: Sequence[str]) -> int:
     return answer(argv, _result)
 
 
-def _result(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _result(asked: dict[str, Any], folder: Path) -> CompiledStep:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        result = _compiled_step(CompileRequest(**asked), folder)
+        step = _compiled_step(CompileRequest(**asked))
     said = (str(one.message) for one in caught if issubclass(one.category, UserWarning))
-    return result | {"notes": list(dict.fromkeys((*said, *result["notes"])))}
+    return dataclasses.replace(step, notes=tuple(dict.fromkeys((*said, *step.notes))))
 
 
-def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
+def _compiled_step(request: CompileRequest) -> CompiledStep:
     model_file = load_model_file(request.model).with_units(request.units)
     recipe = override(model_file.recipe(request.recipe)[1], request.settings)
     topology = parse_topology(request.topology)
@@ -76,26 +74,26 @@ def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
     )
     compiled = _compiled(lowered, options, topology)
     done_s = time.perf_counter()
-    (folder / PROGRAM).write_text(compiled.as_text() or "")
     plan = js.plan(model, wrt=model_file.wrt)
     flops, formula = model_file.step_flops(recipe, plan)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # children: ptxas
-    return {
-        "memory": dataclasses.asdict(_memory(compiled, topology)),
-        "notes": list(notes),
-        "plan": json.loads(plan.to_json()),
-        "options": options,
-        "batch_size": recipe.batch_size,
-        "sequence_length": recipe.sequence_length,
-        "accumulate": recipe.accumulate,
-        "flops": flops,
-        "flops_formula": formula,
-        "trace_s": lowered_s - start_s,
-        "compile_s": done_s - lowered_s,
-        "cpu_s": sum(one.ru_utime + one.ru_stime for one in used),
-        "rss_bytes": used[0].ru_maxrss * 1024,
-        "versions": versions(),
-    }
+    return CompiledStep(
+        text=compiled.as_text() or "",
+        memory=_memory(compiled, topology),
+        plan=plan,
+        options=options,
+        batch_size=recipe.batch_size,
+        sequence_length=recipe.sequence_length,
+        accumulate=recipe.accumulate,
+        flops=flops,
+        flops_formula=formula,
+        trace_s=lowered_s - start_s,
+        compile_s=done_s - lowered_s,
+        cpu_s=sum(one.ru_utime + one.ru_stime for one in used),
+        rss_bytes=used[0].ru_maxrss * 1024,
+        versions=versions(),
+        notes=notes,
+    )
 
 
 def lowered_step(

@@ -1,8 +1,8 @@
 """What ways to train a recipe would hold and take, before any of them is compiled: a sieve, not a measure.
 
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
-what stays exposed of collectives and of copies from and to the host, if as much as can hides behind computation. What
-the model sends over axes of its own stands between one product and the next, and hides behind nothing.
+what stays exposed of the plan's collectives, if as much as can hides behind computation. What the ways have in common
+is left out: what a model sends over axes of its own, and copies from and to the host.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from flax import nnx
@@ -20,11 +20,13 @@ import jshard as js
 from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
 from jshard.cluster.compile import Variant
 from jshard.cluster.estimate import Machine
-from jshard.cluster.traffic import Collectives, at_rows, exposed_s, host_copies, own_s, own_traffic, planned
-from jshard.inspect.communication import Amounts
+from jshard.cluster.replay import Assumptions
+from jshard.inspect.communication import traffic_of
+from jshard.inspect.explain import folded_units
+from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.memory import Activations, Memory, Saved, kept_bytes, memory_of, saved_arrays, summed
 from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
-from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import ShardPlan, UnitPlan
 from jshard.plans.units import modules
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.model_file import ModelFile
@@ -37,42 +39,34 @@ _RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic, by that o
 _SAVED_PASSES, _COMPUTED_PASSES, _AGAIN_PASSES = 3.0, 3.4, 1.7
 _UPDATE_PASSES = 7.0  # over the shard of the parameters: AdamW reads four arrays and writes three
 
-
 _TRACED = (REPLICA, 1), (FSDP, 2)  # the smallest mesh whose parameters are sharded
-KNOWN_RATE = "--assume host_bytes_per_s=50e9 states it"
-
-_Waits = tuple[float, float]
-"""Seconds of a step: all, and what of it the computation waits for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """A step of one way, estimated.
-
-    Args:
-        variant: the way.
-        memory: of one device.
-        compute_s: what computes.
-        communication_s: the collectives, one after another.
-        exposed_s: what of them, and of copies from and to the host, the computation waits for.
-        own_s: what of the collectives runs over the model's own axes: the computation waits for all of it.
-        host_s: copies from and to the host.
-        left_out: what has no price in it, in words.
-    """
+    """A step of one way, estimated."""
 
     variant: Variant
-    memory: Memory
+    memory: Memory  # of one device
     compute_s: float
-    communication_s: float
-    exposed_s: float
-    own_s: float = 0.0
-    host_s: float = 0.0
-    left_out: tuple[str, ...] = ()
+    communication_s: float  # the collectives, one after another
+    exposed_s: float  # what of them the computation waits for
+    left_out: tuple[str, ...] = ()  # what has no price in it, in words
 
     @property
     def step_s(self) -> float:
         """The step."""
         return self.compute_s + self.exposed_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives:
+    """Equal ones."""
+
+    phase: str  # `forward` or `backward`
+    count: int
+    each_s: float
+    is_alone: bool  # nothing is computed beside them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +80,7 @@ class _Way:
 
 
 class Costs:
-    """Estimates for ways to train one recipe on one machine. What they have in common is traced once.
-
-    Args:
-        model_file: the model, its annotation and its loss.
-        recipe: what to train.
-        machine: the devices.
-    """
+    """Estimates for ways to train one recipe on one machine. What they have in common is traced once."""
 
     def __init__(self, model_file: ModelFile, recipe: Recipe, machine: Machine) -> None:
         self.model_file, self.recipe, self.machine = model_file, recipe, machine
@@ -101,23 +89,20 @@ class Costs:
         """The estimate for one way; its batch divides over its mesh."""
         recipe = override(self.recipe, variant.settings)
         way = self._way(tuple(variant.mesh.items()), tuple(variant.units.items()))
-        plan = way.plan
-        rows = recipe.batch_size // recipe.accumulate // data_shards(variant.mesh)
+        plan, parts = way.plan, recipe.accumulate
+        rows = recipe.batch_size // parts // data_shards(variant.mesh)
         saved = self._saved(rows, str(variant.units.get("remat", "")), variant.mesh.get(TENSOR, 1))
-        parts, compute_s = recipe.accumulate, self._compute_s(plan, recipe, rows, variant)
+        compute_s = self._compute_s(plan, recipe, rows, variant)
         saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + way.kept_bytes)
-        memory, there_s = way.held.with_activations(saved), self._there_s(plan, compute_s / parts)
-        (planned_s, waits_s), own_s = exposed_s(way.collectives, there_s), self._own_s(variant, rows)
-        host_s, host_waits_s = self._copies_s(plan, memory, there_s | {"update": self._update_s(plan)}, parts)
+        memory = way.held.with_activations(saved)
+        planned_s, waits_s = _exposed_s(way.collectives, self._there_s(plan, compute_s / parts))
         return Cost(
             variant=variant,
             memory=memory,
             compute_s=compute_s + self._update_s(plan),
-            communication_s=(planned_s + own_s) * parts,
-            exposed_s=(waits_s + own_s) * parts + host_waits_s,
-            own_s=own_s * parts,
-            host_s=host_s,
-            left_out=self._left_out(variant, plan, memory, rows),
+            communication_s=planned_s * parts,
+            exposed_s=waits_s * parts,
+            left_out=tuple(_left_out(plan, memory)),
         )
 
     @functools.cached_property
@@ -157,7 +142,7 @@ class Costs:
         held = memory_of(plan, optimizer=self.recipe.optimizer())
         # Of the layers; what is traced of a step holds the others' copies, and of the layers none.
         kept = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit.name))
-        return _Way(plan, held, kept, tuple(planned(plan, self.machine.assumptions)))
+        return _Way(plan, held, kept, tuple(_planned(plan, self.machine.assumptions)))
 
     def _revised(self, mesh: tuple[tuple[str, int], ...], units: Mapping[str, Any]) -> nnx.Module:
         model = nnx.merge(*nnx.split(self._model(mesh)))
@@ -196,10 +181,8 @@ class Costs:
     def _arrays(self, rows: int, remat: str, tensor: int) -> Saved:
         units = {"reshard_after_forward": True} | ({"remat": remat} if remat else {})
         model = self._revised((*_TRACED, (TENSOR, tensor)), units)
-        return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows), wrt=self.model_file.wrt)
-
-    def _batch(self, rows: int) -> Any:
-        return batch_of(self.model_file, self.recipe, rows)
+        batch = batch_of(self.model_file, self.recipe, 2 * rows)
+        return saved_arrays(model, self.model_file.loss_fn, batch, wrt=self.model_file.wrt)
 
     # ---- times ---------------------------------------------------------------------------------------------------
 
@@ -224,65 +207,52 @@ class Costs:
         forward_s = compute_s * (0.25 if _remat_of(plan, self._layer_names) == "full" else 1 / 3)
         return {"forward": forward_s, "backward": compute_s - forward_s}
 
-    def _own_s(self, variant: Variant, rows: int) -> float:
-        """What the collectives of a microbatch over the model's own axes take."""
-        found = self._own(variant, rows)
-        return 0.0 if found is None else own_s(found, variant.mesh, self.machine.assumptions)
 
-    def _own(self, variant: Variant, rows: int) -> Amounts | None:
-        """Those of so many sequences on a device; None where they are not known."""
-        degrees = variant.mesh.get(EXPERT, 1), variant.mesh.get(TENSOR, 1)
-        if max(degrees) == 1:
-            return {}
-        remat = str(variant.units.get("remat", ""))
-        low = self._sequences(degrees[0])
-        few, more = (self._sent(n, "" if remat == self.remat else remat, *degrees) for n in (low, low + 1))
-        return None if few is None or more is None else at_rows(few, more, (low, low + 1, rows))
-
-    def _sequences(self, expert: int) -> int:
-        """Sequences on a device that are traced for what they send: such that no dim of a parameter looks like a batch.
-
-        A number for each of 8 experts would be split as 8 sequences are.
-        """
-        sizes = {n for leaf in self._way(_TRACED, ()).plan.leaves for n in leaf.placement.shape}
-        is_free = lambda n: not sizes & {_batch_size(n, expert), _batch_size(n + 1, expert)}
-        return next(n for n in itertools.count(2) if is_free(n))
-
-    @functools.cache  # noqa: B019
-    def _sent(self, rows: int, remat: str, expert: int, tensor: int) -> Amounts | None:
-        model = self._revised((*_TRACED, (EXPERT, expert), (TENSOR, tensor)), {"remat": remat} if remat else {})
-        batch = self._batch(_batch_size(rows, expert))
-        return own_traffic(model, self.model_file.loss_fn, batch, wrt=self.model_file.wrt)
-
-    def _copies_s(self, plan: ShardPlan, memory: Memory, there_s: Mapping[str, float], parts: int) -> _Waits:
-        """What copies from and to the host take in a step, and what of it nothing is computed beside."""
-        rate, total, exposed = self.machine.assumptions.host_bytes_per_s, 0.0, 0.0
-        if not rate:
-            return 0.0, 0.0
-        for phase, copies in host_copies(plan, memory).items():
-            times, took_s = 1 if phase == "update" else parts, copies.time_s(rate)
-            total += times * took_s
-            exposed += times * max(0.0, took_s - there_s[phase])
-        return total, exposed
-
-    def _left_out(self, variant: Variant, plan: ShardPlan, memory: Memory, rows: int) -> tuple[str, ...]:
-        """What an estimate of a way has no price for."""
-        found = []
-        if self._own(variant, rows) is None:
-            found.append("collectives over tensor and expert, which this JAX does not show before it compiles")
-        if not all(unit.gathered for unit in plan.units):
-            found.append("what units that are never gathered send")
-        if memory.host_bytes and not self.machine.assumptions.host_bytes_per_s:
-            found.append(f"copies to and from the host, whose rate is not known: {KNOWN_RATE}")
-        return tuple(found)
-
-
-def _batch_size(rows: int, expert: int) -> int:
-    """The traced batch that has so many sequences on each device."""
-    return dict(_TRACED)[FSDP] * expert * rows
+def _left_out(plan: ShardPlan, memory: Memory) -> Iterator[str]:
+    """What an estimate of a way has no price for."""
+    degrees = dict(plan.mesh)
+    if max(degrees.get(EXPERT, 1), degrees.get(TENSOR, 1)) > 1:
+        yield "collectives over tensor and expert"
+    if not all(unit.gathered for unit in plan.units):
+        yield "what units that are never gathered send"
+    if memory.host_bytes:
+        yield "copies to and from the host"
 
 
 def _remat_of(plan: ShardPlan, layers: frozenset[str]) -> str:
     """The remat policy of the layers."""
     found = [unit.remat for unit in plan.units if unit.name in layers]
     return found[0] if found else "none"
+
+
+def _planned(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collectives]:
+    """The collectives of forward and backward that a plan asks for, of each kind of unit."""
+    root = plan.units[0].name
+    for _, units, unit in folded_units(plan):
+        layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
+        for phase, kind, each_s in _of_unit(plan, unit, layers, assumptions):
+            alone = unit.name == root or (unit.prefetch == "0" and kind == "all-gather")
+            yield Collectives(phase, units * layers, each_s, alone)
+
+
+def _of_unit(
+    plan: ShardPlan, unit: UnitPlan, layers: int, assumptions: Assumptions
+) -> Iterator[tuple[str, str, float]]:
+    """The collectives of one layer of a unit: (forward or backward, kind, seconds)."""
+    of_unit = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
+    for one in (t for t in traffic_of(of_unit) if t.group_size > 1):
+        phase = "forward" if one.purpose == "parameters for forward" else "backward"
+        group = group_along(dict(plan.mesh), one.axes)[: one.group_size]
+        yield phase, one.kind, assumptions.transfer_s(one.kind, one.full_bytes / layers, group)
+
+
+def _exposed_s(found: Collection[Collectives], there_s: Mapping[str, float]) -> tuple[float, float]:
+    """All of some collectives, and what of them is exposed."""
+    total, exposed, left_s = 0.0, 0.0, dict(there_s)
+    for one in found:
+        total += one.count * one.each_s
+        # The first gather and the last reduction of a row of layers find nothing beside them.
+        exposed += one.each_s * (one.count if one.is_alone else 1)
+        left_s[one.phase] -= 0.0 if one.is_alone else (one.count - 1) * one.each_s
+    exposed += sum(max(0.0, -one) for one in left_s.values())
+    return total, min(exposed, total)

@@ -15,35 +15,23 @@ from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
-from jshard.inspect.hlo.schedule import Schedule
+from jshard.inspect.hlo import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A step on a machine as assumed.
-
-    Args:
-        assumptions: the machine.
-        step_s: the step.
-        compute_s: what of it computes.
-        split_s: the same, for each of `jshard.cluster.replay.WORKS`.
-        communication_s: what the collectives take, one after another.
-        exposed_s: what of it the computation waits for.
-        hidden: part of the communication that runs beside computation, from 0 to 1.
-        hidden_in_loops: the same of the collectives inside loops.
-        flops: of one device, with those computed again for backward.
-    """
+    """A step on a machine as assumed."""
 
     assumptions: Assumptions
     step_s: float
-    compute_s: float
-    split_s: Mapping[str, float]
-    communication_s: float
-    exposed_s: float
+    compute_s: float  # what of it computes
+    split_s: Mapping[str, float]  # the same, for each of `jshard.cluster.replay.WORKS`
+    communication_s: float  # what the collectives take, one after another
+    exposed_s: float  # what of it the computation waits for
     exposed_by_kind_s: Mapping[str, float]
-    hidden: float
-    hidden_in_loops: float
-    flops: float
+    hidden: float  # part of the communication that runs beside computation, from 0 to 1
+    hidden_in_loops: float  # the same of the collectives inside loops
+    flops: float  # of one device, with those computed again for backward
 
     def to_dict(self) -> dict[str, Any]:
         """The totals, for JSON."""
@@ -53,13 +41,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateRange:
-    """Estimates over ranges of assumptions.
-
-    Args:
-        stated: the estimate under the assumptions as given.
-        fastest: where all that is not known turns out well.
-        slowest: where all of it turns out badly.
-    """
+    """Estimates over ranges of assumptions: as given, and where all that is not known turns out well, or badly."""
 
     stated: Estimate
     fastest: Estimate
@@ -104,13 +86,7 @@ _DELAYS = "contention", "straggling", "latency_s", "launch_s", "fast_hop_s", "sl
 def estimate_range(
     schedule: Schedule, assumptions: Assumptions, ranges: Mapping[str, tuple[float, float]]
 ) -> EstimateRange:
-    """Estimates over ranges of what is least known.
-
-    Args:
-        schedule: as for `estimate`.
-        assumptions: the machine; what is not varied stays as it says.
-        ranges: lowest and highest value of some of its numbers.
-    """
+    """Estimates over ranges of what is least known: the lowest and highest value of some of the assumptions."""
     well = {name: min(ends) if name in _DELAYS else max(ends) for name, ends in ranges.items()}
     badly = {name: max(ends) if name in _DELAYS else min(ends) for name, ends in ranges.items()}
     return EstimateRange(
@@ -148,18 +124,11 @@ _LAUNCH_S = 1e-6  # developer.nvidia.com/blog/cuda-graphs: 3.8 us a kernel that 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices as an estimate sees them.
-
-    Args:
-        num_devices: how many.
-        capacity_bytes: memory of one of them; None where it is not known.
-        near: neighbouring devices that the fast links join.
-        assumptions: the rest.
-    """
+    """Devices as an estimate sees them."""
 
     num_devices: int
-    capacity_bytes: int | None
-    near: int
+    capacity_bytes: int | None  # memory of one of them; None where it is not known
+    near: int  # neighbouring devices that the fast links join
     assumptions: Assumptions
 
 
@@ -185,11 +154,12 @@ def _device_bytes(mesh: Mesh) -> int | None:
 
 
 def assumptions_of(topology: Topology) -> Assumptions:
-    """What an estimate takes for granted about a cluster, at the rates that its links are assumed to reach."""
+    """What an estimate takes for granted about a cluster."""
     return _assumed(topology.device, topology.fast_group)
 
 
 def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
+    """The rates are those that the device's links are assumed to reach."""
     peaks = {name: device.product_flops_per_s(name) for name in ("f32", *_FP8)}
     return Assumptions(
         name=device.title,
@@ -216,15 +186,10 @@ Known = float | tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCluster:
-    """A cluster that is not here, and what is known of it beyond its data sheets.
-
-    Args:
-        topology: the cluster.
-        known: fields of `Assumptions` with what is known of them: a value, which is not varied, or a range.
-    """
+    """A cluster that is not here, and what is known of it beyond its data sheets."""
 
     topology: Topology
-    known: Mapping[str, Known] = dataclasses.field(default_factory=dict)
+    known: Mapping[str, Known] = dataclasses.field(default_factory=dict)  # by fields of `Assumptions`
 
     @property
     def assumptions(self) -> Assumptions:
@@ -279,13 +244,8 @@ def parse_known(texts: Sequence[str]) -> dict[str, Known]:
         name, _, value = (part.strip() for part in text.partition("="))
         ends = [_number(name, end) for end in value.split("..")]
         numbers = [number for number in ends if number is not None]
-        if (
-            name not in names
-            or len(numbers) != len(ends)
-            or len(ends) > 2
-            or numbers != sorted(numbers)
-            or name in found
-        ):
+        is_right = len(numbers) == len(ends) <= 2 and numbers == sorted(numbers)
+        if name not in names or name in found or not is_right:
             raise ShardingError(
                 "An assumption is given twice." if name in found else "The assumption about a cluster is not known.",
                 where=f"--assume {text}",

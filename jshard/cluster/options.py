@@ -27,31 +27,26 @@ Entry = Mapping[str, Value]
 # As many as a unit has matrices, whose gathers begin together, and one reduce-scatter: seven and one in Llama.
 IN_FLIGHT = 8
 _LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
+_COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
 _DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 _PIPELINED: tuple[Entry, ...] = tuple(
     {f"xla_gpu_enable_pipelined_{kind}": True, f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
-    for kind in ("all_gather", "reduce_scatter")
+    for kind in _COLLECTIVES[:2]
 )
-_TPU_GATHERS: tuple[Entry, ...] = tuple(
-    {name: name != "xla_tpu_megacore_fusion_allow_ags"}
-    for name in (
-        "xla_tpu_enable_async_collective_fusion",
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-        "xla_tpu_enable_async_collective_fusion_multiple_steps",
-        "xla_tpu_overlap_compute_collective_tc",
-        "xla_enable_async_all_gather",
-        "xla_tpu_megacore_fusion_allow_ags",
-    )
+_TPU_GATHERS: tuple[Entry, ...] = (
+    {"xla_tpu_enable_async_collective_fusion": True},
+    {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": True},
+    {"xla_tpu_enable_async_collective_fusion_multiple_steps": True},
+    {"xla_tpu_overlap_compute_collective_tc": True},
+    {"xla_enable_async_all_gather": True},
+    {"xla_tpu_megacore_fusion_allow_ags": False},
 )
-_TPU_SPARSE_CORES: tuple[Entry, ...] = tuple(
-    {f"xla_tpu_enable_{what}": on}
-    for on, names in (
-        (False, "async_collective_fusion_fuse_{}"),
-        (True, "sparse_core_collective_offload_{}"),
-        (True, "{}_offload_tracing"),
-    )
-    for what in map(names.format, ("all_gather", "reduce_scatter", "all_reduce"))
-) + ({"xla_tpu_use_tc_device_shape_on_sc": True},)
+_TPU_SPARSE_CORES: tuple[Entry, ...] = (
+    *({f"xla_tpu_enable_async_collective_fusion_fuse_{kind}": False} for kind in _COLLECTIVES),
+    *({f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True} for kind in _COLLECTIVES),
+    *({f"xla_tpu_enable_{kind}_offload_tracing": True} for kind in _COLLECTIVES),
+    {"xla_tpu_use_tc_device_shape_on_sc": True},
+)
 
 # XLA's own model of how long kernels and collectives take is for Hopper and Blackwell alone (SolLatencyEstimator::
 # IsSupportedForModule), and without one it leaves its latency-hiding scheduler out. An older one serves Ampere.
@@ -120,12 +115,6 @@ def options_for(
 
 def _entries(profile: str | None, platform: str, family: str) -> tuple[Entry, ...]:
     by_device = PROFILES[profile] if profile is not None else {}
-    if platform == TPU and TPU not in by_device and len(by_device) > 1:
-        warnings.warn(
-            f"The profile {profile!r} has options for {', '.join(name for name in by_device if name != GPU)} and none "
-            'for any TPU; platform="v5p" says which it is.',
-            stacklevel=4,
-        )
     entries = by_device.get(platform, by_device.get(family, ()))
     target = DEVICES[platform].target if platform in DEVICES else None
     return (*entries, *_AMPERE) if entries and target is not None and target.major < _HOPPER else entries
@@ -176,22 +165,16 @@ def _refused(asked: Sequence[tuple[str, Value]], try_compile: Callable[[Options]
     while left:
         try:
             try_compile(dict(left))
-        except Exception as error:
-            name = _named(str(error), left)
-            if name is None:
-                raise _of_value(error, left) from error
-            refused.add(name)
-            del left[name]
-        else:
             break
+        except Exception as error:
+            # A word that an older version does not have is as a name that it does not know.
+            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+            unknown = unknown or re.search(r"While setting option (\w+), .* is not a valid enum value", str(error))
+            if unknown is None or unknown[1] not in left:
+                raise _of_value(error, left) from error
+            refused.add(unknown[1])
+            del left[unknown[1]]
     return frozenset(refused)
-
-
-def _named(message: str, names: Mapping[str, Any]) -> str | None:
-    unknown = re.search(r"No such compile option: '(\w+)'", message)
-    # A word that an older version does not have: what it stands for is missing as well.
-    unknown = unknown or re.search(r"While setting option (\w+), .* is not a valid enum value", message)
-    return unknown[1] if unknown and unknown[1] in names else None
 
 
 def _of_value(error: Exception, options: Mapping[str, Any]) -> Exception:

@@ -7,9 +7,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from jshard.inspect.hlo import Blocking, Compute, Loop, Schedule, Start, Step, Wait
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.schedule import Blocking, Compute, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.work import EqualProducts, OpWork
 
 # Every device of a host brings its own link to other hosts, and these kinds use all of them together.
@@ -18,59 +18,32 @@ _SHARED_LINKS = ("all-gather", "reduce-scatter", "all-reduce")
 
 # Output tiles of one multiprocessor, as cuBLAS and CUTLASS have them; a product takes whole waves of them.
 _TILES, _SPLITS = ((128, 256), (256, 128), (128, 128)), (1, 2, 4, 8)
-_FILL = (
-    128  # contracted elements whose time a tile takes to fill its pipeline and to write its result: two of its steps
-)
+# Contracted elements whose time a tile takes to fill its pipeline and to write its result: two of its steps.
+_FILL = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """A device and its links, for `estimate`.
-
-    Args:
-        name: of the device, to be shown.
-        flops_per_s: peak of dense matrix products of 16-bit numbers.
-        memory_bytes_per_s: peak of the device memory.
-        fast_bytes_per_s: what a collective reaches within a host, each way (NVLink, ICI).
-        fast_group: devices that those links join: consecutive ones in the order of the mesh.
-        slow_bytes_per_s: what a device's link to other hosts reaches (NIC).
-        latency_s: of one collective.
-        fast_hop_s: what each step of its ring to a neighbour adds.
-        slow_hop_s: what each step to another host adds.
-        matmul_efficiency: part of `flops_per_s` that large matrix products reach; tiles and waves come on top.
-        attention_efficiency: part of it that attention in one kernel reaches.
-        memory_efficiency: part of `memory_bytes_per_s` that other operations reach.
-        multiprocessors: of a device, over which tiles are dealt; 0 to leave tiles and waves out.
-        launch_s: from the end of one kernel to the beginning of the next.
-        contention: how much longer computing takes beside a collective, which takes multiprocessors and bandwidth.
-        straggling: how much longer the slowest device computes, for which all wait.
-        host_bytes_per_s: what copies from the host's memory or to it reach, each way; None if it is not known.
-        flops_per_s_of: peaks of other dtypes, by HLO name; those not named go by their width (TF32 half, FP8 twice).
-
-    Example:
-        >>> h100 = Assumptions(
-        ...     name="H100", flops_per_s=989e12, memory_bytes_per_s=3.35e12,
-        ...     fast_bytes_per_s=370e9, fast_group=8, slow_bytes_per_s=42e9,
-        ... )
-    """
+    """A device and its links, for `estimate`."""
 
     name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    fast_bytes_per_s: float
-    fast_group: int
-    slow_bytes_per_s: float
-    latency_s: float = 15e-6
-    fast_hop_s: float = 0.0
-    slow_hop_s: float = 0.0
-    matmul_efficiency: float = 0.7
-    attention_efficiency: float = 0.45
-    memory_efficiency: float = 0.8
-    multiprocessors: int = 0
-    launch_s: float = 0.0
-    contention: float = 0.0
-    straggling: float = 0.0
-    host_bytes_per_s: float | None = None
+    flops_per_s: float  # peak of dense matrix products of 16-bit numbers
+    memory_bytes_per_s: float  # peak of the device memory
+    fast_bytes_per_s: float  # what a collective reaches within a host, each way (NVLink, ICI)
+    fast_group: int  # devices that those links join: consecutive ones in the order of the mesh
+    slow_bytes_per_s: float  # what a device's link to other hosts reaches (NIC)
+    latency_s: float = 15e-6  # of one collective
+    fast_hop_s: float = 0.0  # what each step of its ring to a neighbour adds
+    slow_hop_s: float = 0.0  # what each step to another host adds
+    matmul_efficiency: float = 0.7  # part of the peak that large products reach; tiles and waves come on top
+    attention_efficiency: float = 0.45  # part of it that attention in one kernel reaches
+    memory_efficiency: float = 0.8  # part of the memory's peak that other operations reach
+    multiprocessors: int = 0  # over which tiles are dealt; 0 to leave tiles and waves out
+    launch_s: float = 0.0  # from the end of one kernel to the beginning of the next
+    contention: float = 0.0  # how much longer computing takes beside a collective
+    straggling: float = 0.0  # how much longer the slowest device computes, for which all wait
+    host_bytes_per_s: float | None = None  # what copies from or to the host reach, each way; None if not known
+    # Peaks of other dtypes, by HLO name; those not named go by their width (TF32 half, FP8 twice).
     flops_per_s_of: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
@@ -98,20 +71,11 @@ class Assumptions:
             return peak * self.attention_efficiency
         return peak * self.matmul_efficiency * _shape_part(product.sizes, self.multiprocessors)
 
-    def collective_s(self, window: Window) -> float:
-        """Time of one execution of a compiled collective, alone on the links."""
-        return self.transfer_s(window.kind, window.full_bytes, window.group)
-
     def transfer_s(self, kind: str, full_bytes: float, group: Sequence[int]) -> float:
-        """Time of a collective, alone on the links.
+        """Time of a collective of a group, by the places of its devices in the mesh, alone on the links.
 
         Between hosts the slower of two rings counts: the one over all devices by the fast links, and the one over
         hosts, in which each device of the group carries its share by its own link.
-
-        Args:
-            kind: such as `all-gather`.
-            full_bytes: of the whole array.
-            group: positions of its devices in the mesh.
         """
         sent = ring_bytes(kind, full_bytes, len(group))
         hosts = len({position // self.fast_group for position in group})
@@ -140,80 +104,48 @@ def _shape_part(sizes: tuple[float, ...], multiprocessors: int) -> float:
     return best
 
 
-WORKS: tuple[str, ...] = (
-    "products",
-    "attention",
-    "elementwise",
-    "update",
-)  # the update: what comes after the last product
+WORKS: tuple[str, ...] = ("products", "attention", "elementwise", "update")  # the last: after the last product
 _SAME = 1e-9  # of a round's time: two rounds that begin so alike go alike
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that takes time.
+    """Something that takes time."""
 
-    Args:
-        lane: `matmul` or `other` of the computing stream; `exposed` where it stands still; `communication`.
-        begin_s: since the replay began.
-        end_s: when it ends.
-        name: of the instruction.
-        window: place of the collective in `Schedule.windows`; None if it computes.
-    """
-
-    lane: str
-    begin_s: float
+    lane: str  # `matmul` or `other` of the computing stream; `exposed` where it stands still; `communication`
+    begin_s: float  # since the replay began
     end_s: float
-    name: str
-    window: int | None = None
+    name: str  # of the instruction
+    window: int | None = None  # place of the collective in `Schedule.windows`; None if it computes
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A part of the replay that stands for `rounds` such parts of the step: the steady round of a loop.
-
-    Args:
-        begin_s: since the replay began.
-        end_s: when it ends.
-        rounds: 1 outside loops.
-        loop: name of the innermost loop; empty outside loops.
-    """
+    """A part of the replay that stands for `rounds` such parts of the step: the steady round of a loop."""
 
     begin_s: float
     end_s: float
     rounds: int = 1
-    loop: str = ""
+    loop: str = ""  # name of the innermost loop; empty outside loops
 
 
 class Replay:
-    """One run of a schedule.
-
-    Args:
-        schedule: the program.
-        assumptions: the machine.
-
-    Attributes:
-        clock_s: when the step ended.
-        split_s: time that the computing stream worked on each of `WORKS`.
-        communication_s: time that each collective took, over all its executions, by its place in the schedule.
-        exposed_s: by the same place, time that the computing stream stood still for it.
-        spans: what ran when. Of a loop, a few rounds.
-        segments: the parts of `spans` that are to be looked at, in order.
-    """
+    """One run of a schedule on a machine."""
 
     def __init__(self, schedule: Schedule, assumptions: Assumptions) -> None:
         self._assumptions = assumptions
         self._windows = schedule.windows
-        self._takes = [assumptions.collective_s(w) for w in schedule.windows]
+        self._takes = [assumptions.transfer_s(w.kind, w.full_bytes, w.group) for w in schedule.windows]
         self._links_free_s = 0.0
         self._under_way: dict[str, tuple[float, int]] = {}  # by token: when it ends, which one
         self._segment = Segment(0.0, 0.0)  # the one that is being made
-        self.clock_s = 0.0
-        self.split_s = dict.fromkeys(WORKS, 0.0)
+        self.clock_s = 0.0  # when the step ended
+        self.split_s = dict.fromkeys(WORKS, 0.0)  # time that the computing stream worked
+        # Time of each collective over all its executions, and time that the computing stream stood still for it.
         self.communication_s = [0.0] * len(schedule.windows)
         self.exposed_s = [0.0] * len(schedule.windows)
-        self.spans: list[Span] = []
-        self.segments: list[Segment] = []
+        self.spans: list[Span] = []  # what ran when; of a loop a few rounds
+        self.segments: list[Segment] = []  # the parts of `spans` that are to be looked at, in order
         products = [place for place, step in enumerate(schedule.steps) if _multiplies(step)]
         update = products[-1] + 1 if products else 0
         self._other = "elementwise"
@@ -346,14 +278,11 @@ def _communicates(steps: Sequence[Step]) -> bool:
 
 
 def _multiplies(step: Step) -> bool:
-    return (
-        any(map(_multiplies, step.steps))
-        if isinstance(step, Loop)
-        else isinstance(step, Compute) and bool(step.work.products)
-    )
+    if isinstance(step, Loop):
+        return any(map(_multiplies, step.steps))
+    return isinstance(step, Compute) and bool(step.work.products)
 
 
 def _alike(before: dict[str, float], after: dict[str, float], period_s: float) -> bool:
-    if before.keys() != after.keys():
-        return False
-    return all(abs(before[token] - after[token]) <= _SAME * period_s for token in before)
+    same = lambda token: abs(before[token] - after[token]) <= _SAME * period_s
+    return before.keys() == after.keys() and all(map(same, before))

@@ -1,24 +1,28 @@
-"""What `jshard plan --topology` prints: what was compiled, and apart from it what is estimated; with a picture."""
+"""What `jshard plan --topology` prints: what was compiled, and what is estimated; one way, or several side by side."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 from rich.console import Group
 from rich.text import Text
 
-from jshard._text import duration, human_bytes
-from jshard.cluster.compile import CompiledStep
+from jshard._live import at_work
+from jshard._text import duration, human_bytes, three_digits
+from jshard.cluster.compile import CompiledStep, CompileRequest, Variant, command_line, compile_step
 from jshard.cluster.estimate import Estimate, EstimateRange, PlannedCluster
 from jshard.cluster.replay import WORKS, Assumptions, Replay, Span
 from jshard.cluster.topology import Topology
+from jshard.errors import AnnotationError, FourPartError, ShardingError
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.drawing import Bar, chrome_trace, html_page
-from jshard.inspect.hlo.schedule import Schedule, Window
+from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.plans.mesh import FSDP, REPLICA
 
 
 def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
@@ -26,9 +30,6 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
 
     A loop is drawn as one steady round with the number of rounds above it, so lengths are true within a part, and
     between parts of the picture, but the picture is shorter than the step.
-
-    Example:
-        >>> pathlib.Path("step.trace.json").write_text(chrome_trace(timeline(schedule, h100)))
     """
     replay = Replay(schedule, assumptions)
     bars = []
@@ -37,9 +38,8 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
         end_s = begin_s + segment.end_s - segment.begin_s
         if segment.rounds > 1:
             label = f"x {segment.rounds}"
-            bars.append(
-                Bar("loops", begin_s, end_s, "loop", label, f"{segment.loop}: {label} {duration(end_s - begin_s)}")
-            )
+            name = f"{segment.loop}: {label} {duration(end_s - begin_s)}"
+            bars.append(Bar("loops", begin_s, end_s, "loop", label, name))
         moved_s = begin_s - segment.begin_s
         for span in replay.spans:
             first_s, last_s = max(span.begin_s, segment.begin_s), min(span.end_s, segment.end_s)
@@ -54,14 +54,15 @@ def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
     if span.window is None:
         return Bar("computation", begin_s, end_s, span.lane, "", f"{span.name}: {took}")
     window = windows[span.window]
+    size = f"{window.full_bytes / 2**20:.1f} MiB over {len(window.group)}"
     unit = window.unit or ""
-    what = f"{window.kind} {unit} ({window.full_bytes / 2**20:.1f} MiB over {len(window.group)}): {took}"
+    what = f"{window.kind} {unit} ({size}): {took}"
     if span.lane == "exposed":
         return Bar("computation", begin_s, end_s, "exposed", "", f"waits for {what}")
     return Bar("communication", begin_s, end_s, window.kind, unit, what)
 
 
-# The report: what was compiled, and apart from it what is estimated.
+# One step.
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
 _CLOSE, _HALF = 0.85, 0.5  # of the memory, and of the communication
@@ -70,16 +71,7 @@ _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by defaul
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ClusterPlan(Printed):
-    """A train step as compiled for a cluster, and what it may take there.
-
-    Attributes:
-        name: of what was compiled.
-        cluster: the cluster.
-        step: the compiled step.
-        audit: its collectives and its memory, against the plan.
-        estimates: of its times.
-        notes: what else is to be said.
-    """
+    """A train step as compiled for a cluster, and what it may take there."""
 
     name: str
     cluster: PlannedCluster
@@ -168,10 +160,8 @@ class ClusterPlan(Printed):
 
     def to_html(self, report: str) -> str:
         """One page that needs nothing else: a report and the timeline of the step."""
-        subtitle = (
-            f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. "
-            f"{self.estimates.stated.assumptions}"
-        )
+        assumed = self.estimates.stated.assumptions
+        subtitle = f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. {assumed}"
         return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(), report)
 
     def to_chrome_trace(self) -> str:
@@ -266,3 +256,225 @@ class ClusterPlan(Printed):
             f"flops of a step: {self.step.flops_formula}",
         )
         return "\n".join(lines)
+
+
+# Several ways to train a recipe on one cluster, compiled side by side.
+
+GSPMD = "gspmd"
+"""The model as plain Flax under `jax.jit`, its parameters sharded as for zero3; the compiler does the rest."""
+
+COMPARED = "replicate", "zero2", "zero3", "hsdp", GSPMD
+
+_COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. step>", "hidden>", "MFU>"
+_CAPTION = (
+    "Compiled: GiB at the peak; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces by the number of"
+    " parameters; loops: collectives in loops with matrix products beside them. Estimated: step, hidden, MFU, as stated"
+    " and below it the range of the assumptions above, the quickest first and marked *; nothing is estimated of what"
+    " does not fit, as the compiler then saves memory instead of time."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One way, and what came of it."""
+
+    variant: Variant
+    command: str  # the command line that asks for it, if one does
+    plan: ClusterPlan | None = None  # None where it was not compiled
+    error: FourPartError | None = None  # then why
+
+    @property
+    def fits(self) -> bool:
+        """Whether it compiles into the memory of a device."""
+        return self.plan is not None and self.plan.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its figures, the compiled and the estimated apart."""
+        given = {"name": self.variant.name, "mesh": dict(self.variant.mesh), "command": self.command or None}
+        if self.plan is None:
+            return given | {"error": str(self.error)}
+        return self.plan.to_dict() | given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison(Printed):
+    """Ways side by side."""
+
+    rows: tuple[Compared, ...]
+
+    def __rich__(self) -> Group:
+        table = made_table("Side by side", *_COLUMNS, caption=_CAPTION)
+        ranked = sorted(self.rows, key=_rank)
+        for row in ranked:
+            _add(table, row, is_quickest=row is ranked[0] and row.fits)
+        failed = [f"{row.variant.name}: {row.error}" for row in self.rows if row.error is not None]
+        return Group(table, *map(Text, failed))
+
+
+def compare(asked: CompileRequest, variants: Sequence[Variant], bench: VariantCompiler) -> Comparison:
+    """Compiles ways to train a recipe, one after another."""
+    count = len(variants)
+    return Comparison(rows=tuple(bench.compiled(asked, v, f"{i} of {count}") for i, v in enumerate(variants, 1)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariantCompiler:
+    """Where ways are compiled. It says which is at work and for how long, and keeps what came of them."""
+
+    cluster: PlannedCluster
+    timeout_s: float = 3600  # for each way
+    say: Callable[[str], object] = lambda line: None  # prints a line
+    stream: TextIO | None = None  # on which it does; see `at_work`
+    rows: list[Compared] = dataclasses.field(default_factory=list)  # what is done, also of an interrupted command
+
+    def compiled(self, asked: CompileRequest, variant: Variant, place: str) -> Compared:
+        """Compiles one way."""
+        request = variant.of(asked)
+        found = Compared(variant=variant, command=command_line(request, assume=self.cluster.assume))
+        with at_work(f"[{place}] {variant.name}: {variant.command}", say=self.say, stream=self.stream) as work:
+            try:
+                step = compile_step(request, timeout_s=self.timeout_s)
+                plan = ClusterPlan.of(step, cluster=self.cluster, name=variant.name)
+                found, work.result = dataclasses.replace(found, plan=plan), plan.verdict
+            except FourPartError as error:
+                found, work.result = dataclasses.replace(found, error=error), "does not compile"
+        self.rows.append(found)
+        return found
+
+
+def _rank(row: Compared) -> tuple[bool, bool, float]:
+    """What fits first, the quickest by the stated estimate before the others; what was not compiled last."""
+    if row.plan is None:
+        return True, True, 0.0
+    return False, not row.fits, row.plan.estimates.stated.step_s if row.fits else 0.0
+
+
+def _add(table: FittedTable, row: Compared, *, is_quickest: bool) -> None:
+    mesh = [f"{axis}={n}" for axis, n in row.variant.mesh.items() if n > 1]
+    if row.plan is None:
+        add_row(table, row.variant.name, mesh, *["-"] * (len(_COLUMNS) - 2))
+        return
+    plan, audit = row.plan, row.plan.audit
+    loops = audit.schedule.in_loops
+    amounts = [f"{audit.amount(kind):.2f}" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
+    add_row(
+        table,
+        row.variant.name + "*" * is_quickest,
+        mesh,
+        three_digits(plan.step.memory.peak_bytes / 2**30),
+        "yes" if plan.fits else "no",
+        *amounts,
+        f"{len(loops) - len(audit.not_overlapped())}/{len(loops)}" if loops else "-",
+        *(_estimates(plan) if plan.fits else "---"),
+    )
+
+
+def _estimates(plan: ClusterPlan) -> tuple[list[str], list[str], str]:
+    found = plan.estimates
+    step, hidden = (
+        _with_range(text(getattr(found.stated, name)), *map(text, found.span(name)))
+        for name, text in (("step_s", duration), ("hidden", "{:.1%}".format))
+    )
+    return step, hidden, f"{plan.mfu(found.stated):.1%}"
+
+
+def _with_range(stated: str, low: str, high: str) -> list[str]:
+    number, unit = re.fullmatch(r"([\d.-]+)(.*)", low).groups()  # type: ignore[union-attr]
+    return [stated, f"{number if high.endswith(unit) else low}-{high}"]
+
+
+# The strategies to compare, as ways.
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to shard a model, as keywords; docs/strategies.md has its memory and communication."""
+
+    replica: int = 1
+    fsdp: int = -1
+    reshard_after_forward: bool | int | None = None
+    shard_replicated: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keywords for `js.mesh`."""
+        return {"replica": self.replica, "fsdp": self.fsdp}
+
+    @property
+    def annotation(self) -> dict[str, Any]:
+        """Keywords for `js.fully_shard`."""
+        return {"reshard_after_forward": self.reshard_after_forward}
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keywords for `js.shard_optimizer`."""
+        return {"shard_replicated": self.shard_replicated}
+
+
+strategies = {
+    "replicate": Strategy(replica=-1, fsdp=1),
+    "zero1": Strategy(replica=-1, fsdp=1, shard_replicated=True),
+    "zero2": Strategy(reshard_after_forward=False),
+    "zero3": Strategy(),
+    "hsdp": Strategy(replica=2),
+    "hsdp_zero2": Strategy(replica=2, reshard_after_forward=False),
+    "hpz": Strategy(reshard_after_forward=8),
+}
+"""The strategies by name."""
+
+
+def variants_for(
+    names: Sequence[str],
+    mesh: Mapping[str, int],
+    *,
+    near: int,
+    capacity_bytes: int,
+    held_bytes: Callable[[Mapping[str, int]], int],
+) -> tuple[Variant, ...]:
+    """The strategies to compare, on as many devices as a mesh has.
+
+    Groups of the strategies with replicas are those of the mesh if it has replicas itself; else `near` devices, or a
+    multiple of them that can hold the state: `held_bytes` says what a device of a mesh holds at least.
+    """
+    unknown = [name for name in names if name not in (*strategies, GSPMD)]
+    if unknown:
+        raise ShardingError(
+            f"There is no strategy {unknown[0]!r}.",
+            where=f"--compare {','.join(names)}",
+            why=f"the strategies are {', '.join(strategies)}, and {GSPMD}: plain Flax under jax.jit.",
+            do=f"--compare {','.join(COMPARED)}",
+        )
+    devices = mesh.get(REPLICA, 1) * mesh[FSDP]
+    group = mesh[FSDP]
+    if mesh.get(REPLICA, 1) == 1 and any(n in strategies and strategies[n].replica > 1 for n in names):
+
+        def fits(size: int) -> bool:
+            try:
+                return held_bytes(dict(mesh) | {REPLICA: devices // size, FSDP: size}) <= capacity_bytes / 2
+            except AnnotationError:  # a large parameter does not divide
+                return False
+
+        group = _group(devices, near, fits)
+    return tuple(_compared(name, dict(mesh), devices, group, near) for name in dict.fromkeys(names))
+
+
+def _group(devices: int, near: int, fits: Callable[[int], bool]) -> int:
+    """The smallest groups of whole hosts that can hold the state, or the largest there are; within a host its half."""
+    fewer = [n for n in range(1, devices) if devices % n == 0] or [1]
+    whole = [n for n in fewer if n % near == 0] or fewer[-1:]
+    return next(filter(fits, whole), whole[-1])
+
+
+def _compared(name: str, mesh: dict[str, int], devices: int, group: int, near: int) -> Variant:
+    strategy = strategies["zero3" if name == GSPMD else name]
+    fsdp = devices if strategy.replica == 1 else 1 if strategy.fsdp == 1 else group
+    mesh |= {REPLICA: devices // fsdp, FSDP: fsdp}
+    reshard = {"hpz": near}.get(name, strategy.reshard_after_forward)
+    units = {} if name == GSPMD else {"reshard_after_forward": True if reshard is None else reshard}
+    return Variant(
+        name=name,
+        mesh=mesh,
+        units=units,
+        shard_replicated=strategy.shard_replicated,
+        plain_flax=name == GSPMD,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -14,10 +13,9 @@ from rich.text import Text
 
 from jshard._live import at_work
 from jshard._text import duration
-from jshard.cluster.compare import Compared, Comparison, VariantCompiler
 from jshard.cluster.compile import CompileRequest, Variant, command_line
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.report import ClusterPlan
+from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler
 from jshard.errors import AnnotationError
 from jshard.inspect.tables import Printed, add_row, broken_line, made_table
 from jshard.plans.mesh import FSDP, REPLICA, data_shards
@@ -33,19 +31,12 @@ _HAIR = 0.002  # times that differ by less are equal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """Every way that was looked at.
+    """Every way that was looked at."""
 
-    Attributes:
-        default: the way that was asked for.
-        ranked: the ways that fit by the estimate, the quickest first; of equal times the one that holds least.
-        too_large: those that do not, the smallest first.
-        refused: ways that cannot be annotated, with the reason.
-    """
-
-    default: Cost
-    ranked: tuple[Cost, ...]
-    too_large: tuple[Cost, ...]
-    refused: Mapping[str, str]
+    default: Cost  # what was asked for
+    ranked: tuple[Cost, ...]  # what fits by the estimate, the quickest first; of equal times the one that holds least
+    too_large: tuple[Cost, ...]  # what does not, the smallest first
+    refused: Mapping[str, str]  # meshes that cannot be annotated, with the reason
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -62,10 +53,8 @@ class Search:
         """The first of the ranking whose times differ."""
         found: list[Cost] = []
         for cost in self.ranked:
-            if not found or not _is_equal(cost, found[-1]):
+            if len(found) < count and not (found and _is_equal(cost, found[-1])):
                 found.append(cost)
-            if len(found) == count:
-                break
         return tuple(found)
 
 
@@ -96,18 +85,16 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
 
 def _ranked(found: Iterable[Cost]) -> Iterator[Cost]:
     """The quickest first; those that take as long as the first of them are sorted by what they hold."""
-    rest = collections.deque(sorted(found, key=lambda cost: cost.step_s))
+    rest = sorted(found, key=lambda cost: cost.step_s)
     while rest:
-        equal = [rest.popleft()]
-        while rest and rest[0].step_s <= (1 + _HAIR) * equal[0].step_s:
-            equal.append(rest.popleft())
+        equal = [cost for cost in rest if cost.step_s <= (1 + _HAIR) * rest[0].step_s]
         yield from sorted(equal, key=lambda cost: cost.memory.step_bytes)
+        rest = rest[len(equal) :]
 
 
 def is_same(cost: Cost, other: Cost) -> bool:
     """Whether two ways are one, however their settings are written."""
-    what = lambda c: (c.variant.mesh, c.memory, c.step_s)
-    return what(cost) == what(other)
+    return (cost.variant.mesh, cost.memory, cost.step_s) == (other.variant.mesh, other.memory, other.step_s)
 
 
 def _is_equal(cost: Cost, other: Cost) -> bool:
@@ -171,17 +158,11 @@ _SHOWN, _LARGE = 12, 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Chosen(Printed):
-    """What a search has found.
-
-    Attributes:
-        search: every way, by the estimates.
-        compiled: the way that was asked for, and the finalists.
-        best: the chosen one of them; None if none fits.
-    """
+    """What a search has found."""
 
     search: Search
-    compiled: tuple[Compared, ...]
-    best: Compared | None
+    compiled: tuple[Compared, ...]  # the way that was asked for, and the finalists
+    best: Compared | None  # the chosen one of them; None if none fits
 
     @property
     def fits(self) -> bool:
@@ -254,20 +235,18 @@ def choose(
 
 def _ranking(found: Search) -> Any:
     columns = "way", "mesh", "GiB>", "step>", "computes>", "waits>", "why not"
+    best, asked = found.ranked[0] if found.ranked else None, found.default
+    all_ways = len({id(cost) for cost in (asked, *found.ranked, *found.too_large)})
     caption = (
         "Estimated from the plan, before anything is compiled, to choose what is compiled. way: what is kept from"
-        " forward to backward, remat, microbatches. waits: for collectives, and copies from and to the host. Of"
-        " ways that take the same time the one that holds least is shown."
+        " forward to backward, remat, microbatches. waits: for collectives. Of ways that take the same time the one"
+        f" that holds least is shown. {all_ways} ways were looked at, of which {len(found.too_large)} do not fit."
     )
     table = made_table("Ways, by the estimate", *columns, caption=caption)
-    best = found.ranked[0] if found.ranked else None
-    asked = found.default
     others = [cost for cost in (*found.finalists(_SHOWN), *found.too_large[:_LARGE]) if cost is not asked]
     for cost in (asked, *others):
         is_large = any(cost is one for one in found.too_large)
         add_row(table, *_cells(cost), "does not fit" if best is None or is_large else why_lost(cost, best))
-    all_ways = len({id(cost) for cost in (asked, *found.ranked, *found.too_large)})
-    table.caption = f"{caption} {all_ways} ways were looked at, of which {len(found.too_large)} do not fit."
     return table
 
 
@@ -278,16 +257,8 @@ def _cells(cost: Cost) -> list[str]:
 
 
 def _way(cost: Cost) -> dict[str, Any]:
-    return {
-        "name": cost.variant.name,
-        "options": cost.variant.command,
-        "memory_bytes": cost.memory.step_bytes,
-        "step_s": cost.step_s,
-        "compute_s": cost.compute_s,
-        "exposed_s": cost.exposed_s,
-        "own_s": cost.own_s,
-        "host_s": cost.host_s,
-    }
+    what = {"name": cost.variant.name, "options": cost.variant.command, "memory_bytes": cost.memory.step_bytes}
+    return what | {name: getattr(cost, name) for name in ("step_s", "compute_s", "exposed_s")}
 
 
 # What to try when a step does not fit: ways that hold less, each compiled before it is named.
@@ -307,14 +278,8 @@ def suggestions(
 ) -> tuple[Compared, ...]:
     """Ways that hold less than what was asked for and does not fit, the quickest by the estimate first.
 
-    Compiles until one fits, and returns what it tried. The batch of a step stays as it is.
-
-    Args:
-        costs: estimates for the recipe.
-        asked: what does not fit.
-        mesh: its mesh.
-        bench: where they are compiled.
-        peak_bytes: what it needs, as compiled: the estimates are corrected by it.
+    Compiles until one fits, and returns what it tried. The batch of a step stays as it is. The estimates are corrected
+    by what the step that was asked for needs, as compiled: `peak_bytes`.
     """
     now = costs.of(Variant(name="asked", mesh=mesh))
     wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # the estimate was at least that much too low

@@ -35,17 +35,11 @@ class TopologyError(ShardingError):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A cluster of one kind of device.
+    """A cluster of one kind of device."""
 
-    Args:
-        text: as it was asked for, e.g. "h100:64x8".
-        device: what it is made of.
-        extents: of GPUs slices, hosts by slice and GPUs by host; of TPUs the extents of the slice.
-    """
-
-    text: str
+    text: str  # as it was asked for, e.g. "h100:64x8"
     device: DeviceFacts
-    extents: tuple[int, ...]
+    extents: tuple[int, ...]  # of GPUs slices, hosts by slice and GPUs by host; of TPUs those of the slice
 
     @property
     def num_devices(self) -> int:
@@ -69,11 +63,9 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads a topology.
+    """Reads `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs.
 
-    Args:
-        text: `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs;
-            the devices are those of `jshard.facts.devices.DEVICES`, and machines of its `CLOUDS`.
+    The devices are those of `jshard.facts.devices.DEVICES`, and machines of its `CLOUDS`.
 
     Raises:
         TopologyError: it is none, its device is not known, or its extents do not fit the device.
@@ -85,16 +77,16 @@ def parse_topology(text: str) -> Topology:
     name, _, shape = text.strip().partition(":")
     device = DEVICES.get(name) or CLOUDS.get(name)
     if device is None:
-        raise _unknown(text, name, shape)
+        raise _unknown(text, name)
     parts = shape.split("x")
     wanted = (2, 3) if device.platform == "gpu" else (device.dims,)
     if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) not in wanted:
-        raise _unreadable(text, device, parts)
+        raise _unreadable(text, device, shape)
     extents = tuple(map(int, parts))
     if device.platform == "gpu":
         extents = (1,) * (3 - len(extents)) + extents
         if extents[-1] > device.fast_group:
-            raise _crowded(text, device, extents)
+            raise _unreadable(text, device, shape)
     return Topology(text.strip(), device, extents)
 
 
@@ -109,8 +101,13 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
         TopologyError: its compiler refuses the shape.
     """
     require_compiler(topology.device.platform)
-    build = _gpu_devices if topology.device.platform == "gpu" else _tpu_devices
-    return build(topology)
+    target = topology.device.target
+    if target is not None:  # a GPU
+        shape = "x".join(map(str, topology.extents))
+        return _described("cuda", topology, target_config=target_config_text(target), topology=shape)
+    # Another process of ours may hold libtpu's lock; nothing here touches a TPU.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return _described("tpu", topology, topology_name=topology.text)
 
 
 @contextlib.contextmanager
@@ -128,10 +125,8 @@ def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple
         capability = _HOPPER if target is None else target.major
         is_asked = stack.enter_context(_compat.cudnn_assumed(CUDNN, (capability, 0)))
         if target is not None:
-            name, cores, is_hopper = target.description, target.core_count, capability == _HOPPER
-            stack.enter_context(
-                planned_for(TracedDevice("gpu", name, cores, is_hopper=is_hopper, capability=capability))
-            )
+            here = TracedDevice("gpu", target.description, target.core_count, capability=capability)
+            stack.enter_context(planned_for(here))
         yield lambda: (_CUDNN_ASSUMED,) if is_asked() else ()
 
 
@@ -141,15 +136,14 @@ def require_compiler(platform: str, *, where: str = "jshard plan --topology") ->
     Raises:
         MissingExtraError: it is not, or not in the version of jaxlib.
     """
-    problem = _gpu_problem() if platform == "gpu" else _tpu_problem()
+    problem = None
+    if platform == "gpu":
+        problem = _gpu_problem()
+    elif importlib.util.find_spec("libtpu") is None:
+        problem = "needed is libtpu; no TPU.", "pip install 'jshard[plan-tpu]'"
     if problem:
         why, do = problem
-        raise MissingExtraError(
-            f"The {platform.upper()} compiler is not installed.",
-            where=where,
-            why=why,
-            do=do,
-        )
+        raise MissingExtraError(f"The {platform.upper()} compiler is not installed.", where=where, why=why, do=do)
 
 
 def _gpu_problem() -> tuple[str, str] | None:
@@ -178,25 +172,6 @@ def _ptxas() -> bool:
     return bool(shutil.which("ptxas")) or Path("/usr/local/cuda/bin/ptxas").exists() or any(p.exists() for p in found)
 
 
-def _tpu_problem() -> tuple[str, str] | None:
-    if importlib.util.find_spec("libtpu") is not None:
-        return None
-    return "needed is libtpu; no TPU.", "pip install 'jshard[plan-tpu]'"
-
-
-def _gpu_devices(topology: Topology) -> Sequence[Any]:
-    target = topology.device.target
-    assert target is not None  # a GPU
-    shape = "x".join(map(str, topology.extents))
-    return _described("cuda", topology, target_config=target_config_text(target), topology=shape)
-
-
-def _tpu_devices(topology: Topology) -> Sequence[Any]:
-    # Another process of ours may hold libtpu's lock; nothing here touches a TPU.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return _described("tpu", topology, topology_name=topology.text)
-
-
 def _described(platform: str, asked: Topology, **description: str) -> Sequence[Any]:
     try:
         devices: Sequence[Any] = topologies.get_topology_desc(platform=platform, **description).devices
@@ -217,51 +192,29 @@ def _described(platform: str, asked: Topology, **description: str) -> Sequence[A
     return devices
 
 
-def _unknown(text: str, name: str, shape: str) -> TopologyError:
+def _unknown(text: str, name: str) -> TopologyError:
     near = [known for known in DEVICES if name and (known.startswith(name) or name.startswith(known))]
-    near = near or difflib.get_close_matches(name, DEVICES, n=1)
-    lines = [_valid(known, shape) for known in near] or [f"--topology {_example(DEVICES['h100'])}"]
+    near = near or difflib.get_close_matches(name, DEVICES, n=1) or ["h100"]
     return TopologyError(
         f"There is no device {name!r}.",
         where=f"--topology {text}",
         why=f"the devices are {', '.join(DEVICES)}, and with adapters of their own {', '.join(CLOUDS)}.",
-        do="  # or ".join(lines),
+        do="  # or ".join(f"--topology {_example(DEVICES[known])}" for known in near),
     )
 
 
-def _valid(name: str, shape: str) -> str:
-    """The option with this device, in a shape that it has."""
-    try:
-        return f"--topology {parse_topology(f'{name}:{shape}').text}"
-    except TopologyError as error:
-        return error.do
-
-
-def _unreadable(text: str, device: DeviceFacts, parts: Sequence[str]) -> TopologyError:
-    form = "HOSTSxGPUS or SLICESxHOSTSxGPUS"
-    count = int(parts[0]) if len(parts) == 1 and parts[0].isdecimal() else 0
-    one_host = f"1x{count}" if not device.dims and 0 < count <= device.fast_group else None
+def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
+    form = f"HOSTSxGPUS or SLICESxHOSTSxGPUS, with at most {device.fast_group} GPUs in a host"
     if device.dims:
         form = f"{'XxYxZ'[: 2 * device.dims - 1]}, the extents of a slice"
     return TopologyError(
         "The topology cannot be read.",
         where=f"--topology {text}",
-        why=f"after {device.name}: comes {form}, whole numbers from 1; this is {'x'.join(parts) or 'nothing'!r}.",
-        do=f"--topology {_example(device)}" if one_host is None else f"--topology {device.name}:{one_host}",
-    )
-
-
-def _crowded(text: str, device: DeviceFacts, extents: tuple[int, ...]) -> TopologyError:
-    total = math.prod(extents)
-    hosts = math.ceil(total / device.fast_group)
-    return TopologyError(
-        "There are more GPUs in a host than its links join.",
-        where=f"--topology {text}",
-        why=f"{extents[-1]} GPUs by host; {device.title}: {device.fast_group} in one NVLink domain.",
-        do=f"--topology {device.name}:{hosts}x{device.fast_group}",
+        why=f"after {device.name}: comes {form}, whole numbers from 1; this is {shape or 'nothing'!r}.",
+        do=f"--topology {_example(device)}",
     )
 
 
 def _example(device: DeviceFacts) -> str:
-    known = {0: "64x8", 2: "16x16", 3: "8x8x8"}[device.dims]
-    return f"{device.name}:{known if device.name != 'gb200' else '128x4'}"
+    shape = {0: "64x8", 2: "16x16", 3: "8x8x8"}[device.dims]
+    return f"{device.name}:{'128x4' if device.name == 'gb200' else shape}"

@@ -1,11 +1,11 @@
 from jshard.data.batches import GlobalBatches as GlobalBatches
+from jshard.data.batches import PackedBatches as PackedBatches
 from jshard.data.batches import local_rows as local_rows
+from jshard.data.loader import Data as Data
+from jshard.data.loader import DataError as DataError
 from jshard.data.loader import Loader as Loader
-from jshard.data.packed_batches import PackedBatches as PackedBatches
-from jshard.data.source import Data as Data
-from jshard.data.source import DataError as DataError
-from jshard.data.source import Sample as Sample
-from jshard.data.source import Source as Source
+from jshard.data.loader import Sample as Sample
+from jshard.data.loader import Source as Source
 from jshard.data.text import ByteTokenizer as ByteTokenizer
 from jshard.data.text import HuggingFaceTokenizer as HuggingFaceTokenizer
 from jshard.data.text import Tokenizer as Tokenizer

@@ -1,4 +1,4 @@
-"""Batches of samples that are read by number, and their position: any mesh and batch size can go on from it.
+"""Batches of a Grain dataset, and their position: any mesh and batch size can go on from it.
 
 Row `r` of the batch after `n` samples is sample `n + r` of the run. Neither the mesh nor the number of processes
 enters, so a run may continue on other machines with the very samples it would have seen.
@@ -6,68 +6,27 @@ enters, so a run may continue on other machines with the very samples it would h
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from jshard._processes import gather_texts
 from jshard.checkpoint.errors import CheckpointError
-from jshard.data.source import DataError
+from jshard.checkpoint.position import from_text, to_text
+from jshard.data.loader import DataError, read_ahead
 from jshard.errors import RunError, ShardingError
 from jshard.plans.mesh import batch_sharding, data_degree
 
-ENDLESS = sys.maxsize  # the length of `dataset.repeat()`
+_ENDLESS = sys.maxsize  # the length of `dataset.repeat()`
 
-
-def numbered(dataset: Any) -> Any:
-    """The dataset as a `grain.MapDataset`: samples by number, in any order, any number of times.
-
-    Args:
-        dataset: a `grain.MapDataset`, or anything with a length and items.
-
-    Raises:
-        ShardingError: its samples have no numbers, as those of an `IterDataset`.
-    """
-    import grain  # here: programs that save no data position do without it
-
-    if isinstance(dataset, grain.MapDataset):
-        return dataset
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ShardingError(
-            "The samples of the data have no numbers.",
-            where=f"a {type(dataset).__name__}",
-            why="a position that any mesh can go on from counts samples; this can only be read from the front.",
-            do="give the grain.MapDataset before .to_iter_dataset(), or a list of samples.",
-        )
-    return grain.MapDataset.source(dataset)
-
-
-def order_of(dataset: Any) -> list[str]:
-    """The steps of a dataset that decide the order of its samples, from its sources on.
-
-    Steps that only change what a sample looks like are left out: they may differ between two runs.
-
-    Example:
-        >>> order_of(grain.MapDataset.source(photos).shuffle(seed=3).map(crop).repeat())
-        ['source of 1281167', 'shuffle of 1281167, seed 3', 'repeat without end']
-    """
-    return list(_steps(dataset))
-
-
-def _steps(dataset: Any) -> Iterator[str]:
-    parents = dataset.parents
-    for parent in parents:
-        yield from _steps(parent)
-    name, size = type(dataset).__name__.removesuffix("MapDataset"), len(dataset)
-    same_samples = len(parents) == 1 and len(parents[0]) == size and "Shuffle" not in name
-    if name == "Slice":
-        yield str(dataset).replace("SliceMapDataset", "slice").replace(str(ENDLESS), "")
-    elif not same_samples:
-        # Grain has no public name for the seed of a shuffle; without the attribute the seed is not compared.
-        seed = getattr(dataset, "_seed", None)
-        length = "without end" if size >= ENDLESS else f"of {size}"
-        yield f"{name.lower()} {length}" + ("" if seed is None else f", seed {seed}")
+# Sequences that a lane has given, and the state of its iterator behind them.
+Position = tuple[int, Any]
+Pack = Callable[[Any], Any]
 
 
 def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
@@ -95,36 +54,81 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     return sorted({row for index in slices if index for row in range(*index[0].indices(batch_size))})
 
 
-class Batches:
-    """An iterator over this process's rows of each global batch, with a position that is the same on every process.
+def order_of(dataset: Any) -> list[str]:
+    """The steps of a dataset that decide the order of its samples, from its sources on.
 
-    The position counts the samples that were handed out, not what was read ahead. A subclass says how batches are made
-    (`_begin`), and what its position holds beside the count.
+    Steps that only change what a sample looks like are left out: they may differ between two runs.
+
+    Example:
+        >>> order_of(grain.MapDataset.source(photos).shuffle(seed=3).map(crop).repeat())
+        ['source of 1281167', 'shuffle of 1281167, seed 3', 'repeat without end']
+    """
+    parents = dataset.parents
+    found = [step for parent in parents for step in order_of(parent)]
+    name, size = type(dataset).__name__.removesuffix("MapDataset"), len(dataset)
+    same_samples = len(parents) == 1 and len(parents[0]) == size and "Shuffle" not in name
+    if name == "Slice":
+        found.append(str(dataset).replace("SliceMapDataset", "slice").replace(str(_ENDLESS), ""))
+    elif not same_samples:
+        # Grain has no public name for the seed of a shuffle; without the attribute the seed is not compared.
+        seed = getattr(dataset, "_seed", None)
+        length = "without end" if size >= _ENDLESS else f"of {size}"
+        found.append(f"{name.lower()} {length}" + ("" if seed is None else f", seed {seed}"))
+    return found
+
+
+class GlobalBatches:
+    """This process's rows of each global batch of a dataset, on from any position.
+
+    Row `r` of the batch after `n` samples is sample `n + r` of the dataset: neither the mesh nor the number of
+    processes enters. The state is `n`, and what the order of the samples hangs on (lengths and seeds), which a restore
+    compares. So a run may go on with other processes, other rows or another batch size, and repeats no sample and
+    skips none. Of a dataset with an end, samples that fill no batch are left out; `.repeat()` has no end.
+
+    Args:
+        dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. Not filtered: a
+            filter leaves numbers without a sample.
+        batch_size: samples in a global batch.
+        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
+        start: number of the first sample.
+        read_options: Grain's; how many threads read, and how many samples ahead.
+
+    Raises:
+        ShardingError: the rows are not rows of such a batch, or the data have fewer samples than one.
+
+    Example:
+        >>> samples = grain.MapDataset.source(photos).shuffle(seed=0).map(crop).repeat()
+        >>> batches = GlobalBatches(samples, batch_size=512, rows=mesh)
+        >>> for batch in batches:
+        ...     loss = step(js.shard_batch(batch, mesh))
     """
 
     # For `position_text`: the state is that of the run, not of a process.
     global_position: ClassVar[bool] = True
-    _read_ahead: int = 2  # batches, made one after another by one thread
 
-    def __init__(self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0) -> None:
-        self.dataset = numbered(dataset)
+    def __init__(
+        self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0, read_options: Any = None
+    ) -> None:
+        self.dataset = _numbered(dataset)
         self.batch_size, self.rows = batch_size, _checked_rows(batch_size, rows)
-        if start < 0:
+        _check_least("start", start, 0, "it counts what is left out at the front.")
+        if len(self.dataset) < batch_size:
             raise ShardingError(
-                "The data cannot be read from there.",
-                where=f"start={start}",
-                why="it counts what is left out at the front.",
-                do="start=0.",
+                "The data do not fill a batch.",
+                where=f"batch_size={batch_size}",
+                why=f"there are {len(self.dataset)} samples.",
+                do=f"{type(self).__name__}(dataset.repeat(), ...), or a smaller batch.",
             )
         self.order, self.samples = order_of(self.dataset), start
+        self._read_options = read_options
         self._reading: Any = None
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> GlobalBatches:
         return self
 
     def __next__(self) -> Any:
         if self._reading is None:
-            self._reading = self._reader()
+            self._reading = self._reader(max(0, len(self.dataset) - self.samples) // self.batch_size)
         try:
             read = next(self._reading)
         except Exception:
@@ -173,96 +177,11 @@ class Batches:
             yield f"order  saved {'; '.join(state['order'])}"
             yield f"       here  {'; '.join(self.order)}"
 
-    def _reader(self) -> Any:
-        """An iterator over the batches from the position on, which reads ahead."""
+    def _reader(self, num_batches: int) -> Any:
+        """An iterator over so many batches from the position on; their samples are read ahead, in parallel."""
         import grain
 
         first, size, rows = self.samples, self.batch_size, self.rows
-        num_batches = max(0, len(self.dataset) - first) // size
-        batch = self._begin(lambda step: [first + step * size + row for row in rows], num_batches)
-        steps = grain.MapDataset.range(num_batches).map(lambda step: batch(int(step)))
-        return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._read_ahead)))
-
-    def _begin(self, numbers: Callable[[int], list[int]], num_batches: int) -> Callable[[int], Any]:
-        """A function that makes the batch `step`, called in order; `numbers(step)` are those of its samples."""
-        raise NotImplementedError
-
-    def _handed_out(self, read: Any) -> Any:
-        return read
-
-    def _position(self) -> dict[str, Any]:
-        return {"samples": self.samples}
-
-    def _move_to(self, state: dict[str, Any]) -> None:
-        self.samples = int(state["samples"])
-
-
-def _checked_rows(batch_size: int, rows: Sequence[int] | Mesh) -> tuple[int, ...]:
-    found = tuple(map(int, local_rows(batch_size, rows) if isinstance(rows, Mesh) else rows))
-    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= batch_size:
-        raise ShardingError(
-            "These are not rows of a global batch.",
-            where=f"rows={list(found)}",
-            why=f"rows are some of the numbers 0 to {batch_size - 1}, in order, each once, and at least one.",
-            do=f"rows=jshard.data.local_rows({batch_size}, mesh), or rows=mesh.",
-        )
-    return found
-
-
-class GlobalBatches(Batches):
-    """This process's rows of each global batch of a dataset, on from any position.
-
-    Row `r` of the batch after `n` samples is sample `n + r` of the dataset: neither the mesh nor the number of
-    processes enters. The state is `n`, and what the order of the samples hangs on (lengths and seeds), which a restore
-    compares. So a run may go on with other processes, other rows or another batch size, and repeats no sample and
-    skips none. Of a dataset with an end, samples that fill no batch are left out; `.repeat()` has no end.
-
-    Grain's own `ElasticIterator` is a cousin: it deals samples to processes like cards, so the rows of a batch change
-    places with the number of processes, and it compares nothing.
-
-    Args:
-        dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. Not filtered: a
-            filter leaves numbers without a sample.
-        batch_size: samples in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
-        start: number of the first sample.
-        read_options: Grain's; how many threads read, and how many samples ahead.
-
-    Raises:
-        ShardingError: the rows are not rows of such a batch, or the data have fewer samples than one.
-
-    Example:
-        >>> samples = grain.MapDataset.source(photos).shuffle(seed=0).map(crop).repeat()
-        >>> batches = GlobalBatches(samples, batch_size=512, rows=mesh)
-        >>> for batch in batches:
-        ...     loss = step(js.shard_batch(batch, mesh))
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        batch_size: int,
-        rows: Sequence[int] | Mesh,
-        start: int = 0,
-        read_options: Any = None,
-    ) -> None:
-        super().__init__(dataset, batch_size=batch_size, rows=rows, start=start)
-        if len(self.dataset) < batch_size:
-            raise ShardingError(
-                "The data do not fill a batch.",
-                where=f"batch_size={batch_size}",
-                why=f"there are {len(self.dataset)} samples.",
-                do="GlobalBatches(dataset.repeat(), ...), or a smaller batch.",
-            )
-        self._read_options = read_options
-
-    def _reader(self) -> Any:
-        """Samples are read in parallel, where the other batches are made one after another."""
-        import grain
-
-        first, size, rows = self.samples, self.batch_size, self.rows
-        num_batches = max(0, len(self.dataset) - first) // size
 
         def sample(number: Any) -> Any:
             step, place = divmod(int(number), len(rows))
@@ -290,3 +209,251 @@ class GlobalBatches(Batches):
                 "PackedBatches(dataset.repeat(), pack=lambda samples: samples, ...)",
             )
         return sample
+
+    def _handed_out(self, read: Any) -> Any:
+        return read
+
+    def _position(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def _move_to(self, state: dict[str, Any]) -> None:
+        self.samples = int(state["samples"])
+
+
+def _numbered(dataset: Any) -> Any:
+    """The dataset as a `grain.MapDataset`: samples by number, in any order, any number of times."""
+    import grain  # here: programs that save no data position do without it
+
+    if isinstance(dataset, grain.MapDataset):
+        return dataset
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ShardingError(
+            "The samples of the data have no numbers.",
+            where=f"a {type(dataset).__name__}",
+            why="a position that any mesh can go on from counts samples; this can only be read from the front.",
+            do="give the grain.MapDataset before .to_iter_dataset(), or a list of samples.",
+        )
+    return grain.MapDataset.source(dataset)
+
+
+def _checked_rows(batch_size: int, rows: Sequence[int] | Mesh) -> tuple[int, ...]:
+    found = tuple(map(int, local_rows(batch_size, rows) if isinstance(rows, Mesh) else rows))
+    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= batch_size:
+        raise ShardingError(
+            "These are not rows of a global batch.",
+            where=f"rows={list(found)}",
+            why=f"rows are some of the numbers 0 to {batch_size - 1}, in order, each once, and at least one.",
+            do=f"rows=jshard.data.local_rows({batch_size}, mesh), or rows=mesh.",
+        )
+    return found
+
+
+def _check_least(name: str, value: int, least: int, why: str) -> None:
+    if value < least:
+        what = f"Batches cannot be made with this {name}."
+        raise ShardingError(what, where=f"{name}={value}", why=why, do=f"{name}={least}.")
+
+
+class PackedBatches(GlobalBatches):
+    """This process's rows of each global batch of packed sequences, on from any position.
+
+    The documents are dealt to `lanes`: lane `v` reads documents `v`, `v + lanes` and so on, and a packer of its own
+    makes sequences of them. Sequence `q` of the run is the next one of lane `q % lanes`, and row `r` of the batch after
+    `n` sequences is sequence `n + r`. So the sequences of the run are fixed by the data and the number of lanes; the
+    mesh, the processes and the batch size only deal them out. A restore brings each lane, with the half-used document
+    in its packer, to the processes that now have its rows: what one process held is split among many, what many held
+    comes together in one, and the sequences are the same to the last token.
+
+    The number of lanes belongs to the run: a restore takes over the saved one. As long as the batch size divides it,
+    no two rows of a batch share a lane. With another batch size they do, and processes that share a lane each read all
+    of its documents: for a batch that will grow, begin with as many lanes as its largest size.
+
+    Args:
+        dataset: the documents; a `grain.MapDataset` without an end (`.repeat()`), filtered if you like.
+        pack: the length of a sequence: documents are 1-d arrays of tokens, laid end to end and cut (a batch then has
+            `tokens`, `tokens_segment_ids` and `tokens_positions`). Or a function from a `grain.IterDataset` of
+            documents to one of sequences, which may use any of Grain's iterators that have a state.
+        batch_size: sequences in a global batch.
+        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
+        lanes: how many; by default `batch_size`, or what a restored position says.
+        start: number of the first document.
+        read_ahead: batches that are read ahead, by one thread.
+
+    Raises:
+        ShardingError: the rows are not rows of such a batch, the data have an end, or there is no lane.
+
+    Example:
+        >>> documents = grain.MapDataset.source(token_arrays).shuffle(seed=0).repeat()
+        >>> batches = PackedBatches(documents, pack=1024, batch_size=512, rows=mesh)
+        >>> first_fit = lambda documents: grain.experimental.FirstFitPackIterDataset(
+        ...     documents, length_struct={"tokens": 1024}, num_packing_bins=8)
+        >>> batches = PackedBatches(documents.map(as_dict), pack=first_fit, batch_size=512, rows=mesh)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        pack: int | Pack,
+        batch_size: int,
+        rows: Sequence[int] | Mesh,
+        lanes: int | None = None,
+        start: int = 0,
+        read_ahead: int = 2,
+    ) -> None:
+        super().__init__(dataset, batch_size=batch_size, rows=rows, start=start)
+        self.samples = 0  # sequences, which `start` does not count
+        if len(self.dataset) < _ENDLESS:
+            raise ShardingError(
+                "Packed batches need documents without an end.",
+                where=f"a dataset of {len(self.dataset)} documents",
+                why="lanes come to the end of their documents at different steps, and then processes would.",
+                do="PackedBatches(dataset.repeat(), ...), and stop after a number of steps.",
+            )
+        if lanes is not None:
+            _check_least("lanes", lanes, 1, "documents are dealt to lanes.")
+        self.order = [*self.order, *([f"from document {start}"] if start else [])]
+        self.lanes = lanes or batch_size
+        self._pack = _cut_to(pack) if isinstance(pack, int) else pack
+        self._asked_lanes, self._start, self._read_ahead = lanes, start, read_ahead
+        self._looks: dict[str, str] | None = None  # of a sequence
+        self._restored: dict[int, Position] = {}  # known to every process
+        self._moved: dict[int, Position] = {}  # since then, here
+
+    def _reader(self, num_batches: int) -> Any:
+        first, known = self.samples, {**self._restored, **self._moved}
+        begun: dict[int, _Lane] = {}
+
+        def batch(step: int) -> tuple[Any, dict[int, Position]]:
+            """The sequences of the rows, stacked, and where the lanes are that they came from."""
+            places = [divmod(first + step * self.batch_size + row, self.lanes) for row in self.rows]
+            for _, lane in places:
+                if lane not in begun:
+                    begun[lane] = _Lane(lane, self._sequences(lane), known.get(lane))
+            sequences = [begun[lane].sequence(number) for number, lane in places]
+            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *sequences)
+            return stacked, {lane: begun[lane].position() for _, lane in places}
+
+        return read_ahead(batch, num_batches, self._read_ahead)
+
+    def _sequences(self, lane: int) -> Any:
+        import grain
+
+        documents = self.dataset[self._start + lane :: self.lanes]
+        here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # not threads for every lane
+        return self._pack(documents.to_iter_dataset(here))
+
+    def _handed_out(self, read: Any) -> Any:
+        batch, positions = read
+        self._moved.update(positions)
+        self._looks = self._looks or _looks(batch, without_dims=1)
+        return batch
+
+    def _position(self) -> dict[str, Any]:
+        """Each process knows where the lanes of its rows are: together they know all."""
+        mine = {"at": (self.samples, self.lanes), "looks": self._looks, "moved": self._moved}
+        parts = [from_text(text) for text in gather_texts(to_text(mine))]
+        if len({part["at"] for part in parts}) > 1:
+            raise RunError(
+                "The processes are not at the same place in the data.",
+                where=[
+                    f"process {i}: {part['at'][0]} sequences, {part['at'][1]} lanes" for i, part in enumerate(parts)
+                ],
+                why="a position is that of the run: every process has taken the same number of batches.",
+                do="save between two steps, on every process at the same step.",
+            )
+        found = dict(self._restored)
+        for part in parts:
+            for lane, position in part["moved"].items():
+                found[lane] = max(found.get(lane, (0, None)), position, key=lambda position: position[0])
+        for lane, given in enumerate(self._given()):
+            known = found.get(lane, (0, None))[0]
+            if known != given:
+                raise RunError(
+                    "Rows of the global batch are read by no process.",
+                    where=f"lane {lane}: {given} sequences are handed out, the processes know of {known}",
+                    why=f"this process reads {len(self.rows)} rows of {self.batch_size}, and nobody the others.",
+                    do="rows=mesh on every process, with the mesh of the model.",
+                )
+        states = [found[lane][1] if lane in found else None for lane in range(self.lanes)]
+        looks = next((part["looks"] for part in parts if part["looks"]), None)
+        return {"sequences": self.samples, "lanes": self.lanes, "looks": looks, "states": states}
+
+    def _given(self) -> list[int]:
+        """How many of the sequences that are handed out came from each lane."""
+        return [max(0, (self.samples - lane + self.lanes - 1) // self.lanes) for lane in range(self.lanes)]
+
+    def _move_to(self, state: dict[str, Any]) -> None:
+        self.samples, self.lanes, self._looks = state["sequences"], state["lanes"], state["looks"]
+        self._restored = {lane: (n, state["states"][lane]) for lane, n in enumerate(self._given()) if n}
+        self._moved = {}
+
+    def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
+        misfits = list(super()._misfits(state))
+        yield from misfits
+        if misfits:
+            return
+        if self._asked_lanes not in (None, state["lanes"]):
+            yield f"lanes  saved {state['lanes']}  here {self._asked_lanes}"
+        if state["looks"]:
+            here = _looks(next(iter(self._sequences(0))))
+            for key in {**state["looks"], **here}:
+                saved, now = state["looks"].get(key, "nothing"), here.get(key, "nothing")
+                if saved != now:
+                    yield f"{key}  saved {saved}  here {now}"
+
+
+class _Lane:
+    """One stream of sequences, read from a position on; what other processes were given of it is read over."""
+
+    def __init__(self, number: int, sequences: Any, position: Position | None) -> None:
+        self._number = number
+        self._iterator = iter(sequences)
+        self._given = 0
+        if position is not None:
+            self._given, state = position
+            try:
+                self._iterator.set_state(copy.deepcopy(state))
+            except Exception as cause:
+                raise self._failed("The saved position of a lane does not fit `pack`.", cause) from cause
+
+    def sequence(self, number: int) -> Any:
+        """A sequence by its number in the lane; numbers only grow."""
+        sequence = None
+        while self._given <= number:
+            try:
+                sequence = next(self._iterator)
+            except Exception as cause:
+                raise self._failed("A sequence cannot be read.", cause) from cause
+            self._given += 1
+        return sequence
+
+    def position(self) -> Position:
+        return self._given, copy.deepcopy(self._iterator.get_state())
+
+    def _failed(self, what: str, cause: Exception) -> RunError:
+        why, do = f"{type(cause).__name__}: {cause}", "make the documents of that lane readable, and `pack` the one of"
+        do += " the saved run."
+        if isinstance(cause, StopIteration):
+            why = "it ended; lanes have no end, or processes would end at different steps."
+            do = "let `pack` give sequences as long as there are documents, and repeat the dataset: .repeat()."
+        return RunError(what, where=f"lane {self._number}, sequence {self._given}", why=why, do=do)
+
+
+def _cut_to(length: int) -> Pack:
+    _check_least("pack", length, 1, "it is the length of a sequence.")
+
+    def pack(documents: Any) -> Any:
+        from grain.experimental import ConcatThenSplitIterDataset
+
+        tokens = documents.map(lambda document: {"tokens": document})
+        return ConcatThenSplitIterDataset(tokens, length_struct={"tokens": length})
+
+    return pack
+
+
+def _looks(tree: Any, *, without_dims: int = 0) -> dict[str, str]:
+    """Shape and dtype by path."""
+    leaves = [(path, np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    keystr = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return {keystr(path): f"{leaf.shape[without_dims:]} {leaf.dtype}" for path, leaf in leaves}

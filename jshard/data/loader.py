@@ -1,4 +1,4 @@
-"""The batches of a run: the samples of a `Source` in an order that depends on nothing but the seed.
+"""What a run learns from, and its batches: samples by number, in an order that depends on nothing but the seed.
 
 A `Source` is anything with a length whose items are dicts of arrays: windows of text, or images, or what a model file
 makes up. A run whose batches have changed their size counts the samples of the steps before.
@@ -10,14 +10,131 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jshard.data.batches import Batches
-from jshard.data.source import Data, DataError, Reader, Sample, Spec, first_spec
 from jshard.data.worker_pool import WorkerPool, pickled
-from jshard.errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError, ShardingError
+
+if TYPE_CHECKING:
+    from jshard.data.text import Tokenizer
+
+Sample = dict[str, np.ndarray]
+Spec = dict[str, str]  # key -> shape and dtype in words
+
+_NOT_NUMBERS = "OUSMm"  # numpy's kinds of objects, texts and dates
+
+
+class DataError(ShardingError):
+    """The data cannot be used for this run."""
+
+
+class Source(Protocol):
+    """Samples by number: `len(source)` of them, `source[i]` a dict of arrays without a batch dim.
+
+    All samples have the same keys, shapes and dtypes. A source is read from a thread, or from other processes
+    (`Loader(workers=N)`), ahead of the step that needs it.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run learns from.
+
+    Attributes:
+        train: the samples to train on.
+        held_out: samples that training never sees, for the validation loss.
+        description: one line, printed before the run: where the data is from, and how much it is.
+        fingerprint: a text that differs where the data differ; a resumed run must find the one it began with.
+        tokens_per_sample: tokens in a sample; without it speed is in samples per second.
+        tokenizer: of text: reads generated tokens back, and its vocabulary is held against the model's.
+    """
+
+    train: Source
+    held_out: Source
+    description: str
+    fingerprint: str
+    tokens_per_sample: int | None = None
+    tokenizer: Tokenizer | None = None
+
+    def __post_init__(self) -> None:
+        empty = [part for part in ("train", "held_out") if not len(getattr(self, part))]
+        if empty:
+            raise DataError(
+                "There is nothing to read.",
+                where=[f"Data.{part}, a {type(getattr(self, part)).__name__}" for part in empty],
+                why="it has 0 samples.",
+                do="give every part at least one sample; len(data.train) and len(data.held_out) count them.",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Makes batches of a source; with it a source travels to worker processes."""
+
+    source: Any
+    part: str  # its name in `Data`, for messages
+    spec: Spec  # what every sample has to look like
+    error: type[FourPartError]  # a wrong request before training, failed work later
+
+    def batch(self, sample_ids: Sequence[int]) -> Sample:
+        """The samples, stacked by key; a `FourPartError` if one cannot be read, or is not like the others."""
+        samples = [self._sample(sample_id) for sample_id in sample_ids]
+        return {key: np.stack([sample[key] for sample in samples]) for key in self.spec}
+
+    def _sample(self, sample_id: int) -> Sample:
+        sample = read_sample(self.source, self.part, sample_id, self.error)
+        found = spec_of(sample)
+        if found == self.spec:
+            return sample
+        keys = [key for key in {**self.spec, **found} if self.spec.get(key) != found.get(key)]
+        nothing = "no such key"
+        raise self.error(
+            "The samples of the data differ.",
+            where=f"data.{self.part}[{sample_id}]",
+            why="\n".join(
+                f"{key!r} is {found.get(key, nothing)}, in data.train[0] {self.spec.get(key, nothing)}." for key in keys
+            ),
+            do="pad, crop or convert in the source's __getitem__: a batch is a stack of samples that are alike.",
+        )
+
+
+def spec_of(sample: Sample) -> Spec:
+    """Keys, shapes and dtypes of a sample."""
+    return {key: f"{array.shape} {array.dtype}" for key, array in sample.items()}
+
+
+def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartError]) -> Sample:
+    """A sample as arrays; an `error` if it cannot be read, or is no dict of arrays of numbers."""
+    where = f"data.{part}[{sample_id}], of a {type(source).__name__}"
+    try:
+        sample = source[sample_id]
+    except Exception as cause:
+        raise error(
+            "A sample cannot be read.",
+            where=where,
+            why=f"{type(cause).__name__}: {cause}",
+            do="make that sample readable, or leave it out of the source; --debug shows where it failed.",
+        ) from cause
+    arrays: Sample = {}
+    if isinstance(sample, dict) and sample and all(isinstance(key, str) for key in sample):
+        arrays = {key: np.asarray(value) for key, value in sample.items()}
+        wrong = [f"{key!r} is of dtype {x.dtype}" for key, x in arrays.items() if x.dtype.kind in _NOT_NUMBERS]
+    else:
+        wrong = [f"it is a {type(sample).__name__}" + " without entries" * (type(sample) is dict and not sample)]
+    if wrong:
+        raise error(
+            "A sample is not a dict of arrays of numbers.",
+            where=where,
+            why=", ".join(wrong) + ".",
+            do='return a dict from __getitem__, for example {"image": image, "label": np.int32(3)}.',
+        )
+    return arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +208,7 @@ class Loader:
             RunError: a sample cannot be read, or a worker process died; when the batch with it is asked for.
         """
         start = start_step * self.batch_size if start_sample is None else start_sample
-        end = start + max(0, num_steps - start_step) * self.batch_size
-        return self._batches("train", self._order()[:end], start, workers=self.workers)
+        return self._batches("train", self._order(), start, max(0, num_steps - start_step), workers=self.workers)
 
     def held_out(self, num_sequences: int) -> Generator[Sample, None, None]:
         """The same samples every time, spread evenly over the held-out ones.
@@ -106,28 +222,27 @@ class Loader:
         """
         size = len(self.data.held_out)
         num_batches = max(1, min(num_sequences, size) // self.batch_size)
-        return self._batches("held_out", np.linspace(0, size - 1, num_batches * self.batch_size).astype(int))
+        return self._batches("held_out", np.linspace(0, size - 1, num_batches * self.batch_size), 0, num_batches)
 
-    def _batches(self, part: str, ids: Any, start: int = 0, *, workers: int = 0) -> Generator[Sample, None, None]:
-        if start >= len(ids):
-            return
-        batches = SampleBatches(
-            ids,
-            reader=self._reader(part, RunError),
-            workers=workers,
-            batch_size=self.batch_size,
-            rows=self.rows,
-            start=start,
-        )
-        with contextlib.closing(batches):
-            yield from batches
+    def _batches(
+        self, part: str, order: Any, start: int, num_batches: int, *, workers: int = 0
+    ) -> Generator[Sample, None, None]:
+        reader = self._reader(part, RunError)
+        ids = lambda step: [int(order[start + step * self.batch_size + row]) for row in self.rows]
+        with contextlib.ExitStack() as stack:
+            batch = lambda step: reader.batch(ids(step))
+            if workers and num_batches:
+                pool = WorkerPool(reader, num_workers=workers, ids=ids, num_steps=num_batches)
+                stack.callback(pool.close)
+                batch = pool.batch
+            yield from stack.enter_context(contextlib.closing(read_ahead(batch, num_batches)))
 
     def _reader(self, part: str, error: type[FourPartError]) -> Reader:
         return Reader(source=getattr(self.data, part), part=part, spec=self._spec, error=error)
 
     @functools.cached_property
     def _spec(self) -> Spec:
-        return first_spec(self.data.train, DataError)
+        return spec_of(read_sample(self.data.train, "train", 0, DataError))
 
     def _order(self) -> Any:
         import grain  # here: a model file that makes `Data`, or a dry run, does without it
@@ -135,31 +250,9 @@ class Loader:
         return grain.MapDataset.range(len(self.data.train)).shuffle(self.seed).repeat()
 
 
-class SampleBatches(Batches):
-    """Batches of the samples of a reader.
+def read_ahead(batch: Callable[[int], Any], num_batches: int, buffered: int = 2) -> Any:
+    """An iterator over `batch(0)`, `batch(1)` and so on, made one after another by a thread, ahead of time."""
+    import grain
 
-    Args:
-        ids: which sample of the reader each sample of the run is.
-        reader: reads them.
-        workers: processes that do; 0 for a thread.
-        **how: as of `Batches`.
-    """
-
-    def __init__(self, ids: Any, *, reader: Reader, workers: int, **how: Any) -> None:
-        super().__init__(ids, **how)
-        self._samples_of, self._num_workers = reader, workers
-        self._pool: WorkerPool | None = None
-
-    def close(self) -> None:
-        """As of `Batches`; the worker processes end, too."""
-        super().close()
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-    def _begin(self, numbers: Callable[[int], list[int]], num_batches: int) -> Callable[[int], Any]:
-        ids = lambda step: [int(self.dataset[number]) for number in numbers(step)]
-        if not self._num_workers:
-            return lambda step: self._samples_of.batch(ids(step))
-        self._pool = WorkerPool(self._samples_of, num_workers=self._num_workers, ids=ids, steps=range(num_batches))
-        return self._pool.batch
+    steps = grain.MapDataset.range(num_batches).map(lambda step: batch(int(step)))
+    return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffered)))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jshard.data.source import Data, DataError, Sample
+from jshard.data.loader import Data, DataError, Sample
 
 # What a tokenizer file may call the token between two texts, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -36,22 +36,13 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_text: int | None
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The ids of one text in UTF-8, of the dtype `token_dtype(vocab_size)`, without `end_of_text`."""
-        ...
-
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text; faster than one by one where a tokenizer uses several cores."""
+        """The ids of each text in UTF-8, of the smallest unsigned dtype that holds all, without `end_of_text`."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of `ids`; what is not UTF-8 becomes U+FFFD."""
         ...
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned dtype that holds every id of a vocabulary."""
-    return np.min_scalar_type(vocab_size - 1)
 
 
 class ByteTokenizer:
@@ -61,13 +52,9 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_text: int | None = 0
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The bytes, as they are."""
-        return np.frombuffer(text, dtype=np.uint8)
-
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The bytes of each text."""
-        return [self.encode(text) for text in texts]
+        """The bytes of each text, as they are."""
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of `ids`; what is not UTF-8 becomes U+FFFD."""
@@ -89,8 +76,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path):
         path = Path(path)
-        content = _content(path)
-        self._tokenizer = _parse(path, content)
+        content, self._tokenizer = _read_tokenizer(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # The ids of a file may have gaps: their count is not enough.
         self.vocab_size: int = max(vocabulary.values()) + 1
@@ -98,13 +84,9 @@ class HuggingFaceTokenizer:
         # By content and not by path: the file may be elsewhere on the next machine.
         self.name = f"{path.name} {zlib.crc32(content):08x}"
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The ids of one text in UTF-8, without the special tokens a file may put around it."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text, encoded on all cores."""
-        dtype = token_dtype(self.vocab_size)
+        """The ids of each text, encoded on all cores, without the special tokens a file may put around it."""
+        dtype = np.min_scalar_type(self.vocab_size - 1)
         parts = [[np.empty(0, dtype)] for _ in texts]
         pieces = ((own, piece) for own, text in zip(parts, texts, strict=True) for piece in _pieces(text))
         while batch := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
@@ -127,66 +109,48 @@ def _pieces(text_bytes: bytes) -> Iterator[str]:
         start = end
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            "The tokenizer cannot be read.",
-            where=str(path),
-            why=f"{(error.strerror or repr(error)).lower()}.",
-            do="give the tokenizer.json of the model, e.g. --tokenizer gpt2/tokenizer.json.",
-        ) from error
-
-
-def _parse(path: Path, content: bytes) -> Any:
+def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
+    """What is in the file, and the tokenizer of that."""
+    what, why, do = (
+        "The tokenizer cannot be read.",
+        "",
+        "give the tokenizer.json of the model, e.g. --tokenizer gpt2/tokenizer.json.",
+    )
     try:
         import tokenizers
+
+        content = path.read_bytes()
+        return content, tokenizers.Tokenizer.from_buffer(content)
+    except OSError as error:
+        why, cause = f"{(error.strerror or repr(error)).lower()}.", error
     except ImportError as error:
-        raise DataError(
-            "A Hugging Face tokenizer needs the package `tokenizers`.",
-            where=str(path),
-            why="it is not installed.",
-            do="pip install 'jshard[hf]', or leave out the tokenizer to train on bytes.",
-        ) from error
-    try:
-        return tokenizers.Tokenizer.from_buffer(content)
+        what, why, cause = "A Hugging Face tokenizer needs the package `tokenizers`.", "it is not installed.", error
+        do = "pip install 'jshard[hf]', or leave out the tokenizer to train on bytes."
     except Exception as error:  # the package raises bare Exception
-        raise DataError(
+        what, why, cause = (
             "The file is no tokenizer.",
-            where=str(path),
-            why=f"{len(content)} bytes that `tokenizers` {tokenizers.__version__} cannot read: {error}.",
-            do="give the tokenizer.json of the model (not tokenizer_config.json, vocab.json or merges.txt).",
-        ) from error
+            f"`tokenizers` cannot read it: {error}.",
+            error,
+        )
+        do = "give the tokenizer.json of the model (not tokenizer_config.json, vocab.json or merges.txt)."
+    raise DataError(what, where=str(path), why=why, do=do) from cause
 
-
-# Files and folders that hold text.
 
 _SHOWN = 10
 
 
-def read_texts(paths: Sequence[str | Path]) -> dict[str, bytes]:
-    """The texts of files and folders by relative path, in its order.
-
-    Raises:
-        DataError: a named file is missing, empty, unreadable or not text, or a folder holds no text; all at once.
-    """
+def _read_texts(paths: Sequence[str | Path]) -> dict[str, bytes]:
+    """The texts of files and folders by relative path, in its order; all that cannot be used is one `DataError`."""
     texts: dict[str, bytes] = {}
     places: set[Path] = set()
     bad: dict[Path, str] = {}
     skipped: dict[Path, str] = {}
     for root in map(Path, paths):
-        found, problems = _find(root)
-        read: dict[Path, bytes] = {}
-        for path in found:
-            try:
-                read[path] = _read_text(path)
-            except _NotText as problem:
-                problems[path] = str(problem)
+        read, others = _texts_in(root)
         if not any(read.values()):
-            bad |= problems or {root: _nothing(root, read)}
+            bad |= others or {root: "a folder without text (hidden files are left out)" if root.is_dir() else "empty"}
             continue
-        skipped |= problems
+        skipped |= others
         for path, text in read.items():
             if path.resolve() not in places:  # a file that is given twice is read once
                 texts[_name(path, root, texts)] = text
@@ -205,51 +169,35 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, bytes]:
     return dict(sorted(texts.items()))
 
 
-class _NotText(Exception):
-    """Why a file cannot be used."""
-
-
-def _read_text(path: Path) -> bytes:
-    try:
-        if not path.is_file():
-            raise _NotText("neither a file nor a folder" if path.exists() else "a link to nothing")
-        text = path.read_bytes()
-    except OSError as error:
-        raise _NotText(f"unreadable: {(error.strerror or repr(error)).lower()}") from error
-    zero = text.find(b"\0")
-    if zero >= 0:
-        raise _NotText(f"not text: a zero byte at offset {zero}")
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise _NotText(f"not text: byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from error
-    return text
-
-
-def _find(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """The files of `root`, and what below it was not looked at."""
-    if not os.path.isdir(root):
-        missing = not os.path.lexists(root)
-        return ([], {root: "no such file or folder"}) if missing else ([root], {})
-    files: list[Path] = []
-    problems: dict[Path, str] = {}
+def _texts_in(root: Path) -> tuple[dict[Path, bytes], dict[Path, str]]:
+    """The files at or below `root` that are text, and why others are not."""
+    texts: dict[Path, bytes] = {}
+    others: dict[Path, str] = {}
 
     def unreadable(error: OSError) -> None:
-        problems[Path(error.filename)] = f"unreadable: {(error.strerror or repr(error)).lower()}"
+        others[Path(error.filename)] = f"{(error.strerror or repr(error)).lower()}"
 
-    for folder, folders, names in os.walk(root, onerror=unreadable):
+    files = []
+    for folder, folders, names in os.walk(root, onerror=unreadable) if root.is_dir() else ():
         visible = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
-        problems |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
+        others |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
         folders[:] = [name for name in visible if name not in links]
         files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    return files, problems
-
-
-def _nothing(root: Path, read: dict[Path, bytes]) -> str:
-    if not os.path.isdir(root):
-        return "an empty file"
-    return f"a folder of {len(read)} empty file(s)" if read else "a folder without files (hidden ones are left out)"
+    for path in files if root.is_dir() else [root]:
+        try:
+            if path.exists() and not path.is_file():
+                raise ValueError("neither a file nor a folder")
+            text = path.read_bytes()
+            text.decode()
+            if b"\0" in text:
+                raise ValueError(f"a zero byte in position {text.index(0)}")
+            texts[path] = text
+        except OSError as error:
+            unreadable(error)
+        except ValueError as error:
+            others[path] = f"not text: {error}"
+    return texts, others
 
 
 def _name(path: Path, root: Path, taken: dict[str, bytes]) -> str:
@@ -257,8 +205,6 @@ def _name(path: Path, root: Path, taken: dict[str, bytes]) -> str:
     name = Path(Path(os.path.abspath(root)).name, path.relative_to(root)).as_posix()
     return path.as_posix() if name in taken else name
 
-
-# The files as data.
 
 # Parts of the standard library that are not there everywhere (packagers split them off), or that
 # are tables and tests and not code that people read.
@@ -293,16 +239,14 @@ def load_text(paths: Sequence[str | Path] = (), *, sequence_length: int, tokeniz
         DataError: a path is missing, empty, unreadable or not text (all such paths in one message), or the text is
             shorter than a sequence.
     """
-    texts = read_texts(paths) if paths else _stdlib_texts()
+    texts = _read_texts(paths) if paths else _stdlib_texts()
     by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
     train, held_out = _split(_encoded(texts, tokenizer), tokenizer, by_file)
-    amount = (
-        f"{len(texts)} file{'s' * (len(texts) > 1)} of {', '.join(map(str, paths)) or 'the Python standard library'}"
-    )
+    origin = ", ".join(map(str, paths)) or "the Python standard library"
     unit = "MB" if isinstance(tokenizer, ByteTokenizer) else f"M tokens ({tokenizer.name})"
     description = (
-        f"{amount}: {train.size / 1e6:.2f} {unit} to train on, {held_out.size / 1e6:.2f} {unit.split()[0]} held out "
-        f"({'by file' if by_file else 'the end of each file'})"
+        f"{len(texts)} file{'s' * (len(texts) > 1)} of {origin}: {train.size / 1e6:.2f} {unit} to train on, "
+        f"{held_out.size / 1e6:.2f} {unit.split()[0]} held out ({'by file' if by_file else 'the end of each file'})"
     )
     _check_lengths({"to train on": train, "held out": held_out}, sequence_length, description)
     return Data(
@@ -350,13 +294,13 @@ def _stdlib_texts() -> dict[str, bytes]:
 
 def _encoded(texts: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    ending = np.array(end, token_dtype(tokenizer.vocab_size))
+    ending = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
     encoded = tokenizer.encode_batch(list(texts.values()))
     return {name: np.concatenate([ids, ending]) for name, ids in zip(texts, encoded, strict=True)}
 
 
 def _split(encoded: Mapping[str, np.ndarray], tokenizer: Tokenizer, by_file: bool) -> tuple[np.ndarray, np.ndarray]:
-    nothing = np.empty(0, token_dtype(tokenizer.vocab_size))
+    nothing = np.empty(0, np.min_scalar_type(tokenizer.vocab_size - 1))
     train, held_out = [nothing], [nothing]
     for name, tokens in encoded.items():
         cut = tokens.size * (1000 - _HELD_OUT_PER_MILLE) // 1000

@@ -2,7 +2,7 @@
 
 Each worker hangs on a pipe of its own and on nothing else: no lock and no queue is shared, so one that is killed, at
 whatever moment, takes no other process with it. (Grain's workers share locks, wait forever for one that ends with
-exit code 0, and take up to 25 s each to stop.) Step `s` belongs to worker `s % num_workers`, and the batches are
+exit code 0, and outlive a run that is killed.) Step `s` belongs to worker `s % num_workers`, and the batches are
 fetched in the order of the steps: the number of workers does not show in them.
 """
 
@@ -19,11 +19,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jshard import _stacks
-from jshard.data.source import Reader, Sample
 from jshard.errors import RunError, ShardingError
+
+if TYPE_CHECKING:
+    from jshard.data.loader import Reader, Sample
 
 MODEL_FILE = "jshard_model_file_"  # what the names of loaded model files in sys.modules begin with
 _AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
@@ -34,21 +36,15 @@ _DYING_S = 1.0  # from the end of its pipe to the end of a worker
 class WorkerPool:
     """Worker processes with a copy of a reader each; they end with `close`, or with the process.
 
-    Workers leave SIGINT and SIGTERM to the run: it may still need batches to come to an end.
-
-    Args:
-        reader: what they read; sent by pickle, objects of a model file included.
-        num_workers: how many.
-        ids: the samples of a step.
-        steps: the steps that will be asked for, in order.
-
-    Raises:
-        ShardingError: the reader cannot be pickled.
+    Workers leave SIGINT and SIGTERM to the run: it may still need batches to come to an end. The reader is sent by
+    pickle, objects of a model file included; `ids` are the samples of a step, of which so many will be asked for.
     """
 
-    def __init__(self, reader: Reader, *, num_workers: int, ids: Callable[[int], Sequence[int]], steps: range) -> None:
-        self._reader, self._ids, self._steps = reader, ids, steps
-        self._asked = steps.start
+    def __init__(
+        self, reader: Reader, *, num_workers: int, ids: Callable[[int], Sequence[int]], num_steps: int
+    ) -> None:
+        self._reader, self._ids, self._num_steps = reader, ids, num_steps
+        self._asked = 0
         self._pickled: bytes | None = pickled(reader)
         self._workers = [_Worker(number, num_workers) for number in range(num_workers)]
         atexit.register(self.close)
@@ -62,25 +58,18 @@ class WorkerPool:
             worker.joined()
 
     def batch(self, step: int) -> Sample:
-        """The batch of a step; to be called once per step, in order.
-
-        Raises:
-            RunError: the worker died, or a sample cannot be read.
-            ShardingError: the reader cannot be built anew in the worker.
-        """
+        """The batch of a step, called once per step, in order; an error if its worker died or cannot read a sample."""
         if self._pickled is not None:
             for worker in self._workers:
                 worker.send(self._pickled)
             self._pickled = None
-        while self._asked < min(step + _AHEAD * len(self._workers), self._steps.stop):
+        while self._asked < min(step + _AHEAD * len(self._workers), self._num_steps):
             self._worker_of(self._asked).send(pickle.dumps(list(self._ids(self._asked))))
             self._asked += 1
         kind, value, cause = self._worker_of(step).receive(f"samples asked for: {list(self._ids(step))}")
         if kind == "batch":
             return value
-        if kind == "unpickled":
-            raise _not_portable(self._reader, cause) from cause
-        raise value from cause
+        raise (_not_portable(self._reader, cause) if kind == "unpickled" else value) from cause
 
     def _worker_of(self, step: int) -> _Worker:
         return self._workers[step % len(self._workers)]
@@ -142,11 +131,7 @@ class _Worker:
 
 
 def pickled(reader: Reader) -> bytes:
-    """A reader as it travels to a worker, with what a model file defines.
-
-    Raises:
-        ShardingError: it holds something that cannot travel.
-    """
+    """A reader as it travels to a worker, with what a model file defines; a `ShardingError` if it cannot."""
     import cloudpickle  # only where there are workers
 
     # A worker cannot import a model file by its name: its classes and functions travel with what uses them.
@@ -176,46 +161,33 @@ def _work(pipe: Connection, name: str) -> None:
     for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
-    _leave_the_accelerators()
+    # The accelerators belong to the run. Its main module has brought jax here already, or its samples will.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
     _stacks.ready(name)
     try:
-        pickled = pipe.recv_bytes()
+        message = pipe.recv_bytes()
         try:
-            reader = pickle.loads(pickled)
+            reader = pickle.loads(message)
         except Exception as error:
             pipe.send_bytes(_failure("unpickled", None, error, name))
             return
         while True:
-            pipe.send_bytes(_reply(reader, pickle.loads(pipe.recv_bytes()), name))
+            sample_ids = pickle.loads(pipe.recv_bytes())
+            try:
+                reply = pickle.dumps(("batch", reader.batch(sample_ids), None), protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                reply = _failure("error", error, error.__cause__, name)
+            pipe.send_bytes(reply)
     except (EOFError, OSError):
         return  # the run has ended, however it did
 
 
-def _leave_the_accelerators() -> None:
-    """They belong to the run. Its main module has brought jax here already, or its samples will, or nothing does."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if "jax" in sys.modules:
-        sys.modules["jax"].config.update("jax_platforms", "cpu")
-
-
-def _reply(reader: Reader, sample_ids: Sequence[int], name: str) -> bytes:
-    try:
-        return pickle.dumps(("batch", reader.batch(sample_ids), None), protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        return _failure("error", error, error.__cause__, name)
-
-
 def _failure(kind: str, error: Exception | None, cause: BaseException | None, name: str) -> bytes:
-    import cloudpickle
-
+    """An error of ours as it is, and what caused it as text: exceptions of others and tracebacks may not travel."""
+    plain = None
     if cause is not None:
-        # A traceback does not travel; its text does.
-        cause.add_note(f"In {name}:\n" + "".join(traceback.format_tb(cause.__traceback__)))
-    try:
-        message = cloudpickle.dumps((kind, error, cause))
-        pickle.loads(message)  # exceptions with arguments of their own often fail only here
-    except Exception:
         plain = RuntimeError(f"{type(cause).__name__}: {cause}")
-        plain.__notes__ = getattr(cause, "__notes__", [])
-        message = cloudpickle.dumps((kind, error, plain))
-    return message
+        plain.add_note(f"In {name}:\n" + "".join(traceback.format_tb(cause.__traceback__)))
+    return pickle.dumps((kind, error, plain))

@@ -2,9 +2,9 @@
 
 From the outside in:
 
-    route        a call of an annotated module: the outermost opens a region, one inside is a unit's equation
+    region       a call of an annotated module: the outermost opens a region, one inside is an equation (`units`)
     trace, call  the call as a function of arrays, traced once, in global view, and differentiated there
-    region       the programs of forward and backward, each in one `jax.shard_map` over the data axes
+    region       forward and backward, each a program in one `jax.shard_map` over the data axes
     partitioner  runs a program equation by equation on one data shard, by the table in `rules`
     schedule     what it does with units: gathers them in time (`ahead`, `rotation`), reduces their gradients (`stored`)
 

@@ -1,5 +1,6 @@
 """Gradient accumulation: every microbatch reduced into a sharded sum, or gathered once and reduced once."""
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.context import Copies, copies_scope
-from jshard.engine.experts import expert_dim
-from jshard.engine.stored import gather, reduce_gradient
-from jshard.engine.values import Shard, Value
+from jshard.engine.context import during
+from jshard.engine.rules import Shard, Value
+from jshard.engine.stored import expert_dim, gather, reduce_gradient
 from jshard.errors import CallError
 from jshard.plans.memories import back, key_texts, placed_like, to_device
 from jshard.plans.mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
@@ -21,16 +21,10 @@ from jshard.plans.placement import Placement, spec_over
 from jshard.plans.units import Unit
 
 
-def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
+def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     """Cuts a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
 
     Scalars go to every microbatch whole; a random key is split.
-
-    Args:
-        batch: pytree of arrays.
-        unit: record of the root.
-        steps: number of microbatches.
-        name: of the model, for messages.
     """
     shards = data_degree(unit.mesh)
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -57,136 +51,111 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     return jax.tree.map(cut, batch)
 
 
-# Parameters that are gathered once for all microbatches, and whose gradients are reduced once.
+class Copies:
+    """Full copies of parameters, gathered beforehand: found by the ids of the stored arrays that they are copies of.
 
-
-@dataclasses.dataclass(frozen=True)
-class Once:
-    """The leaves of a tree that are gathered beforehand: parameters that are ever gathered.
-
-    Args:
-        at: their positions among the leaves.
-        placements: how each is stored.
-        mesh: of the model.
+    A parameter that was changed since, or another model's, is another array.
     """
 
-    at: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    mesh: AnyMesh
+    def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
+        self.by_id = dict(zip(map(id, stored), copies, strict=True))
+        self.taken: set[int] = set()  # ids of those that a call has taken
+        self.missed = False  # whether a call has gathered for itself
 
-    @classmethod
-    def of(cls, placements: Sequence[Placement | None], mesh: AnyMesh) -> "Once":
-        """Those of a tree, from the placements of its leaves; None for a leaf that is no parameter.
 
-        None of them where all axes of the data have degree 1, as there is nothing to gather or to reduce.
-        """
+gathered_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
+"""Copies gathered beforehand; None if each call gathers for itself."""
+
+
+class Once:
+    """The parameters of a tree that are gathered beforehand: those that are ever gathered.
+
+    None of them is where all axes of the data have degree 1. `placements` are those of the tree's leaves; None for a
+    leaf that is no parameter.
+    """
+
+    def __init__(self, placements: Sequence[Placement | None], mesh: AnyMesh) -> None:
         found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and data_degree(mesh) > 1}
-        return cls(tuple(found), tuple(found.values()), mesh)
+        self.at, self.placements, self.mesh = list(found), list(found.values()), mesh
 
     def gather(self, tree: Any) -> list[jax.Array]:
         """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
         if not self.at:
             return []
-        mesh, specs, layout = self._layout()
+        stored, own, layout = self._layout()
 
         def gather_all(values: list) -> list:
             found = zip(values, self.placements, strict=True)
-            return [gather(Value(x, Shard(p)), mesh, p.gathered_dtype)[None] for x, p in found]
+            return [gather(Value(x, Shard(p)), p.gathered_dtype)[None] for x, p in found]
 
-        run = jax.shard_map(gather_all, in_specs=(specs,), out_specs=PartitionSpec(data_axes(mesh)), **layout)
-        return run(self._values(tree))
-
-    def zeros(self, copies: list[jax.Array]) -> list[jax.Array]:
-        """Sums of the gradients of copies, before the first."""
-        return [jnp.zeros_like(x, p.reduce_dtype) for x, p in zip(copies, self.placements, strict=True)]
+        return jax.shard_map(gather_all, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
 
     def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
         """The gradients of the shards from each data shard's gradients of its copies."""
         if not self.at:
             return []
-        mesh, specs, layout = self._layout()
+        stored, own, layout = self._layout()
 
         def reduce_all(values: list, sums: list) -> list:
-            found = zip(values, sums, self.placements, strict=True)
-            return [placed_like(_reduced(g[0], p, mesh).astype(x.dtype), x) for x, g, p in found]
+            found = []
+            for x, g, p in zip(values, sums, self.placements, strict=True):
+                g = reduce_gradient(g[0], p, layout["mesh"])
+                if degree(self.mesh, EXPERT) > 1 and expert_dim(p) is None:
+                    g = lax.psum(g, EXPERT)
+                found.append(placed_like(g.astype(x.dtype), x))
+            return found
 
-        run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
-        return run(self._values(tree), sums)
+        return jax.shard_map(reduce_all, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
 
-    def add(self, gradients: Any, more: list[jax.Array]) -> Any:
-        """The gradients of the tree, with more of them for these parameters."""
-        leaves, form = jax.tree.flatten(gradients)
-        for i, x in zip(self.at, more, strict=True):
-            leaves[i] = leaves[i] + x
-        return jax.tree.unflatten(form, leaves)
-
-    def pairs(self, tree: Any, copies: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-        """The parameters in a tree, each with its copy."""
-        return list(zip(self._values(tree), copies, strict=True))
+    def picked(self, tree: Any) -> list[Any]:
+        """The leaves of a tree that stand where these parameters do."""
+        leaves = jax.tree.leaves(tree)
+        return [leaves[i] for i in self.at]
 
     def names(self, tree: Any) -> list[str]:
         """Their paths in a tree, as text."""
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         return ["/".join(key_texts(paths[i])) for i in self.at]
 
-    def _values(self, tree: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in self.at]
-
-    def _layout(self) -> tuple[Mesh, list[PartitionSpec], dict[str, Any]]:
-        """The mesh, the parameters' specs over the data axes, and where `shard_map` is manual."""
-        mesh = self.mesh
+    def _layout(self) -> tuple[list[PartitionSpec], PartitionSpec, dict[str, Any]]:
+        """Specs of the parameters and of what each data shard has; the mesh, and where `shard_map` is manual."""
+        mesh, axes = self.mesh, data_axes(self.mesh)
         assert isinstance(mesh, Mesh), "the model has arrays"
-        specs = [spec_over(data_axes(mesh), placement.spec) for placement in self.placements]
-        return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
-
-
-def _reduced(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
-    """The stored shard of a gradient's sum over all data axes; of experts, without `expert`."""
-    found = reduce_gradient(x, placement, mesh)
-    is_summed = degree(mesh, EXPERT) > 1 and expert_dim(placement) is None
-    return lax.psum(found, EXPERT) if is_summed else found
-
-
-# Gradient accumulation: reduce every microbatch into a sharded sum, or gather once and reduce once.
+        layout = {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
+        return [spec_over(axes, placement.spec) for placement in self.placements], PartitionSpec(axes), layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """A loss as a function of trees of arrays.
 
-    Args:
-        run: takes parameters, frozen parameters, state and a microbatch; returns the loss, and aux with the new state.
-        params: the parameters to differentiate with respect to.
-        frozen: the other ones.
-        state: what passes from one microbatch to the next.
-        placements: of the leaves of `params`, and of `frozen`; None for what is no parameter.
-        root: record of the root.
-        name: of the model, for messages.
+    `run` takes parameters, frozen ones, state and a microbatch; it returns the loss, and aux with the new state.
     """
 
     run: Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
-    params: Any
-    frozen: Any
-    state: Any
+    params: Any  # to differentiate with respect to
+    frozen: Any  # the other ones
+    state: Any  # what passes from one microbatch to the next
     placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
+    """Of the leaves of `params`, and of `frozen`; None for what is no parameter."""
     root: Unit
-    name: str
+    name: str  # of the model, for messages
 
 
 def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
     """Loss, aux of every microbatch, gradients, and the state after the last."""
-    parts, mesh = microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
-    of_params, of_frozen = (Once.of(placements if once else (), mesh) for placements in loss.placements)
+    parts, mesh = _microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
+    of_params, of_frozen = (Once(placements if once else (), mesh) for placements in loss.placements)
     copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
 
     def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        found = Copies(of_params.pairs(params, copies) + of_frozen.pairs(loss.frozen, frozen_copies))
-        with copies_scope(found if once else None):
+        stored = of_params.picked(params) + of_frozen.picked(loss.frozen)
+        found = Copies(stored, copies + frozen_copies)
+        with during(gathered_copies, found if once else None):
             out = loss.run(params, loss.frozen, state, part)
-        if found.left:
-            names = of_params.names(params) + of_frozen.names(loss.frozen)
-            _tell_of_left([names[i] for i in found.left], len(names), found.missed, loss.name)
+        names = of_params.names(params) + of_frozen.names(loss.frozen)
+        if left := [name for name, x in zip(names, stored, strict=True) if id(x) not in found.taken]:
+            _check_left(left, len(names), found.missed, loss.name)
         return out
 
     grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
@@ -197,16 +166,20 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
         return (total + value, sums, state), aux
 
-    zeros = jax.tree.map(jnp.zeros_like, loss.params), of_params.zeros(copies)
+    placed = zip(copies, of_params.placements, strict=True)
+    zeros = jax.tree.map(jnp.zeros_like, loss.params), [jnp.zeros_like(x, p.reduce_dtype) for x, p in placed]
     dtype = jax.eval_shape(grad, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0][0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:
-        grads = of_params.add(grads, to_device(of_params.reduce(loss.params, of_copies)))
+        leaves, form = jax.tree.flatten(grads)
+        for i, x in zip(of_params.at, to_device(of_params.reduce(loss.params, of_copies)), strict=True):
+            leaves[i] = leaves[i] + x
+        grads = jax.tree.unflatten(form, leaves)
     return total / steps, aux, back(jax.tree.map(lambda g: g / steps, grads), loss.params), state
 
 
-def _tell_of_left(names: list[str], total: int, missed: bool, model: str) -> None:
-    """Tells of copies that no call has taken, if a call has gathered for itself, or if there are no others."""
+def _check_left(names: list[str], total: int, missed: bool, model: str) -> None:
+    """Warns of copies that no call has taken, if a call has gathered for itself; raises if there are no others."""
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
         " not stored as js.shard_init stores them"

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.rules import calls, loops
+from jshard.engine import rules
+from jshard.engine.rules import Eqn, Shard, Value, loops
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import Eqn, Value
 from jshard.plans.units import NESTED, OWN
 
 MIN_TRIPS = 3
@@ -22,17 +23,11 @@ MIN_TRIPS = 3
 
 @dataclasses.dataclass(eq=False)
 class Planned:
-    """A unit's equation in a program, before it is run.
+    """A unit's equation in a program, before it is run."""
 
-    Args:
-        gathers: what it gathers; nothing, where forward kept it.
-        eqn: the equation.
-        loop: the loop in whose first trips it is.
-    """
-
-    gathers: list[Value]
+    gathers: list[Value]  # nothing, where forward kept it
     eqn: Eqn
-    loop: Eqn | None = None
+    loop: Eqn | None = None  # in whose first trips it is
 
     @property
     def gathered_bytes(self) -> int:
@@ -41,66 +36,49 @@ class Planned:
         return sum(p.gathered_bytes // p.layers for p in placements if p.dim is not None)
 
 
+@dataclasses.dataclass(eq=False)
+class Handover:
+    """What a trip of a loop is given of the trips before, and gives to those after it."""
+
+    gathered: list[list[Any]]  # the parameters of its first units, and of later trips' if they are few
+    later: list[Planned]  # the units of later trips that are gathered when it ends
+    beyond: dict[int, Planned]  # the units after the loop that it may gather, by position in the schedule around
+    late: Eqn | None  # its unit whose gradients leave it unreduced, to be reduced in the trip after it
+    left: list[tuple[Any, Any, Shard]]
+    """Gradients that the trip before has left, the dtype to reduce them in, and as what they are stored."""
+    before: list[Value]  # what the loop before left and has reduced since; for the first trip
+    rows: list[Value]
+    """Of what is scanned over, in the loop, where they are there when the trip begins: behind a barrier they would be
+    cut before all else. Outside of the loop a trip that did not wait for its turn would compute ahead."""
+    reduced: list[Value] = dataclasses.field(default_factory=list)  # what became of those left
+    passed_on: list[list[Any]] = dataclasses.field(default_factory=list)  # the parameters of the units of later trips
+
+
 class Level:
-    """The units of one program in order, and how far the schedule has come.
-
-    Args:
-        plan: the units, in order.
-
-    Attributes:
-        at: position of the next unit.
-        gathered: parameters gathered ahead, by position.
-        reduced: results of the reduction before.
-        stacked: results of the reductions of the loop before; what it left is reduced beside the loop after it.
-        unfinished: what is reduced over shards, and left to be summed over the replicas while the next unit computes;
-            with its dtype. Whoever reads it first finishes it.
-        late: the unit whose gradients are reduced after this program, in the next trip of a loop.
-        handover: of this trip, until what the trip before has left is reduced.
-        rows: of what a loop is scanned over, in this trip: there when it begins.
-        whole: values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
-        recent: what the forward unit before gathered, and the pieces that it keeps of that: the user's `jax.checkpoint`
-            runs it again right before backward.
-    """
+    """The units of one program in order, and how far the schedule has come."""
 
     def __init__(self, plan: list[Planned]) -> None:
-        self.plan = plan
-        self.at = 0
-        self.gathered: dict[int, list[Any]] = {}
-        self.reduced: list[Value] = []
-        self.stacked: list[Value] = []
+        self.plan, self.at = plan, 0  # the position is that of the next unit
+        self.gathered: dict[int, list[Any]] = {}  # parameters gathered ahead, by position
+        self.reduced: list[Value] = []  # results of the reduction before
+        self.stacked: list[Value] = []  # and of those of the loop before; what it left is reduced beside the next loop
+        # What is reduced over shards, and left to be summed over the replicas while the next unit computes; with its
+        # dtype. Whoever reads it first finishes it.
         self.unfinished: dict[Value, Any] = {}
-        self.late: Eqn | None = None
-        self.handover: Any = None
-        self.rows: list[Value] = []
+        self.trip: Handover | None = None  # where the program is one of a loop
+        # Values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
         self.whole: dict[Any, Value] = {}
+        # What the forward unit before gathered, and the pieces that it keeps of that: the user's `jax.checkpoint` runs
+        # it again right before backward.
         self.recent: dict[int, tuple[Value, Any]] | None = None
 
     def find(self, eqn: Eqn, shards: Sequence[Value]) -> int | None:
         """Position of a unit that comes now, if it gathers what was planned; it and all before are done with."""
         for i, one in enumerate(self.plan[self.at :], self.at):
-            mine = one.gathers
-            if one.eqn is eqn and len(mine) == len(shards) and all(a is b for a, b in zip(mine, shards, strict=True)):
+            if one.eqn is eqn and list(map(id, one.gathers)) == list(map(id, shards)):
                 self.at = i + 1
                 return i
         return None
-
-    def find_loop(self, eqn: Eqn, count: int) -> range:
-        """Positions of the units of a loop's first trips, if they were planned; they and all before are done with."""
-        start = next((i for i in range(self.at, len(self.plan)) if self.plan[i].loop is eqn), None)
-        if start is None:
-            return range(0)
-        self.at = start + count
-        return range(start, start + count)
-
-    def after(self) -> dict[int, Planned]:
-        """The units that come next, by position."""
-        return dict(enumerate(self.plan[self.at :], self.at))
-
-    def unstack(self, stack: Value, rows: Sequence[Value]) -> None:
-        """Its ends stand for a stack among what was reduced: a loop in reverse stores the first row last."""
-        ends = [rows[0], rows[-1]]
-        self.reduced = [v for one in self.reduced for v in (ends if one is stack else [one])]
-        self.stacked = [v for one in self.stacked for v in (ends if one is stack else [one])]
 
     def ahead(self, at: int) -> list[int]:
         """Positions of the units to gather while unit `at` computes."""
@@ -114,9 +92,8 @@ class Level:
             if prefetch is None:
                 break
             waiting += one.gathered_bytes
-            if prefetch.budget_bytes is None and i - (prefetch.units or 0) > at:
-                break
-            if prefetch.budget_bytes is not None and waiting > prefetch.budget_bytes:
+            budget = prefetch.budget_bytes
+            if i - (prefetch.units or 0) > at if budget is None else waiting > budget:
                 break
             if one.gathers:
                 found.append(i)
@@ -140,21 +117,11 @@ def _read_by(jaxpr: Any) -> frozenset[int]:
     return frozenset(i for i, v in enumerate(jaxpr.invars) if id(v) in read)
 
 
-def gathered_dtypes(eqn: Eqn) -> list[Any]:
-    """The dtypes of what it gathers."""
-    return [eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(eqn)]
-
-
-def planned(
-    jaxpr: Any, args: Sequence[Value], before: list[Value] | None = None, *, with_loops: bool = False
-) -> Iterator[Planned]:
+def planned(jaxpr: Any, args: list[Value], before: list | None = None, with_loops: bool = False) -> Iterator[Planned]:
     """The units that a program calls, in order, and what each gathers; those inside of a unit come after it.
 
-    Args:
-        jaxpr: the program.
-        args: its arguments; only those that are stored matter.
-        before: what the forward unit before gathers, and the pieces that it keeps; it is brought up to date.
-        with_loops: also those of the first trips of loops that are gathered a trip ahead.
+    Of its arguments only those that are stored matter. `before` is what the forward unit before gathers, and the pieces
+    that it keeps; it is brought up to date. `with_loops`: also those of the first trips of loops, gathered before them.
     """
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
     if not env and before is None:
@@ -162,8 +129,8 @@ def planned(
     before, pieces, stacks = [] if before is None else before, set(), {}
     for e in jaxpr.eqns:
         operands = [Value(None) if isinstance(a, jex.Literal) else env.get(a, Value(None)) for a in e.invars]
-        if e.primitive.name in calls.CALLS:
-            inner, given = calls.program(e)[0], calls.operands(e, operands)
+        if e.primitive.name in rules.CALLS:
+            inner, given = rules.program(e)[0], rules.operands(e, operands)
             yield from planned(inner, given, before, with_loops=with_loops)
         if e.primitive.name == "stack" and e.params["axis"] == 0 and operands[0].is_stored:
             stacks[e.outvars[0]] = operands if all(v.state == operands[0].state for v in operands) else ()
@@ -185,31 +152,28 @@ def planned(
         ]
         if NESTED in owners and any(v.is_stored for v in inside):
             yield from planned(e.params["jaxpr"].jaxpr, inside, before, with_loops=with_loops)
-        if is_forward and (kept := _kept_in_pieces(e, operands)):
-            env |= kept
-            pieces |= {*kept.values()}  # none can be gathered ahead of the unit that keeps them
-            before += kept.values()
+        number = e.params["settings"].reshard
+        if is_forward and e.params["num_kept"] and not isinstance(number, bool):
+            own = [v for v, owner in zip(operands, owners, strict=False) if owner == OWN]
+            for a, v in zip(e.outvars[-e.params["num_kept"] :], own, strict=True):
+                if v.is_stored and v.shard.placement.dim is not None:
+                    env[a] = piece = Value(None, dataclasses.replace(v.shard, pieces=number))
+                    pieces.add(piece)  # it cannot be gathered ahead of the unit that keeps it
+                    before.append(piece)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """The units of one trip of a loop.
+    """The units of one trip of a loop."""
 
-    Args:
-        units: those that gather.
-        sources: of each, where its shards come from: whether they are rows, and which of what is scanned over, or of
-            what is shared. None, if some come from elsewhere.
-        count: how many units of later trips are gathered when a trip ends.
-    """
-
+    shared: list[Value]  # what every trip reads
     units: list[Planned]
     sources: list[list[tuple[bool, int]]]
-    count: int
+    """Of each, where its shards come from: whether they are rows, and which of what is scanned over, or is shared."""
+    count: int  # how many units of later trips are gathered when a trip ends
 
     @classmethod
-    def of(
-        cls, jaxpr: Any, shared: Sequence[Value], carried: Sequence[Value], scanned: Sequence[Value], length: int
-    ) -> "LoopPlan":
+    def of(cls, jaxpr: Any, shared: list[Value], carried: list[Value], scanned: list[Value], length: int) -> "LoopPlan":
         """The units of a loop with this body; of few trips none is gathered ahead."""
         probe = [loops.rows(v, None) for v in scanned]
         units = list(planned(jaxpr, [*shared, *carried, *probe]))
@@ -217,24 +181,15 @@ class LoopPlan:
         sources = [[at.get(id(v)) for v in one.gathers] for one in units]
         known = [[source for source in found if source is not None] for found in sources]
         if not units or length < MIN_TRIPS or known != sources:
-            return cls(units, known, 0)
-        return cls(units, known, min(gathered_ahead(units, length), len(units) * (length - 1)))
+            return cls(shared, units, known, 0)
+        return cls(shared, units, known, min(gathered_ahead(units, length), len(units) * (length - 1)))
 
-    def unit(
-        self, position: int, trip: Any, shared: Sequence[Value], cut: Callable[[list[int], Any], list[Value]]
-    ) -> Planned:
-        """A unit, counted from the first of a trip.
-
-        Args:
-            position: of the unit.
-            trip: the trip.
-            shared: what every trip reads.
-            cut: returns the rows of some of what is scanned over, for a trip.
-        """
+    def unit(self, position: int, trip: Any, cut: Callable[[list[int], Any], list[Value]]) -> Planned:
+        """A unit, by position from the first of a trip; `cut` returns rows of what is scanned over, for a trip."""
         later, i = divmod(position, len(self.units))
         at = [k for is_row, k in self.sources[i] if is_row]
         found = dict(zip(at, cut(at, trip + later), strict=True))
-        return Planned([found[k] if is_row else shared[k] for is_row, k in self.sources[i]], self.units[i].eqn)
+        return Planned([found[k] if is_row else self.shared[k] for is_row, k in self.sources[i]], self.units[i].eqn)
 
 
 def gathered_ahead(units: Sequence[Planned], trips: int) -> int:
@@ -265,26 +220,20 @@ def _rows(stacks: list[Any], at: Any) -> list[Any]:
 
 def row_start(x: Any, at: Any) -> tuple[Any, ...]:
     """Where a row begins. It is never negative: to leave that open, as `lax.dynamic_slice` does, costs equations."""
-    return (at, *[_ZERO] * (x.ndim - 1))
-
-
-_ZERO = np.zeros((), np.int32)
+    return (at, *[np.zeros((), np.int32)] * (x.ndim - 1))
 
 
 def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:
     """The units of a loop's first trips that are gathered before it.
 
-    Args:
-        eqn: the loop.
-        operands: of the loop.
-        rows: of each, what it was stacked from in this program; empty if it came as it is.
+    `rows` are what each operand was stacked from in this program; empty if it came as it is.
     """
     n_consts, n_carry = _compat.scan_arguments(eqn)
     end, length = n_consts + n_carry, eqn.params["length"]
     shared, stacks = operands[:n_consts], rows[end:]
     scanned = [Value(None) if loops.is_stored_along_trips(v) else v for v in operands[end:]]
     scanned = [stack[0] if stack else v for v, stack in zip(scanned, stacks, strict=True)]
-    plan = LoopPlan.of(calls.opened(eqn.params["jaxpr"])[0], shared, operands[n_consts:end], scanned, length)
+    plan = LoopPlan.of(rules.opened(eqn.params["jaxpr"])[0], shared, operands[n_consts:end], scanned, length)
     if any(v.x is None or _compat.on_host(v.x) for v in (*shared, *scanned) if v.is_stored):
         return  # their rows are cut when the loop begins
     at = lambda trip: length - 1 - trip if eqn.params["reverse"] else trip
@@ -295,27 +244,13 @@ def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[
         return [found[k] if k in found else stacks[k][at(trip)] for k in ks]
 
     for i in range(plan.count):
-        yield dataclasses.replace(plan.unit(i, 0, shared, cut), loop=eqn)
-
-
-def _kept_in_pieces(eqn: Eqn, operands: Sequence[Value]) -> dict[Any, Value]:
-    """What stands for the pieces that a forward unit keeps, by the variables that will hold them."""
-    num, pieces = eqn.params["num_kept"], eqn.params["settings"].reshard
-    if not num or isinstance(pieces, bool):
-        return {}
-    own = [v for v, owner in zip(operands, eqn.params["owners"], strict=False) if owner == OWN]
-    found = zip(eqn.outvars[-num:], own, strict=True)
-    split = [(a, v.shard) for a, v in found if v.is_stored and v.shard.placement.dim is not None]
-    return {a: Value(None, dataclasses.replace(shard, pieces=pieces)) for a, shard in split}
+        yield dataclasses.replace(plan.unit(i, 0, cut), loop=eqn)
 
 
 def gathered_in(jaxpr: Any, args: Sequence[Value], kept: Collection[str]) -> list[Value]:
     """The stored operands that a program may gather: those whose types alone a unit takes are none of them.
 
-    Args:
-        jaxpr: the program.
-        args: its arguments.
-        kept: parameters that forward kept for what the program itself reads; units and programs inside gather theirs.
+    Forward kept some for what the program itself reads; units and programs inside gather theirs.
     """
     inside, outside = set(), set()
     for e in jaxpr.eqns:
@@ -335,3 +270,41 @@ def tied(*groups: Any) -> Any:
         for i, x in zip(at, lax.optimization_barrier([flat[i] for i in at]), strict=True):
             flat[i] = x
     return jax.tree.unflatten(tree, flat)
+
+
+def stored_rows(jaxpr: Any, gradients: Mapping[Any, Shard]) -> dict[Any, Shard]:
+    """The stacked results of loops that become gradients (some results) and nothing else, with how those are stored.
+
+    Those of units are reduced by them; of layers that are no unit, the root stores the gradient of each in its trip.
+    Where a program is called more than once, a row may be stored that is none: whoever reads it gathers it again.
+    """
+    uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jex.Var))
+    uses.update(a for a in jaxpr.outvars if isinstance(a, jex.Var))
+    wanted = {v: s for v, s in gradients.items() if uses[v] == 1}
+    found: dict[Any, Shard] = {}
+    for e in reversed(jaxpr.eqns):
+        mine = {k: wanted[v] for k, v in enumerate(e.outvars) if v in wanted}
+        if not mine:
+            continue
+        if e.primitive.name in ("convert_element_type", "copy", "copy_p") and uses[e.invars[0]] == 1:
+            wanted[e.invars[0]] = mine[0]
+        elif e.primitive.name in rules.CALLS:
+            inner, _ = rules.program(e)
+            found |= stored_rows(inner, {inner.outvars[k]: s for k, s in mine.items()})
+        elif e.primitive.name == "scan":
+            _, num_carried = _compat.scan_arguments(e)
+            body, _ = rules.opened(e.params["jaxpr"])
+            stacked = {k: s for k, s in mine.items() if k >= num_carried and not _is_of_unit(body, body.outvars[k])}
+            found |= {e.outvars[k]: s for k, s in stacked.items()}
+    return found
+
+
+def _is_of_unit(jaxpr: Any, variable: Any) -> bool:
+    """Whether a unit has made a value, and so has reduced it, or will."""
+    for e in jaxpr.eqns:
+        if variable in e.outvars:
+            if e.primitive.name in rules.CALLS:
+                inner, _ = rules.program(e)
+                return _is_of_unit(inner, inner.outvars[e.outvars.index(variable)])
+            return e.primitive.name == "unit"
+    return False

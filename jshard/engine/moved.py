@@ -1,10 +1,13 @@
-"""What a model's own mixing of examples sends, and what is not split: recorded per line of the user's, or warned of.
+"""What a traced call does besides its plan: what its own mixing of examples sends, what is not split, layers in loops.
 
 A model that looks at its whole batch (statistics, in-batch negatives, sorts) needs the other shards' examples. That is
-right as it is, and it costs collectives that are neither a parameter's gather nor a gradient's reduction.
+right as it is, and it costs collectives that are neither a parameter's gather nor a gradient's reduction: they are
+recorded per line of the user's, and warned of where they are large.
 """
 
 import collections
+import dataclasses
+import itertools
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -14,17 +17,64 @@ import jax.numpy as jnp
 
 from jshard import _compat
 from jshard.engine.context import in_shapes_only
-from jshard.engine.values import LocalProduct, Mixing
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
-from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import LeafPlan, ShardPlan
 from jshard.plans.units import Unit
+
+_HOW = {
+    "whole": "gathered from all data shards",
+    "made whole": "a constant that every device makes whole",
+    "sum": "summed over the data shards",
+    "max": "reduced over the data shards",
+    "move": "exchanged between data shards",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """A collective that is no parameter's gather and no gradient's reduction, or all that a line sends in a step."""
+
+    kind: str  # a key of `_HOW`; "made whole": of a constant no shard can be made, so that it is cut from the whole
+    operation: str  # the primitive that needs it; "output" for what the program returns
+    where: str  # "file:line (function)" of the user's code; empty for what the model returns
+    times: int  # how many collectives
+    bytes: int  # of their results on one device, in all trips of the loops around
+
+    def repeated(self, trips: float) -> "Mixing":
+        """The same, as a loop makes it."""
+        return dataclasses.replace(self, bytes=round(self.bytes * trips))
+
+    @property
+    def how(self) -> str:
+        """What is sent, in words."""
+        return _HOW[self.kind]
+
+    @property
+    def line(self) -> str:
+        """The line, or what stands for it."""
+        return self.where or "results and state of the model"
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.operation}, {self.how}, {self.bytes:,} bytes per step"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalProduct:
+    """One product of arrays, or all of a loop: operations of one device; the user's line where all compute the same."""
+
+    flops: float
+    is_whole: bool
+    where: str
+
+    def repeated(self, trips: float) -> "LocalProduct":
+        """The same, as a loop makes it."""
+        return dataclasses.replace(self, flops=self.flops * trips)
+
 
 WARNED_BYTES = 2**20
 WARNED_SHARE = 0.01
-"""Of the bytes that the parameters' own collectives send."""
-
-_LISTED = 8
+"""Of the bytes that the parameters' own collectives send: two gathers and a reduce-scatter of each."""
 
 COMPUTED_WHOLE = ("whole", "made whole")
 """Kinds of an operation that has no rule for its operands: each device computes it for the whole batch."""
@@ -36,9 +86,7 @@ _SCOPE = re.compile(r"mixing\[([^\]|]*)\|([^\]|]*)\|([^\]|]*)\|(\d+)\|([^\]|]*)\
 def scope_of(one: Mixing, size: int) -> str:
     """The name under which a collective stands in the compiled program: `mixing[sum|reduce_sum|vae.py|35|encode|64]`.
 
-    Args:
-        one: the record.
-        size: bytes of its result, of one execution.
+    The last number are the bytes of its result, of one execution.
     """
     place = re.fullmatch(r"(.*):(\d+) \((.*)\)", one.where)
     file, line, function = place.groups() if place else ("", "0", "")
@@ -47,105 +95,90 @@ def scope_of(one: Mixing, size: int) -> str:
 
 def named_in(name: str) -> tuple[Mixing, ...]:
     """The collectives that a name in a compiled program stands for: the innermost, of each name that was joined."""
-    found = [
+    return tuple(
         Mixing(kind, operation, f"{file}:{line} ({function})" if file else "", 1, int(size))
-        for kind, operation, file, line, function, size in _SCOPE.findall(name)
-    ]
-    return tuple(found[-1:])
+        for kind, operation, file, line, function, size in _SCOPE.findall(name)[-1:]
+    )
 
 
 Key = tuple[str, tuple[tuple[str, int], ...], frozenset[tuple[Placement, int]]]
 _seen: dict[Key, dict[Hashable, list[Mixing]]] = {}
-_MAX_SEEN = 64
 _warned: set[tuple[Key, str]] = set()
 
 
-def key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
+def _key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
     """Of a model, whose record has other paths in its plan than in a call: its class and where its parameters are."""
     return kind, tuple(mesh), frozenset(collections.Counter(placements).items())
+
+
+def _key_of_root(unit: Unit) -> Key:
+    return _key_of(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))
 
 
 def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
     """What the last traced calls of a model send of its own; empty if none was traced."""
     keys = {}
     for i, unit in enumerate(plan.units):
-        inside = [
-            leaf.placement
-            for leaf in plan.leaves
-            if i == 0 or any(f"{leaf.path}/".startswith(f"{name}/") for name in unit.name.split("+"))
-        ]
-        keys[key_of(unit.kind, plan.mesh, inside)] = None
+        is_inside = lambda path, u=unit: any(f"{path}/".startswith(f"{name}/") for name in u.name.split("+"))
+        inside = [leaf.placement for leaf in plan.leaves if i == 0 or is_inside(leaf.path)]
+        keys[_key_of(unit.kind, plan.mesh, inside)] = None
     return tuple(_together(one for key in keys for found in _seen.get(key, {}).values() for one in found))
 
 
 def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing]) -> None:
     """Records what a program sends, and warns of what is large, once for each line of a model.
 
-    Args:
-        unit: record of the root.
-        call: the model and its method: `GPT.__call__`.
-        part: of the call: what was traced before of the same is replaced.
-        moved: the collectives.
-
-    Raises:
-        CallError: an operation is computed whole, and the annotation says fallback="error".
+    `call` is the model and its method, as `GPT.__call__`. What was traced before of the same part of it is replaced.
+    An operation that is computed whole is refused, if the annotation says fallback="error".
     """
     found = _together(moved)
     if unit.policy.fallback == "error" and (bad := [one for one in found if one.kind in COMPUTED_WHOLE]):
-        raise _refused(bad)
-    key = key_of(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))
-    if len(_seen) >= _MAX_SEEN and key not in _seen:
+        raise CallError(
+            "The model has operations that every device computes for the whole batch.",
+            where=_listed(bad),
+            why='each needs more of the batch than a data shard has, and the annotation says fallback="error".',
+            do="f = js.per_example(f)  # if f treats each example on its own; else\n"
+            'js.fully_shard(model, mesh=mesh, fallback="warn")',
+        )
+    key = _key_of_root(unit)
+    if len(_seen) >= 64 and key not in _seen:
         _seen.pop(next(iter(_seen)))
     _seen.setdefault(key, {})[call, part] = found
-    limit = max(WARNED_BYTES, WARNED_SHARE * _parameter_bytes(unit))
+    sent = 3 * sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
+    limit = max(WARNED_BYTES, WARNED_SHARE * sent)
     large = [one for one in found if one.bytes >= limit and (key, one.where) not in _warned]
     if large:
         _warned.update((key, one.where) for one in large)
-        text = f"{call.split('.')[0]} mixes the examples of its batch, which sends data between the data shards:"
-        _compat.warn_user("\n  ".join([text, *_listed(large), *_advice(large)]))
-
-
-def _refused(bad: Sequence[Mixing]) -> CallError:
-    return CallError(
-        "The model has operations that every device computes for the whole batch.",
-        where=_listed(bad),
-        why='each needs more of the batch than a data shard has, and the annotation says fallback="error".',
-        do="f = js.per_example(f)  # if f treats each example on its own; else\n"
-        'js.fully_shard(model, mesh=mesh, fallback="warn")',
-    )
+        text = [f"{call.split('.')[0]} mixes the examples of its batch, which sends data between the data shards:"]
+        text += _listed(large)
+        if opaque := [one.operation for one in large if one.kind in COMPUTED_WHOLE and one.operation in _OPAQUE]:
+            one = f"js.per_example(f) around a function f with a {opaque[0]}"
+            text.append(f"{one} says that it treats each example on its own.")
+        _compat.warn_user("\n  ".join(text))
 
 
 def _listed(found: Sequence[Mixing]) -> list[str]:
-    more = [f"and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
-    return [*map(str, found[:_LISTED]), *more]
+    return _shortened(list(map(str, found)), 8)
 
 
-def _advice(found: Sequence[Mixing]) -> list[str]:
-    """What helps where the engine cannot look into an operation."""
-    opaque = [one.operation for one in found if one.kind in COMPUTED_WHOLE and one.operation in _OPAQUE]
-    if not opaque:
-        return []
-    return [f"js.per_example(f) around a function f with a {opaque[0]} says that it treats each example on its own."]
+def _shortened(texts: list[str], most: int, kind: str = "") -> list[str]:
+    more = len(texts) - most
+    return [*texts[:most], f"and {more} more{kind}"] if more > 0 else texts
 
 
 def _together(found: Iterable[Mixing]) -> list[Mixing]:
     """One record for each line, operation and kind, the largest first."""
-    alike: dict[tuple[str, str, str], list[Mixing]] = {}
+    alike: dict[tuple[str, str, str], Mixing] = {}
     for one in found:
-        alike.setdefault((one.kind, one.operation, one.where), []).append(one)
-    summed = [
-        Mixing(*key, sum(one.times for one in ones), sum(one.bytes for one in ones)) for key, ones in alike.items()
-    ]
-    return sorted(summed, key=lambda one: -one.bytes)
+        key = one.kind, one.operation, one.where
+        before = alike.get(key, Mixing(*key, 0, 0))
+        alike[key] = Mixing(*key, before.times + one.times, before.bytes + one.bytes)
+    return sorted(alike.values(), key=lambda one: -one.bytes)
 
 
-def _parameter_bytes(unit: Unit) -> int:
-    """Bytes that the collectives of the parameters send in a step: two gathers and a reduce-scatter of each."""
-    return 3 * sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
+# ---- the batch of a call: which of its arguments are split over the data shards, and a warning where work is not
 
-
-# The batch of a call: which of its arguments are split over the data shards, and a warning where work is not. The
-# numbers are those of one device either way: what has no batch is whole on every device, which computes what follows.
+# The numbers are those of one device either way: what has no batch is whole on every device, and so is what follows.
 
 WARNED_FLOPS = 1e9
 WARNED_PART = 0.1
@@ -172,26 +205,20 @@ def batch_size(arrays: Sequence[Any], degree: int) -> int:
     return max(votes, key=lambda n: (not is_inner(n), *votes[n]), default=0)
 
 
-def warn_of_whole(
-    call: str, arguments: Sequence[Any], batch: int, degree: int, products: Sequence[LocalProduct]
-) -> None:
-    """Warns of large products that every device computes for all examples; once for each call and their lines.
+def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, noted: list[Any]) -> None:
+    """Warns of large products of forward that every device computes for all examples; once for a call and their lines.
 
     A single example is computed so on any number of devices.
-
-    Args:
-        call: the model and its method: `GPT.__call__`.
-        arguments: shapes of the arguments.
-        batch: their `batch_size`.
-        degree: the number of data shards.
-        products: of the forward program.
     """
+    products = [one for one in noted if isinstance(one, LocalProduct)]
     lines: dict[str, float] = collections.defaultdict(float)
     for one in products:
         if one.is_whole:
             lines[one.where or "the model"] += one.flops
     total, whole = sum(one.flops for one in products), sum(lines.values())
-    rows = [x for x in arguments if x.ndim and x.shape[0] > 1 and not _is_key(x)]
+    is_old_key = lambda x: x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)
+    is_key = lambda x: is_old_key(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    rows = [x for x in arguments if x.ndim and x.shape[0] > 1 and not is_key(x)]
     others = [x for x in rows if x.shape[0] != batch]
     if not others or whole < max(WARNED_FLOPS, WARNED_PART * total) or in_shapes_only():
         return
@@ -199,41 +226,92 @@ def warn_of_whole(
     if (key := (call, bool(batch), tuple(listed))) in _warned_whole:
         return
     _warned_whole.add(key)
-    why, do = _beside(others, batch, degree) if batch else _no_batch(rows, degree)
-    where = [f"{line}: {lines[line] / 1e9:,.1f} GFLOP" for line in listed[:_SHOWN]]
-    more = [f"and {len(listed) - _SHOWN} more lines"] if len(listed) > _SHOWN else []
+    where = _shortened([f"{line}: {lines[line] / 1e9:,.1f} GFLOP" for line in listed], _SHOWN, " lines")
     what = f"{call}: every device computes products for all examples, {whole / total:.0%} of what it multiplies:"
-    _compat.warn_user("\n  ".join([what, *where, *more, why, do]))
+    _compat.warn_user("\n  ".join([what, *where, *_why_whole(rows, others, batch, degree)]))
 
 
-def _no_batch(rows: Sequence[Any], degree: int) -> tuple[str, str]:
-    size = max(rows, key=lambda x: x.size).shape[0]
-    fewer = size // degree * degree
-    line = f" To leave out the last of {size}: x = x[:{fewer}]" if fewer else ""
-    return (
-        f"No argument has a leading dim that divides by {degree}, the number of data shards: {_shapes(rows)}.",
-        f"A batch of a multiple of {degree} is split.{line}",
+def _why_whole(rows: Sequence[Any], others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
+    """Why arguments are not split, and what to do."""
+    shapes = lambda rows: ", ".join(_shortened([f"{x.dtype}{list(x.shape)}" for x in rows], _SHOWN))
+    if not batch:
+        size = max(rows, key=lambda x: x.size).shape[0]
+        fewer = size // degree * degree
+        line = f" To leave out the last of {size}: x = x[:{fewer}]" if fewer else ""
+        why = f"No argument has a leading dim that divides by {degree}, the number of data shards: {shapes(rows)}."
+        return why, f"A batch of a multiple of {degree} is split.{line}"
+    largest = max(others, key=lambda x: x.size)
+    why = f"Of the arguments those with a leading dim of {batch} are split, and these are whole: {shapes(others)}."
+    if batch not in largest.shape[1:-1]:
+        return (
+            why,
+            f"If their rows are examples, too: a number of them that all arguments have, a multiple of {degree}.",
+        )
+    dim = largest.shape.index(batch, 1)
+    return why, (
+        f"If dim {dim} is that of the examples, give it first: x = jnp.moveaxis(x, {dim}, 0)"
+        f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
     )
 
 
-def _beside(others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
-    largest = max(others, key=lambda x: x.size)
-    why = f"Of the arguments those with a leading dim of {batch} are split, and these are whole: {_shapes(others)}."
-    if batch in largest.shape[1:-1]:
-        dim = largest.shape.index(batch, 1)
-        return why, (
-            f"If dim {dim} is that of the examples, give it first: x = jnp.moveaxis(x, {dim}, 0)"
-            f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
-        )
-    return why, f"If their rows are examples, too: a number of them that all arguments have, a multiple of {degree}."
+# ---- layers of a loop that are no unit: the root gathers each when it is due, which a plan cannot know before a trace
+
+_LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers; below that nobody would miss the time
+
+_seen_layers: dict[Key, set[str]] = {}
 
 
-def _shapes(rows: Sequence[Any]) -> str:
-    more = [f"and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
-    return ", ".join([*(f"{x.dtype}{list(x.shape)}" for x in rows[:_SHOWN]), *more])
+def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
+    """Records the parameters, by path, of which a region gathered one layer in a loop; warns of large ones once."""
+    if not rows:
+        return
+    key = _key_of_root(unit)
+    _seen_layers.setdefault(key, set()).update(rows)
+    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan says so
+    sizes = collections.Counter[str]()
+    for path, stack in _stacks(unknown).items():
+        sizes[stack] += unknown[path].gathered_bytes
+    large = {stack: size for stack, size in sizes.items() if size >= _LARGE_BYTES and (key, stack) not in _warned}
+    if not large:
+        return
+    _warned.update((key, stack) for stack in large)
+    listed = "".join(f"\n  {stack}  {n} bytes, by (root), each layer when it is due" for stack, n in large.items())
+    setting = "mesh=mesh, placement=js.ShardPlacement(stacked=1)"
+    lines = "".join(f"\n  js.fully_shard({_written(stack)}, {setting})" for stack in large)
+    _compat.warn_user(
+        f"{len(large)} stack(s) of layers of {unit.kind} are no unit, and are not gathered ahead of their use:{listed}"
+        f"\n  Before the line of the model:{lines}"
+    )
 
 
-def _is_key(x: Any) -> bool:
-    """Whether an array is a random key, typed or of the old kind."""
-    old = x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)
-    return old or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def as_traced(plan: ShardPlan) -> ShardPlan:
+    """A plan that knows the layers that the last traced calls of its model gathered one at a time."""
+    key = _key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
+    stacks = _stacks(_seen_layers.get(key, ()))
+
+    def by_layer(leaf: LeafPlan) -> LeafPlan:
+        placement, stack = leaf.placement, stacks.get(leaf.path, "")
+        if not stack or leaf.stack or leaf.owner != ():
+            return leaf
+        layers = placement.shape[0] if placement.layers == 1 else placement.layers
+        return dataclasses.replace(leaf, stack=stack, placement=dataclasses.replace(placement, layers=layers))
+
+    return dataclasses.replace(plan, leaves=tuple(map(by_layer, plan.leaves)))
+
+
+def _stacks(paths: Iterable[str]) -> dict[str, str]:
+    """Of each parameter the module of layers that it is in: what those below one child of the root have in common."""
+    below: dict[str, list[str]] = {}
+    for path in paths:
+        below.setdefault(path.split("/")[0], []).append(path)
+    found = {}
+    for together in below.values():
+        modules = [path.split("/")[:-1] for path in together]
+        alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*modules, strict=False))
+        found |= dict.fromkeys(together, "/".join(names[0] for names in alike) or "(root)")
+    return found
+
+
+def _written(path: str) -> str:
+    """A path of modules as it is written: `model.encoder.layers`, `model.towers[0]`."""
+    return re.sub(r"\.(\d+)\b", r"[\1]", "model" if path == "(root)" else f"model.{path.replace('/', '.')}")

@@ -6,35 +6,36 @@ computed whole from gathered operands: slower, never wrong, and noted with its b
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
+from jax.interpreters import batching, mlir
 
 from jshard import _compat
-from jshard.engine.moved import scope_of
-from jshard.engine.rules import known, linear
-from jshard.engine.rules.contraction import flops
-from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
-from jshard.engine.values import PARTIAL, Eqn, LocalProduct, MadeFrom, Mixing, Shard, State, Value
+from jshard.engine import rules
+from jshard.engine.moved import LocalProduct, Mixing, scope_of
+from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known, linear, rule, same
+from jshard.engine.rules import loops as loops  # enters rules into the table, as the others here do
+from jshard.engine.rules import opaque as opaque
+from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError, FourPartError
+from jshard.plans.mesh import EXPERT
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan
 
 
 class Partitioner:
-    """Interprets programs on one data shard.
+    """Interprets programs on one data shard, inside of a `shard_map` over axes such as ("replica", "fsdp").
 
-    Args:
-        axes: the data axes of the `shard_map` around, such as ("replica", "fsdp").
-        degree: product of their sizes.
-        batch_sizes: sizes of the batch. A constant with a dim of such a size is kept as a shard where it is stored;
-            without any, one is only where a split of it was asked for.
+    A constant with a dim of one of `batch_sizes` is kept as a shard where it is stored; without any, one is only where
+    a split of it was asked for.
     """
 
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
@@ -44,9 +45,14 @@ class Partitioner:
         self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
         self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
         self.trips = 1  # product of the lengths of the loops around
-        self.eqn: Eqn | None = None  # the equation that is run
-        self._around: list[Eqn] = []  # and the equations whose programs it is part of
+        self.is_quiet = False  # what is sent is no mixing of the model's own: it is not noted, and has no name of such
+        self._around: list[Eqn] = []  # the equation that is run, last, and those whose programs it is part of
         self._needed_elsewhere: set[Any] | None = None  # of the program that is run; None: all of it
+
+    @property
+    def eqn(self) -> Eqn | None:
+        """The equation that is run."""
+        return self._around[-1] if self._around else None
 
     # ---- hooks
     def read(self, value: Value) -> Value:
@@ -65,15 +71,16 @@ class Partitioner:
         """Runs a loop; a subclass may choose another form of it."""
         return scan.run()
 
-    def run_body(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
-    ) -> list[Value]:
+    def run_body(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
         """Runs the program of a loop's body or of a branch, in a trace of its own."""
         return self.run(jaxpr, consts, args, gradients=gradients)
 
     @contextlib.contextmanager
     def sends(self, kind: Any, eqn: Eqn | None, size: int) -> Iterator[None]:
         """Inside, a collective is traced for the equation: it is recorded, and has a name in the compiled program."""
+        if self.is_quiet:
+            yield
+            return
         with jax.named_scope(scope_of(self.note(kind, eqn, size), size)):
             yield
 
@@ -94,11 +101,6 @@ class Partitioner:
     def moved(self) -> list[Mixing]:
         """What was sent."""
         return [one for one in self.noted if isinstance(one, Mixing)]
-
-    @property
-    def products(self) -> list[LocalProduct]:
-        """What was multiplied."""
-        return [one for one in self.noted if isinstance(one, LocalProduct)]
 
     def place(self, eqn: Eqn | None) -> str:
         """The user's line of an equation; of what the library traced once, that of its call. Empty if none is known."""
@@ -121,14 +123,6 @@ class Partitioner:
     def sum(self, x: Any) -> Any:
         """The sum over the shards, on every shard."""
         return lax.psum(x, self.axes)
-
-    def reduce_scatter(self, x: Any, dim: int) -> Any:
-        """The sum over the shards, each with its part along `dim`."""
-        return lax.psum_scatter(x, self.axes, scatter_dimension=dim, tiled=True)
-
-    def all_to_all(self, x: Any, old: int, new: int) -> Any:
-        """An array split along `old`, split along `new`."""
-        return lax.all_to_all(x, self.axes, split_axis=new, concat_axis=old, tiled=True)
 
     def cut(self, x: Any, dim: int) -> Any:
         """This shard's part of a whole array."""
@@ -158,16 +152,16 @@ class Partitioner:
         if value.state == dim:
             return value
         if dim not in value.done:
-            value.done[dim] = Value(self._split(value, dim), dim)
+            value.done[dim] = Value(self._part(value, dim), dim)
         return value.done[dim]
 
-    def _split(self, value: Value, dim: int) -> Any:
+    def _part(self, value: Value, dim: int) -> Any:
         if value.is_partial and None not in value.done:
             with self.sends("sum", self.eqn, value.bytes // self.degree):
-                return self.reduce_scatter(value.x, dim)
+                return lax.psum_scatter(value.x, self.axes, scatter_dimension=dim, tiled=True)
         if value.is_split and None not in value.done:
             with self.sends("move", self.eqn, value.bytes):
-                return self.all_to_all(value.x, value.dim, dim)
+                return lax.all_to_all(value.x, self.axes, split_axis=dim, concat_axis=value.dim, tiled=True)
         if value.is_known:
             if (x := known.shard_of(self, value, dim)) is not None:
                 return x
@@ -198,34 +192,12 @@ class Partitioner:
         """A value for an inner trace: one that is cheap to make goes in as its equations."""
         return value if value.is_known and not known.is_costly(value) else self.land(value)
 
-    def enter(self, value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
-        """A value that crossed, in the inner trace; see `known.enter`."""
-        return known.enter(value, memo)
-
     # ---- programs
-    def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
-    ) -> list[Value]:
-        """Runs a program; its results in whatever state they come.
+    def run(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
+        """Runs a program, traced in global view; its results in whatever state they come.
 
-        Args:
-            jaxpr: the program, in global view.
-            consts: its constants.
-            args: its arguments.
-            gradients: which of its results are gradients: what flows to them alone is summed at the end.
+        Of `gradients` (results, by number) what flows to them alone is summed at the end.
         """
-        outer = self._needed_elsewhere
-        self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
-        try:
-            return self._run(jaxpr, consts, args)
-        finally:
-            self._needed_elsewhere = outer
-
-    def is_for_gradients(self, variable: Any) -> bool:
-        """Whether a variable of the program that is run flows to gradients alone."""
-        return self._needed_elsewhere is not None and variable not in self._needed_elsewhere
-
-    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         env: dict[Any, Value] = {}
         env.update(zip(jaxpr.constvars, (c if isinstance(c, Value) else Value(c) for c in consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -236,107 +208,85 @@ class Partitioner:
                 return Value(np.asarray(atom.val, aval.dtype))  # no tracer, so that rules can read it
             return env[atom]
 
-        for eqn in jaxpr.eqns:
-            with _compat.running(eqn):
-                values = [look_up(atom) for atom in eqn.invars]
-                found = self._guarded(eqn, values)
-            env.update(zip(eqn.outvars, found, strict=True))
+        outer = self._needed_elsewhere
+        self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
+        try:
+            for eqn in jaxpr.eqns:
+                with _compat.running(eqn):
+                    found = self._guarded(eqn, [look_up(atom) for atom in eqn.invars])
+                env.update(zip(eqn.outvars, found, strict=True))
+        finally:
+            self._needed_elsewhere = outer
         return [look_up(atom) for atom in jaxpr.outvars]
+
+    def is_for_gradients(self, variable: Any) -> bool:
+        """Whether a variable of the program that is run flows to gradients alone."""
+        return self._needed_elsewhere is not None and variable not in self._needed_elsewhere
 
     def _guarded(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """An equation's results, checked; what goes wrong names the user's line."""
+        self._around.append(eqn)
         try:
             found = self.equation(eqn, values)
-            self._check(eqn, values, found)
+            for atom, value in zip(eqn.outvars, found, strict=True):
+                shape = self.full_shape(value)
+                assert value.is_stored or shape == tuple(atom.aval.shape), (
+                    f"{eqn.primitive.name}: state {value.state} of {value.shape} for {atom.aval.str_short()}, "
+                    f"from {[(v.state, v.shape) for v in values]}; {eqn.params}"
+                )
+                if self.batch_sizes and value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
+                    self.batch_sizes.add(shape[value.dim])  # of which a dim may be a part, too
             self._note_product(eqn, values, found)
+            return found
         except FourPartError:
             raise
         except Exception as error:
-            operands = ", ".join(
-                f"{a.aval.str_short()} ({_in_words(v)})" for a, v in zip(eqn.invars, values, strict=True)
-            )
+            whole_or_sum = {None: "whole", PARTIAL: "a sum over the shards"}
+            how = lambda v: f"split along dim {v.dim}" if v.is_split else whole_or_sum.get(v.state, "stored")
+            given = zip(eqn.invars, values, strict=True)
+            operands = ", ".join(f"{a.aval.str_short()} ({how(v)})" for a, v in given) or "none"
             raise CallError(
                 f"The engine cannot run {eqn.primitive.name} on a data shard.",
                 where=self.place(eqn) or "in the model",
-                why=f"{type(error).__name__}: {error}\noperands: {operands or 'none'}, on {self.degree} data shards.",
+                why=f"{type(error).__name__}: {error}\noperands: {operands}, on {self.degree} data shards.",
                 do="with js.global_view(): loss, grads = step(...)  # the model as one program\n"
                 "Please report this, with the lines above.",
             ) from error
-        return found
-
-    def _check(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
-        """Every result has the shape that its state says; the size that a dim is split along is one of the batch's."""
-        for atom, value in zip(eqn.outvars, found, strict=True):
-            if value.is_stored:
-                continue
-            shape = tuple(n * self.degree if i == value.state else n for i, n in enumerate(value.shape))
-            assert shape == tuple(atom.aval.shape), (
-                f"{eqn.primitive.name}: state {value.state} of {value.shape} for {atom.aval.str_short()}, "
-                f"from {[(v.state, v.shape) for v in values]}; {eqn.params}"
-            )
-            if self.batch_sizes and value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
-                self.batch_sizes.add(shape[value.dim])
+        finally:
+            self._around.pop()
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation."""
         name = eqn.primitive.name
-        with self._inside(eqn):
-            if name not in KEEP_STORED:
-                values = [self.read(value) for value in values]
-            if name in TAKE_PARTIAL:
-                found = RULES[name](self, eqn, values)
-                assert found is not None, f"{name} has no result"
-                return found
-            if any(v.is_partial for v in values) and (found := linear.apply(self, eqn, values)) is not None:
-                return found
-            return self._by_rule(eqn, values)
-
-    @contextlib.contextmanager
-    def _inside(self, eqn: Eqn) -> Iterator[None]:
-        """Inside, the equation is the one that is run."""
-        outer, self.eqn = self.eqn, eqn
-        self._around.append(eqn)
-        try:
-            yield
-        finally:
-            self.eqn = outer
-            self._around.pop()
-
-    def _by_rule(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        if name not in rules.KEEP_STORED:
+            values = [self.read(value) for value in values]
+        if name in rules.TAKE_PARTIAL:
+            found = rules.RULES[name](self, eqn, values)
+            assert found is not None, f"{name} has no result"
+            return found
+        if any(v.is_partial for v in values) and (found := linear.apply(self, eqn, values)) is not None:
+            return found
         if not any(v.is_split for v in values):
             values = [self.whole(v) for v in values]
             found = self.bind(eqn, [v.x for v in values])
             if not known.can_be_known(eqn, values):
                 return [Value(x) for x in found]
             return [Value(x, source=MadeFrom(eqn, values, k) if x.ndim else None) for k, x in enumerate(found)]
-        rule = RULES.get(eqn.primitive.name)
-        if eqn.primitive.name not in CONVERT_PARTIAL:
+        if name not in rules.CONVERT_PARTIAL:
             values = [self.settle(v) for v in values]
-        if rule is not None and (found := rule(self, eqn, values)) is not None:
-            return found
-        return self._computed_whole(eqn, values)
+        found = rules.RULES[name](self, eqn, values) if name in rules.RULES else None
+        return self._computed_whole(eqn, values) if found is None else found
 
     def _computed_whole(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Results from gathered operands, split again where they are as large as the batch."""
-        found = self.bind(eqn, [self.whole(v).x for v in values])
-        if eqn.effects:
-            return [Value(x) for x in found]
-        sizes = {v.dim: self.full_shape(v)[v.dim] for v in values if v.is_split}
-        return [self._split_again(Value(x), sizes) for x in found]
-
-    def _split_again(self, value: Value, sizes: dict[int, int]) -> Value:
-        """The value split along the dim that operands were split along, or one of that size.
-
-        Args:
-            value: a whole one.
-            sizes: of the operands' dims, in global view.
-        """
-        dims = [d for d, n in enumerate(value.shape) if n in sizes.values()]
-        dim = next((d for d in dims if sizes.get(d) == value.shape[d]), dims[0] if dims else None)
-        if dim is None:
-            return value
-        found = self.split(value, dim)
-        found.done[None] = value
+        found = [Value(x) for x in self.bind(eqn, [self.whole(v).x for v in values])]
+        sizes = {} if eqn.effects else {v.dim: self.full_shape(v)[v.dim] for v in values if v.is_split}
+        for k, value in enumerate(found):
+            dims = [d for d, n in enumerate(value.shape) if n in sizes.values()]
+            if dims:  # the one that operands were split along, or one of that size
+                dim = next((d for d in dims if sizes.get(d) == value.shape[d]), dims[0])
+                found[k] = self.split(value, dim)
+                found[k].done[None] = value
         return found
 
     def bind(self, eqn: Eqn, xs: Sequence[Any], **params: Any) -> list[Any]:
@@ -356,10 +306,91 @@ class Partitioner:
         return size > 0 and size % self.degree == 0
 
 
-def _in_words(value: Value) -> str:
-    """How the shards have a value, for messages."""
-    if value.is_split:
-        return f"split along dim {value.dim}"
-    if value.is_stored:
-        return "stored"
-    return "a sum over the shards" if value.is_partial else "whole"
+# ---- the `expert` axis: a program on one data shard, run once more on its part of the experts
+
+# The program of a data shard, with its collectives, is traced for all experts and all of their batch. Then it is
+# interpreted again over `expert` alone, by the same table: the batch and the experts' parameters are split, what both
+# meet in moves by an all-to-all, and gradients of everything else are partial until they are stored shards.
+
+over_expert_p = jex.Primitive("over_expert")
+"""Its operand. Over `expert` the result is split along `dim`; None: a sum over the axis is taken, if one is open."""
+over_expert_p.def_impl(lambda x, dim: x)
+over_expert_p.def_abstract_eval(lambda x, dim: x)
+mlir.register_lowering(over_expert_p, lambda ctx, x, dim: [x])
+
+
+def _batched(xs: Sequence[Any], dims: Sequence[int], *, dim: int | None) -> tuple[Any, int]:
+    (x,), (at,) = xs, dims
+    return over_expert_p.bind(x, dim=None if dim is None else dim + (at <= dim)), at
+
+
+batching.primitive_batchers[over_expert_p] = _batched
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
+    """The array. It is split over `expert` along `new` from here on, and its gradient along `old` before."""
+    return over_expert_p.bind(x, dim=new)
+
+
+exchanged.defvjp(
+    lambda x, old, new: (over_expert_p.bind(x, dim=new), None),
+    lambda old, new, _, ct: (over_expert_p.bind(ct, dim=old),),
+)
+
+
+rule("over_expert")(lambda p, eqn, values: same(p, eqn, values, values[0].state))  # a data shard is all of the axis
+
+
+class ExpertPartitioner(Partitioner):
+    """The partitioner over `expert` of a data shard's program."""
+
+    def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """Runs one equation; those that say what happens over the axis are not the table's."""
+        name = eqn.primitive.name
+        if name == "over_expert":
+            return [self._placed(values[0], eqn.params["dim"])]
+        if name == "psum" and any(v.is_partial for v in values):
+            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over `expert`, too: one all-reduce
+            summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
+            return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
+        return super().equation(eqn, values)
+
+    def _placed(self, value: Value, dim: int | None) -> Value:
+        """A value where the program says; what the user or a gradient's sum asks for is not noted."""
+        if dim is None:
+            return Value(self.sum(value.x)) if value.is_partial else value
+        if not self.divides(self.full_shape(value)[dim]):
+            return value
+        self.is_quiet = True
+        try:
+            return self.split(value, dim)
+        finally:
+            self.is_quiet = False
+
+
+def over_experts(program: Callable, arrays: Sequence, dims: list, wanted: list[State], degree: int) -> tuple:
+    """Runs a data shard's program, of arrays that are whole along `expert`, on the part of one place along it.
+
+    The arrays are this place's parts, each split along a dim or whole (None). The first results leave in the states
+    wanted, the others as they come, summed. Returns the parts of the results, the dims that they are split along, and
+    the collectives over `expert`.
+    """
+
+    def whole(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
+        shape = [n * degree if i == dim else n for i, n in enumerate(x.shape)]
+        return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+
+    closed = jax.make_jaxpr(program)(*map(whole, arrays, dims))
+    p = ExpertPartitioner((EXPERT,), degree)  # a shard's batch is small: other dims have its size, as that of layers
+    values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+    outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
+    for i, (v, dim) in enumerate(zip(outs, wanted, strict=False)):
+        if not v.is_partial or dim == PARTIAL:
+            outs[i] = p.in_state(v, dim)
+        elif dim is None:  # a gradient's sum is planned, and no mixing of the model's own
+            outs[i] = Value(p.sum(v.x))
+        else:
+            outs[i] = Value(lax.psum_scatter(v.x, p.axes, scatter_dimension=cast(int, dim), tiled=True), dim)
+    outs[len(wanted) :] = [p.land(p.settle(v)) for v in outs[len(wanted) :]]
+    return [v.x for v in outs], [v.dim if v.is_split else None for v in outs], p.moved

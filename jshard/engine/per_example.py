@@ -20,8 +20,8 @@ from jax.interpreters import batching, mlir
 
 from jshard import _compat
 from jshard.engine.call import is_float
-from jshard.engine.trace import Static, merged, others, picked
-from jshard.engine.values import PARTIAL, State
+from jshard.engine.rules import PARTIAL, State
+from jshard.engine.trace import Static, dependents, merged, others, picked
 from jshard.errors import CallError
 
 Function = TypeVar("Function", bound=Callable)
@@ -30,21 +30,13 @@ Axes = int | None | tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """A function of arrays, and how the shards have its operands and results.
+    """A function of arrays, and how the shards have its operands and results."""
 
-    Args:
-        run: arrays to arrays, for any number of examples.
-        ins: of each operand the dim of the examples; None: all shards have the same.
-        outs: of each result the same; PARTIAL: the sum over the shards is the result.
-        name: the function's name and place, for messages.
-        own: operands that another equation of this call has made, in an order that is not for others to know.
-    """
-
-    run: Callable[..., Sequence[jax.Array]]
-    ins: tuple[int | None, ...]
-    outs: tuple[State, ...]
-    name: str
-    own: tuple[int, ...] = ()
+    run: Callable[..., Sequence[jax.Array]]  # arrays to arrays, for any number of examples
+    ins: tuple[int | None, ...]  # of each operand the dim of the examples; None: all shards have the same
+    outs: tuple[State, ...]  # of each result the same; PARTIAL: the sum over the shards is the result
+    name: str  # the function's name and place, for messages
+    own: tuple[int, ...] = ()  # operands of an order that is not for others to know: this call's forward has made them
 
     def without_rows(self, why: str, *where: str) -> CallError:
         """The error for results that are not as many as the examples."""
@@ -98,7 +90,13 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
             return found
 
         outs = jax.make_jaxpr(run)(*arrays)
-        _check_closure(outs.consts, name)
+        if traced := [jax.typeof(x).str_short() for x in outs.consts if _compat.is_tracer(x)]:
+            raise CallError(
+                "A function declared with js.per_example closes over a traced array.",
+                where=name,
+                why=f"{', '.join(traced)}: nothing says whether a shard has all of it.",
+                do="pass it as an argument: js.per_example(fn, in_axes=(0, None))(x, w)",
+            )
         body = Body(run, axes, (0,) * len(outs.out_avals), name)
         if wrong := [a.str_short() for a in outs.out_avals if a.ndim == 0 or a.shape[0] != num_examples]:
             raise body.without_rows(f"{', '.join(wrong)} for {num_examples} examples.")
@@ -109,8 +107,6 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
 
 per_example_p = jex.Primitive("per_example")
 per_example_p.multiple_results = True
-
-
 _run = lambda *arrays, body: body.run(*arrays)
 per_example_p.def_impl(_run)
 mlir.register_lowering(per_example_p, mlir.lower_fun(_run, multiple_results=True))
@@ -132,9 +128,6 @@ def _batched(arrays: Sequence[Any], dims: Sequence[int | None], *, body: Body) -
 
 
 batching.primitive_batchers[per_example_p] = _batched
-
-
-# ---- its derivative
 
 
 def _differentiable(body: Body) -> Callable[..., list[jax.Array]]:
@@ -160,10 +153,6 @@ class _Derivative:
 
     Of the residuals of `jax.vjp` those are kept that have the examples along one dim; a result that is one serves as
     it is. Backward computes the others again: those that are arguments or constants, and what has no such dim.
-
-    Args:
-        body: of the call.
-        avals: of its operands.
     """
 
     def __init__(self, body: Body, avals: Sequence[Any]) -> None:
@@ -214,7 +203,12 @@ class _Derivative:
         )
 
         def run(*operands: jax.Array) -> Sequence[jax.Array]:
-            args = self._all_args(operands[:num_args], operands[place].shape[along], whole)
+            given, size = iter(operands[:num_args]), operands[place].shape[along]
+            shape = lambda a, d: tuple(n * size // whole if i == d else n for i, n in enumerate(a.shape))
+            args = [  # those that backward does not use are zeros that nothing reads
+                next(given) if used else jnp.zeros(shape(a, d), a.dtype)
+                for used, a, d in zip(self.used, self.avals, self.body.ins, strict=True)
+            ]
             from_outs, own = operands[num_args:start], operands[start : len(kept)]
             arrays = args, list(from_outs), list(own), list(operands[len(kept) :])
             program, used = _compat.without_dead_code(jax.make_jaxpr(self._back)(*arrays))
@@ -266,77 +260,51 @@ class _Derivative:
 
     def _kept(self, jaxpr: Any, residuals: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
         """Residuals that are results, and those that forward keeps with the dim of their examples."""
-        outs = {v: k for k, v in reversed(list(enumerate(jaxpr.outvars[: self.num_outs]))) if not _is_literal(v)}
-        of_data = set(jaxpr.invars)
-        for eqn in jaxpr.eqns:
-            if any(not _is_literal(v) and v in of_data for v in eqn.invars):
-                of_data.update(eqn.outvars)
-        fewer = self._fewer([a.aval for a in residuals])
+        outs = {v: k for k, v in reversed(list(enumerate(jaxpr.outvars[: self.num_outs]))) if isinstance(v, jex.Var)}
+        of_data = dependents(jaxpr, jaxpr.invars)
+        factor, fewer = self._fewer([a.aval for a in residuals])
         from_outs, own, seen = {}, {}, set()
         for i, atom in enumerate(residuals):
-            if _is_literal(atom) or atom in jaxpr.invars or atom not in of_data or atom in seen:
+            if isinstance(atom, jex.Literal) or atom in jaxpr.invars or atom not in of_data or atom in seen:
                 continue
+            differ = [d for d, (n, m) in enumerate(zip(atom.aval.shape, fewer[i], strict=True)) if n != m]
             if atom in outs and isinstance(self.body.outs[outs[atom]], int):
                 from_outs[i] = outs[atom]
-            elif fewer is not None and (d := _scaled_dim(atom.aval.shape, fewer[i].shape, self._factor)) is not None:
-                own[i] = d
+            elif len(differ) == 1 and fewer[i][differ[0]] * factor == atom.aval.shape[differ[0]]:
+                own[i] = differ[0]
             else:
                 continue
             seen.add(atom)
         return from_outs, own
 
-    @functools.cached_property
-    def _factor(self) -> int:
-        """The smallest number of shards that the examples divide over; 1 where there is one example."""
-        n = next(a.shape[d] for a, d in zip(self.avals, self.body.ins, strict=True) if d is not None)
-        return next((k for k in range(2, n + 1) if n % k == 0), 1)
+    def _fewer(self, residuals: Sequence[Any]) -> tuple[int, list[tuple[int, ...]]]:
+        """The shapes of the residuals of a part of the examples: one of the smallest number that they divide by.
 
-    def _fewer(self, residuals: Sequence[Any]) -> Sequence[Any] | None:
-        """The residuals of a part of the examples; None if they are not the same ones."""
-        if self._factor == 1:
-            return None
-        part = lambda a, d: jax.ShapeDtypeStruct(
-            tuple(n // self._factor if i == d else n for i, n in enumerate(a.shape)), a.dtype
-        )
+        The same shapes where there is one example, or where the residuals are not the same ones.
+        """
+        same = [a.shape for a in residuals]
+        num = next(a.shape[d] for a, d in zip(self.avals, self.body.ins, strict=True) if d is not None)
+        factor = next((k for k in range(2, num + 1) if num % k == 0), 1)
+        if factor == 1:
+            return 1, same
+        shape = lambda a, d: tuple(n // factor if i == d else n for i, n in enumerate(a.shape))
+        part = lambda a, d: jax.ShapeDtypeStruct(shape(a, d), a.dtype)
         try:
             program = jax.make_jaxpr(lambda *xs: self._vjp(xs)[0])(*map(part, self.avals, self.body.ins))
         except Exception:  # what does not run on fewer examples says so where it must
-            return None
-        avals = program.out_avals[self.num_outs :]
-        alike = len(avals) == len(residuals) and all(a.ndim == b.ndim for a, b in zip(avals, residuals, strict=True))
-        return avals if alike else None
-
-    def _all_args(self, args: Sequence[jax.Array], size: int, whole: int) -> list[jax.Array]:
-        """All operands of forward, where those that backward does not use are zeros that nothing reads."""
-        given = iter(args)
-        shape = lambda a, d: tuple(n * size // whole if i == d else n for i, n in enumerate(a.shape))
-        return [
-            next(given) if used else jnp.zeros(shape(a, d), a.dtype)
-            for used, a, d in zip(self.used, self.avals, self.body.ins, strict=True)
-        ]
-
-
-def _scaled_dim(shape: Sequence[int], fewer: Sequence[int], factor: int) -> int | None:
-    """The one dim that is smaller by the factor; None if there is none, or another one differs."""
-    differ = [i for i, (a, b) in enumerate(zip(shape, fewer, strict=True)) if a != b]
-    return differ[0] if len(differ) == 1 and fewer[differ[0]] * factor == shape[differ[0]] else None
+            return 1, same
+        found = [a.shape for a in program.out_avals[self.num_outs :]]
+        return (factor, found) if list(map(len, found)) == list(map(len, same)) else (1, same)
 
 
 def _name_of(jaxpr: Any, atom: Any) -> str | None:
     """The name that `checkpoint_name` gave to a result of a program, in it or in a program that it holds."""
-    eqn = None if _is_literal(atom) else next((e for e in jaxpr.eqns if atom in e.outvars), None)
+    eqn = None if isinstance(atom, jex.Literal) else next((e for e in jaxpr.eqns if atom in e.outvars), None)
     if eqn is None or eqn.primitive.name == "name":
         return eqn and eqn.params["name"]
     inside = (i for i in jex.jaxprs_in_params(eqn.params) if len(i.outvars) == len(eqn.outvars))
     names = (_name_of(inner, inner.outvars[eqn.outvars.index(atom)]) for inner in inside)
     return next(filter(None, names), None)
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex.Literal)
-
-
-# ---- the arguments of a call, and what is wrong with them
 
 
 def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[list, tuple, Callable]:
@@ -359,6 +327,7 @@ def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[l
 
 
 def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) -> int:
+    """Their number; refuses arrays that do not have the same one, and a key for all of them."""
     along = [x.shape[0] if x.ndim else None for x, d in zip(arrays, axes, strict=True) if d == 0]
     if not along or len(set(along)) > 1 or None in along:
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
@@ -378,16 +347,6 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
                 do="keys = jax.random.split(key, x.shape[0])  # and in_axes 0 for them",
             )
     return next(n for n in along if n is not None)
-
-
-def _check_closure(consts: Sequence[Any], name: str) -> None:
-    if traced := [x for x in consts if _compat.is_tracer(x)]:
-        raise CallError(
-            "A function declared with js.per_example closes over a traced array.",
-            where=name,
-            why=f"{', '.join(jax.typeof(x).str_short() for x in traced)}: nothing says whether a shard has all of it.",
-            do="pass it as an argument: js.per_example(fn, in_axes=(0, None))(x, w)",
-        )
 
 
 def _place(fn: Callable) -> str:

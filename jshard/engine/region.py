@@ -1,4 +1,4 @@
-"""The sharded region: the outermost call into an annotated model, as programs on one data shard.
+"""Where a call into an annotated model goes: the outermost is a sharded region, one inside of it a unit's equation.
 
 The call is traced once, in global view, and differentiated there. Forward and backward are each a `jax.shard_map` over
 the data axes, automatic over the others, in which the program is interpreted on a shard. Parameters enter as their
@@ -7,67 +7,99 @@ program stays in global view, so penalties, metrics and optimizers see whole par
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.custom_derivatives import SymbolicZero
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine import experts, moved, stored
+from jshard.engine import moved, stored, units
+from jshard.engine.accumulate import gathered_copies
 from jshard.engine.ahead import gathered_in, tied
-from jshard.engine.call import is_float
-from jshard.engine.context import gathered_copies
-from jshard.engine.moved import batch_size, warn_of_whole
+from jshard.engine.call import NnxCall, as_plain, is_float
+from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
+from jshard.engine.moved import batch_size, note_layers, warn_of_whole
+from jshard.engine.partitioner import over_experts
+from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule import ShardedPartitioner
-from jshard.engine.stacks import note_layers
-from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, picked, trace
-from jshard.engine.units import BACKWARD, FORWARD, computes_in, region_trace
-from jshard.engine.values import PARTIAL, Shard, State, Value
+from jshard.engine.trace import Call, Gradient, Program, abstract, differentiable, evaluate_jaxpr, picked, trace_call
 from jshard.errors import CallError
-from jshard.plans.memories import fetched, placed_like
+from jshard.plans.memories import fetched, placed_like, to_host
 from jshard.plans.mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
-from jshard.plans.placement import Placement, spec_over
+from jshard.plans.placement import axes_of, spec_over
 from jshard.plans.plan import resharded
-from jshard.plans.units import NESTED, Unit
+from jshard.plans.units import NESTED, Unit, dotted, nested_units, unit_of
 
 
-def open_region(call: Call, unit: Unit) -> Any:
-    """Runs the outermost call into an annotated model."""
+def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs a method of a unit: as the region itself, as a unit inside it, or in global view."""
+    unit = unit_of(module)
+    assert unit is not None
+    if in_plain_flax():
+        return units.run_as_flax(module, method, args, kwargs, unit)
+    if in_global_view():
+        with as_plain(module, unit):
+            return method(module, *args, **kwargs)
+    call = NnxCall(module, method, args, kwargs)
+    if not units.in_region_trace():
+        inside = [(path, unit_of(inner)) for path, inner in nested_units(module) if path]
+        if late := [dotted(path) for path, one in inside if one is not None and not one.nested]:
+            raise CallError(
+                "A unit was annotated after the module around it.",
+                where=[f"{call.where}: {path}" for path in late],
+                why="the module around it took its parameters as its own, and would gather them a second time.",
+                do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model,"
+                " mesh=mesh).",
+            )
+        call.warn(unit)
+    return run_call(call, call.name, unit)
+
+
+def run_call(call: Call, name: str, unit: Unit) -> Any:
+    """Runs a call that an adapter has taken apart: as the region itself, or as a unit inside it."""
+    if units.in_region_trace():
+        if not unit.placement.gathered:
+            raise CallError(
+                "A unit that is never gathered was called inside the sharded region.",
+                where=f"{name}: {call.where}",
+                why="inside, a device has its shards of the parameters, and gathering them is what the annotation rules"
+                " out.",
+                do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
+            )
+        settings = units.UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
+        return units.call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
+    if manual := _compat.manual_axes() & set(unit.mesh.axis_names):
+        raise CallError(
+            "An annotated module was called inside a shard_map that is not jshard's.",
+            where=f"{call.where}, manual axes {sorted(manual)}",
+            why="the call opens a sharded region over the data axes, which are manual already.",
+            do="call it outside the shard_map, or leave the data axes out of its axis_names.",
+        )
+    if not isinstance(unit.mesh, Mesh) and not in_shapes_only():
+        raise CallError(
+            "The model was annotated for devices that are not here.",
+            where=call.where,
+            why="its mesh is abstract (js.mesh(devices=<number>)): good for plans, not for calls.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
+    return _open_region(call, unit) if unit.placement.gathered else units.run_ungathered(call, unit)
+
+
+def _open_region(call: Call, unit: Unit) -> Any:
     policy = unit.policy
     copies = _copies_of(call)
     params = call.guarded([x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)])
-    own = [
-        placement is not None and owner != NESTED for placement, owner in zip(call.placements, call.owners, strict=True)
-    ]
-    body = computes_in(call, policy.mixed_precision)
+    body = units.computes_in(call, policy.mixed_precision)
 
     def cast_own(params: list[Any], inputs: list[Any]) -> list[Any]:
         gathered = [
-            x.astype(p.gathered_dtype) if mine and p is not None and is_float(x) else x
-            for x, p, mine in zip(params, call.placements, own, strict=True)
+            x.astype(p.gathered_dtype) if p is not None and owner != NESTED and is_float(x) else x
+            for x, p, owner in zip(params, call.placements, call.owners, strict=True)
         ]
         return body(gathered, inputs)
 
-    refuse_padded_layers(call)
-    logical = [
-        x if p is None else jax.ShapeDtypeStruct(stored.without_padding(abstract(of_call), p).shape, x.dtype)
-        for x, of_call, p in zip(map(abstract, params), call.params, call.placements, strict=True)
-    ]
-    with region_trace(cast(Mesh, unit.mesh)):
-        program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=policy.remat)
-    operands = [*params, *call.inputs, *consts]
-    region = Region(unit, call, program, consts, [copy is not None for copy in copies])
-    eager = not any(_compat.is_tracer(x) for x in operands)
-    run = differentiable(region)
-    outs = (jax.jit(run) if eager else run)(*operands)
-    return call.finish(outs, call.result)
-
-
-def refuse_padded_layers(call: Call) -> None:
-    """Raises for a row of a stack that is stored with layers of zeros at its end, which the loop would run, too."""
     rows = [
         f"{call.where}: {name}  {p.dtype}{list(p.shape)}, stored {list(p.stored_shape)}"
         for name, x, p in zip(call.names, call.params, call.placements, strict=True)
@@ -80,45 +112,44 @@ def refuse_padded_layers(call: Call) -> None:
             why="the layers of the padding are zeros, and the loop would run them, too.",
             do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
         )
+    logical = [
+        x if p is None else jax.ShapeDtypeStruct(stored.without_padding(abstract(of_call), p).shape, x.dtype)
+        for x, of_call, p in zip(map(abstract, params), call.params, call.placements, strict=True)
+    ]
+    with units.region_trace(cast(Mesh, unit.mesh)):
+        program, consts = trace_call(call, cast_own, logical, list(map(abstract, call.inputs)), remat=policy.remat)
+    operands = [*params, *call.inputs, *consts]
+    run = _differentiable(Region(unit, call, program, consts, [copy is not None for copy in copies]))
+    eager = not any(_compat.is_tracer(x) for x in operands)
+    outs = (jax.jit(run) if eager else run)(*operands)
+    return call.finish(outs, call.result)
 
 
 def _copies_of(call: Call) -> list[Any]:
     """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
-    copies, none = gathered_copies(), [None] * len(call.params)
+    copies, none = gathered_copies.get(), [None] * len(call.params)
     if copies is None:
         return none
-    found = list(map(copies.of, call.params))
-    wanted = [p is None or p.gathered for p in call.placements]
-    if any(x is None and wants for x, wants in zip(found, wanted, strict=True)):
+    found = [copies.by_id.get(id(x)) for x in call.params]
+    if any(x is None and (p is None or p.gathered) for x, p in zip(found, call.placements, strict=True)):
         copies.missed = True
         return none
-    copies.take(call.params)
+    copies.taken |= {*map(id, call.params)}
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Own:
-    """The state of what each device has for itself, and is no part of an array: it crosses with a dim for the devices.
-
-    Args:
-        state: of the value inside.
-    """
-
-    state: State
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Crossing:
-    """How a value leaves a program, and enters the next one.
+    """How a value leaves a program, and enters the next one; `counted` and `parameter` are those of `Value`.
 
     Args:
         state: its state.
-        counted: what is known of indices: see `Value.counted`.
-        parameter: path of the parameter that it is.
+        is_own: each device has it for itself, and it is no part of an array: it crosses with a dim for the devices.
         expert_dim: the dim along which it is split over `expert`.
     """
 
-    state: State | Own
+    state: State
+    is_own: bool = False
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
     expert_dim: int | None = None
@@ -126,34 +157,27 @@ class Crossing:
     @property
     def is_copy(self) -> bool:
         """Whether it is a copy that each device gathered for itself, or the gradient of one."""
-        return isinstance(self.state, Own) and not isinstance(self.state.state, Shard)
+        return self.is_own and not isinstance(self.state, Shard)
 
     @classmethod
-    def of(cls, value: Value, wanted: State | Own = None) -> "Crossing":
-        """How a value leaves."""
-        is_own = isinstance(wanted, Own) or (isinstance(value.state, Shard) and value.state.pieces > 0)
-        return cls(Own(value.state) if is_own else value.state, value.counted, value.parameter)
+    def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
+        """How a value leaves; each device has its piece of a parameter for itself."""
+        is_own = is_own or (value.is_stored and value.shard.pieces > 0)
+        return cls(value.state, is_own, value.counted, value.parameter)
 
     def leave(self, value: Value) -> Any:
         """The array as which a value leaves."""
-        return value.x[None] if isinstance(self.state, Own) else value.x
+        return value.x[None] if self.is_own else value.x
 
     def enter(self, x: Any) -> Value:
         """The value of an array that has entered."""
-        is_own = isinstance(self.state, Own)
-        state = self.state.state if isinstance(self.state, Own) else self.state
-        return Value(x[0] if is_own else x, state, counted=self.counted, parameter=self.parameter)
+        return Value(x[0] if self.is_own else x, self.state, counted=self.counted, parameter=self.parameter)
 
 
 class Region:
-    """One call's region: where its program runs, and how the arrays of the call enter.
+    """One call's region: where its program runs, and how the arrays of the call (`operands`) enter.
 
-    Args:
-        unit: record of the root.
-        call: the call.
-        program: its program; the operands are parameters, inputs and constants.
-        consts: the constants.
-        copied: of each parameter, whether it enters as a copy that each device gathered beforehand.
+    Of each parameter `copied` says whether it enters as a copy that each device gathered beforehand.
     """
 
     def __init__(self, unit: Unit, call: Call, program: Program, consts: Sequence[Any], copied: Sequence[bool]) -> None:
@@ -162,20 +186,16 @@ class Region:
         self.axes, self.degree, self.experts = batch_axes(mesh), data_degree(mesh), degree(mesh, EXPERT)
         self.arguments = list(map(abstract, call.inputs[call.num_state :]))
         self.batch = batch_size(self.arguments or call.inputs, self.degree)
-        self.operands: list[Crossing] = [
-            Crossing(
-                Own(None) if is_copy else None if p is None else Shard(p),
-                parameter=name,
-                expert_dim=None if p is None or self.experts == 1 else _expert_dim(p, x.ndim + is_copy),
-            )
-            for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True)
-        ]
-        self.operands += [self._entering(x) for x in (*call.inputs, *consts)]
-
-    def _entering(self, x: Any) -> Crossing:
-        if not (self.batch and x.ndim and x.shape[0] == self.batch):
-            return Crossing(None)
-        return Crossing(0, expert_dim=0 if self.experts > 1 else None)
+        self.operands: list[Crossing] = []
+        for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True):
+            from_end = None if p is None or self.experts == 1 else stored.expert_dim(p)
+            along = None if from_end is None else x.ndim + is_copy + from_end
+            state = None if p is None or is_copy else Shard(p)
+            self.operands.append(Crossing(state, is_copy, parameter=name, expert_dim=along))
+        for x in (*call.inputs, *consts):
+            is_split = bool(self.batch and x.ndim and x.shape[0] == self.batch)
+            dim = 0 if is_split else None
+            self.operands.append(Crossing(dim, expert_dim=dim if self.experts > 1 else None))
 
     def kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
         """What forward keeps of the parameters that it gathered outside of units, whole or in pieces, for backward."""
@@ -185,53 +205,41 @@ class Region:
             return {} if pieces else found
         placements = {one.parameter: one.state.placement for one in self.operands if isinstance(one.state, Shard)}
         shards = {key: Shard(placements[key[0]], pieces) for key in found}
-        return {
-            key: Value(stored.keep_piece(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()
-        }
+        return {key: Value(stored.cut(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()}
 
     def spec(self, one: Crossing, ndim: int) -> PartitionSpec:
-        """Where an array that crosses is over the data axes."""
-        dim = 0 if one.is_copy and self.experts > 1 else one.expert_dim
-        return experts.with_experts(self._over_batch_axes(one.state, ndim), dim)
-
-    def _over_batch_axes(self, state: State | Own, ndim: int) -> PartitionSpec:
-        if isinstance(state, Own):
-            return PartitionSpec(self.axes)
-        if isinstance(state, Shard):
-            entries = state.placement.spec
+        """Where an array that crosses is, over the data axes; `expert` is innermost along its dim."""
+        if one.is_own:
+            spec = PartitionSpec(self.axes)
+        elif isinstance(one.state, Shard):
+            entries = one.state.placement.spec
             stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
-            return spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
-        return PartitionSpec() if state is None else PartitionSpec(*[None] * cast(int, state), self.axes)
+            spec = spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
+        else:
+            spec = PartitionSpec() if one.state is None else PartitionSpec(*[None] * cast(int, one.state), self.axes)
+        dim = 0 if one.is_copy and self.experts > 1 else one.expert_dim
+        if dim is None:
+            return spec
+        entries = [*spec, *[None] * (dim + 1 - len(spec))]
+        entries[dim] = (*axes_of(entries[dim]), EXPERT)
+        return PartitionSpec(*entries)
 
 
+@dataclasses.dataclass(eq=False)
 class OnShards:
-    """A program of a region as a function of global arrays.
+    """A program (a closed jaxpr) of a region as a function of global arrays, and how its operands enter."""
 
-    Args:
-        region: the region.
-        jaxpr: the program, closed.
-        operands: how its operands enter.
-        gradients_of: of a backward program, the operands whose gradients its results are. None: it is forward.
-        kept: parameters that forward gathered outside of units and kept: the last operands.
+    region: Region
+    jaxpr: Any
+    operands: Sequence[Crossing]
+    phase: str = units.FORWARD
+    gradients_of: Sequence[Crossing] = ()  # of backward, the operands whose gradients its results are
+    given: Mapping[Any, Crossing] = dataclasses.field(default_factory=dict)
+    """Parameters that forward gathered outside of units and kept, the last operands."""
 
-    Attributes:
-        found: how its results leave, once it has run.
-        keeps: and how what it keeps beside them does: the last results.
-    """
-
-    def __init__(
-        self,
-        region: Region,
-        jaxpr: Any,
-        operands: Sequence[Crossing],
-        gradients_of: Sequence[Crossing] | None = None,
-        kept: Mapping[Any, Crossing] | None = None,
-    ) -> None:
-        self.region, self.jaxpr, self.operands, self.given = region, jaxpr, operands, kept or {}
-        self.phase, self.gradients_of = FORWARD if gradients_of is None else BACKWARD, gradients_of or ()
-        self.wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in self.gradients_of]
-        self.found = [Crossing(None)] * len(jaxpr.out_avals)
-        self.keeps: dict[Any, Crossing] = {}
+    def __post_init__(self) -> None:
+        self.found = [Crossing(None)] * len(self.jaxpr.out_avals)  # how its results leave, once it has run
+        self.keeps: dict[Any, Crossing] = {}  # and how what it keeps beside them does: the last results
         self._out_specs: list[PartitionSpec] = []
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -257,33 +265,44 @@ class OnShards:
         p = ShardedPartitioner(region.mesh, [region.batch] if region.batch else [], whole, region.unit.name or "(root)")
         outs, more = self._run(p, values), {}
         moved.note(region.unit, region.name, self.phase, p.moved)
-        if self.phase == FORWARD:
+        if self.phase == units.FORWARD:
             note_layers(region.unit, p.layers_read)
-            warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.products)
+            warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.noted)
             more = region.kept(p)
-        leaving = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, self.wanted)]
-        leaving += [Crossing.of(v) for v in more.values()]
+        own = [one.is_own for one in self.gradients_of] or [False] * len(outs)
+        leaving = [Crossing.of(v, is_own=is_own) for v, is_own in zip(outs, own, strict=True)]
+        leaving += map(Crossing.of, more.values())
         self.keeps = dict.fromkeys(more, Crossing(None))
         values = [*outs, *more.values()]
         self._leave(leaving, [v.ndim for v in values])
         return [one.leave(v) for one, v in zip(leaving, values, strict=True)]
 
     def _run(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
-        """Its results, gradients as their parameters are stored."""
-        if self.phase == BACKWARD:
+        """Its results; gradients as their parameters are stored, those of copies as each device's own part."""
+        if self.phase == units.BACKWARD:
             gathered = gathered_in(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
-            _hold_back(gathered, [v for v in values if not v.is_stored])
-        gradients = {i: s for i, s in enumerate(self.wanted) if isinstance(s, Shard)}
-        outs, num = p.run_root(self.jaxpr.jaxpr, self.jaxpr.consts, values, gradients), len(self.wanted)
-        with jax.named_scope(f"jshard[{p.name}]/{BACKWARD}"):
-            stored_gradients = _in_states(p, outs[:num], self.wanted)
-        return [*stored_gradients, *(p.land(p.settle(v)) for v in outs[num:])]
+            shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
+            others = [v for v in values if not v.is_stored]
+            if shards:  # nothing is gathered before the other operands are there
+                first, last = tied([v.x for v in shards], [v.x for v in others])
+                for v, x in zip([*shards, *others], [*first, *last], strict=True):
+                    v.x = x
+        wanted = [PARTIAL if one.is_own else one.state for one in self.gradients_of]
+        stored_as = {i: s for i, s in enumerate(wanted) if isinstance(s, Shard)}
+        outs = p.run_root(self.jaxpr.jaxpr, self.jaxpr.consts, values, stored_as)
+        if self.phase == units.FORWARD:
+            return [p.land(p.settle(v)) for v in outs]
+        with jax.named_scope(f"jshard[{p.name}]/{units.BACKWARD}"):
+            found = p.store_unit([outs[i] for i in stored_as], [*stored_as.values()])
+            found = dict(zip(stored_as, found, strict=True))
+            found = {i: v.with_array(to_host(v.x) if v.shard.placement.on_host else v.x) for i, v in found.items()}
+            return [found[i] if i in found else p.in_state(v, wanted[i]) for i, v in enumerate(outs)]
 
     def _with_experts(self, *xs: Any) -> list[Any]:
         """The same on one place along `expert` of a data shard."""
         dims = [one.expert_dim for one in (*self.operands, *self.given.values())]
         asked = [PARTIAL if one.is_copy and one.expert_dim is None else one.expert_dim for one in self.gradients_of]
-        outs, dims, more = experts.over_experts(self._on_shard, xs, dims, asked, self.region.experts)
+        outs, dims, more = over_experts(self._on_shard, xs, dims, asked, self.region.experts)
         moved.note(self.region.unit, self.region.name, f"{self.phase} over {EXPERT}", more)
         leaving = zip((*self.found, *self.keeps.values()), dims, strict=True)
         self._leave([dataclasses.replace(one, expert_dim=dim) for one, dim in leaving], [x.ndim for x in outs])
@@ -296,66 +315,26 @@ class OnShards:
         self._out_specs[:] = map(self.region.spec, leaving, ndims)
 
 
-def _expert_dim(placement: Placement, ndim: int) -> int | None:
-    from_end = experts.expert_dim(placement)
-    return None if from_end is None else ndim + from_end
-
-
-def _hold_back(shards: list[Value], others: list[Value]) -> None:
-    """Nothing is gathered before the other operands are there."""
-    shards = [v for v in shards if not v.shard.pieces and not _compat.on_host(v.x)]
-    if not shards:
-        return
-    first, last = tied([v.x for v in shards], [v.x for v in others])
-    for v, x in zip([*shards, *others], [*first, *last], strict=True):
-        v.x = x
-
-
-def _in_states(p: ShardedPartitioner, values: Sequence[Value], wanted: Sequence[State | Own]) -> list[Value]:
-    """Values in the states asked for; a gradient is in the memory that its parameter is stored in."""
-    at = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
-    shards = p.store_unit([values[i] for i in at], [cast(Shard, wanted[i]) for i in at])
-    found = dict(zip(at, shards, strict=True))
-    for i, v in found.items():
-        found[i] = v.with_array(stored.placed(v.x, v.shard.placement))
-    for i, (v, s) in enumerate(zip(values, wanted, strict=True)):
-        if i not in found:
-            found[i] = p.partial(v) if isinstance(s, Own) else p.in_state(v, s)
-    return [found[i] for i in range(len(values))]
-
-
-def differentiable(region: Region) -> Callable[..., list[Any]]:
+def _differentiable(region: Region) -> Callable[..., list[Any]]:
     """The region as a function of global arrays whose derivative is a region, too."""
-    program, entering = region.program, region.operands
-    n = program.num_params
+    program, entering, n = region.program, region.operands, region.program.num_params
 
-    @jax.custom_vjp
-    def run(*operands: Any) -> list[Any]:
+    def plain(*operands: Any) -> list[Any]:
         return OnShards(region, program.jaxpr, entering)(*operands)[: len(program.jaxpr.out_avals)]
 
-    def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        values = [x.value for x in operands]
-        gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
+    def forward(gradient: Gradient, operands: list[Any]) -> tuple[list[Any], OnShards]:
         on_shards = OnShards(region, gradient.forward, entering)
-        outs, num_outs = on_shards(*values), len(gradient.is_float)
-        return outs[:num_outs], (values[:n], outs[num_outs:], Static((gradient, on_shards.found, on_shards.keeps)))
+        return on_shards(*operands), on_shards
 
-    def backward(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        params, kept, (gradient, found, keeps) = saved[0], saved[1], saved[2].value
-        num_outs = len(gradient.is_float)
-        live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
-        of_operands = [*entering[:n], *found[num_outs:], *picked(live, found[:num_outs])]
+    def backward(gradient: Gradient, before: OnShards, live: tuple, params: list, kept: list, cts: list) -> list[Any]:
+        num_outs, at = len(live), len(kept) - len(before.keeps)
+        of_operands = [*entering[:n], *before.found[num_outs:], *picked(live, before.found[:num_outs])]
         wanted = picked(gradient.wrt, entering)
-        at = len(kept) - len(keeps)
-        on_shards = OnShards(region, gradient.backward(live), of_operands, wanted, keeps)
-        grads = on_shards(*params, *kept[:at], *picked(live, cotangents), *kept[at:])
+        on_shards = OnShards(region, gradient.backward(live), of_operands, units.BACKWARD, wanted, before.keeps)
+        grads = on_shards(*params, *kept[:at], *cts, *kept[at:])
         if region.degree == 1:
-            like = [*params, *[None] * (len(gradient.wrt) - n)]
-            grads = [
-                g if x is None else placed_like(g, x) for g, x in zip(grads, picked(gradient.wrt, like), strict=True)
-            ]
-        found = iter(grads)
-        return tuple(next(found) if is_wanted else None for is_wanted in gradient.wrt)
+            like = picked(gradient.wrt, [*params, *[None] * (len(gradient.wrt) - n)])
+            grads = [g if x is None else placed_like(g, x) for g, x in zip(grads, like, strict=True)]
+        return grads
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+    return differentiable(program, plain, forward, backward)

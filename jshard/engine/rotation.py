@@ -6,7 +6,6 @@ own trip they would wait for the last one. The last trips stand outside the loop
 nothing is gathered or reduced in vain. What is stacked is written in place, row by row.
 """
 
-import dataclasses
 import functools
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, cast
@@ -17,53 +16,19 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, cut_rows, gathered_operands, row_start, tied
-from jshard.engine.rules import calls, loops
+from jshard.engine import rules
+from jshard.engine.ahead import MIN_TRIPS, Handover, LoopPlan, Planned, cut_rows, gathered_operands, row_start, tied
+from jshard.engine.rules import Eqn, Shard, Value, loops
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import Eqn, Shard, Value
 from jshard.plans.units import OWN
 
 if TYPE_CHECKING:
     from jshard.engine.schedule import ShardedPartitioner
 
 
-@dataclasses.dataclass(eq=False)
-class Handover:
-    """What a trip is given of the trips before, and gives to those after it.
-
-    Args:
-        gathered: of its first units, and of later trips' if they are few, the parameters.
-        later: the units of later trips that are gathered when it ends.
-        beyond: the units after the loop that it may gather, by position in the schedule around.
-        late: its unit whose gradients leave it unreduced.
-        left: those that the trip before has left, the dtype to reduce them in, and as what they are stored.
-        before: what the loop before left and has reduced since; for the first trip.
-        rows: of what is scanned over, in the loop: behind a barrier they would be cut before all else. Outside of it a
-            trip that did not wait for its turn would compute ahead.
-        reduced: what became of those left.
-        passed_on: the parameters of those.
-    """
-
-    gathered: list[list[Any]]
-    later: list[Planned]
-    beyond: dict[int, Planned]
-    late: Eqn | None
-    left: list[tuple[Any, Any, Shard]]
-    before: list[Value]
-    rows: list[Value]
-    reduced: list[Value] = dataclasses.field(default_factory=list)
-    passed_on: list[list[Any]] = dataclasses.field(default_factory=list)
-
-
 class Rotation:
-    """A loop whose units are gathered in the trips before, and whose last one is reduced in the trip after it.
-
-    Args:
-        scan: the loop.
-        plan: the units of one trip.
-        late: the last unit, if its gradients can be reduced late.
-    """
+    """A loop whose units are gathered in the trips before, and whose last one may be reduced in the trip after it."""
 
     def __init__(self, scan: Scan, plan: LoopPlan, late: Eqn | None) -> None:
         self.scan, self.count, self._plan, self._late = scan, plan.count, plan, late
@@ -82,11 +47,12 @@ class Rotation:
     @classmethod
     def of(cls, scan: Scan) -> "Rotation | None":
         """A loop in this form; None for one without anything to gather ahead or reduce late, or with few trips."""
-        carried = [Value(None, state) for state in scan.states]
-        plan = LoopPlan.of(scan.jaxpr, scan.shared, carried, scan.scanned, scan.length)
+        carry = [Value(None, state) for state in scan.states]
+        plan = LoopPlan.of(scan.jaxpr, scan.shared, carry, scan.scanned, scan.length)
         if not plan.units or scan.length < MIN_TRIPS:
             return None
-        late = late_unit(scan)
+        carried, stacked = scan.jaxpr.outvars[: scan.n_carry], scan.jaxpr.outvars[scan.n_carry :]
+        late = _late_in(scan.jaxpr, _variables(stacked) - _variables(carried))
         return cls(scan, plan, late) if plan.count or late is not None else None
 
     def _at(self, trip: Any) -> Any:
@@ -96,21 +62,17 @@ class Rotation:
     def _unit(self, position: int, trip: Any) -> Planned:
         """A unit, counted from the first of a trip."""
         cut = lambda ks, trip: cut_rows([self.scan.scanned[k] for k in ks], self._at(trip))
-        return self._plan.unit(position, trip, self.scan.shared, cut)
+        return self._plan.unit(position, trip, cut)
 
     def _trip(self, p: "ShardedPartitioner", trip: Any, state: tuple, num_later: int, trips: int = 1) -> tuple:
         """One trip: the carry, what is gathered for later ones, what is not reduced yet, and what is stacked so far.
 
-        Args:
-            p: the partitioner.
-            trip: its number.
-            state: what the trip before returned.
-            num_later: how many units it gathers for later trips.
-            trips: how many trips this trace stands for.
+        It takes what the trip before returned, and gathers `num_later` units for later ones; this trace stands for so
+        many trips.
         """
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
         later = [self._unit(len(self._plan.units) + i, trip) for i in range(num_later)]
-        beyond = {} if num_later == self.count else p.level.after()
+        beyond = {} if num_later == self.count else dict(enumerate(p.level.plan[p.level.at :], p.level.at))
         before = p.level.stacked if isinstance(trip, int) and not left else []
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
         read = iter(cut_rows([v for k, v in enumerate(scan.scanned) if k not in self._unread], at))
@@ -175,7 +137,8 @@ class Rotation:
     def _first(self, p: "ShardedPartitioner") -> tuple[list[list[Any]], list[Any]]:
         """What the first units gather, before the loop where that can be, and the carry at the start."""
         level, start = p.level, self.scan.start
-        positions = level.find_loop(self.scan.eqn, self.count)
+        positions = [i for i in range(level.at, len(level.plan)) if level.plan[i].loop is self.scan.eqn][: self.count]
+        level.at = max([level.at, *(i + 1 for i in positions)])  # those before are done with
         found = [level.gathered.pop(i, None) for i in positions] or [None] * self.count
         first = [level.plan[i] for i in positions] or [self._unit(i, 0) for i in range(self.count)]
         missing = [k for k, xs in enumerate(found) if xs is None]
@@ -187,21 +150,18 @@ class Rotation:
         return [new[k] if xs is None else xs for k, xs in enumerate(found)], start
 
 
-def late_unit(scan: Scan) -> Eqn | None:
-    """The last unit of a loop, if it is one of backward whose gradients are stacked and read by nothing else."""
-    carried, stacked = scan.jaxpr.outvars[: scan.n_carry], scan.jaxpr.outvars[scan.n_carry :]
-    return _late_in(scan.jaxpr, _variables(stacked) - _variables(carried))
-
-
 def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
-    """The same in a program, perhaps of a user's checkpoint in the loop, of whose results these are stacked."""
+    """The last unit of a loop, if it is one of backward whose gradients are stacked and read by nothing else.
+
+    The program is that of a trip, or of a user's checkpoint in it, of whose results these are stacked.
+    """
     read = _variables(a for e in jaxpr.eqns for a in e.invars)
     free = {v for v in stacked if v not in read and sum(v is a for a in jaxpr.outvars) == 1}
     last = next((e for e in reversed(jaxpr.eqns) if _has_units(e)), None)
     if last is None:
         return None
     if last.primitive.name != "unit":
-        inner, _ = calls.program(last)
+        inner, _ = rules.program(last)
         results = zip(inner.outvars, last.outvars, strict=True)
         return _late_in(inner, _variables(v for v, a in results if a in free))
     prefetch = last.params["settings"].prefetch
@@ -212,14 +172,9 @@ def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
 
 
 def _read_in(jaxpr: Any, wanted: Iterable[Any], handed: Collection[int]) -> set[Any]:
-    """The variables of a program that are read as they are.
+    """The variables of a program that are read as they are, if some results are wanted.
 
-    Of others nothing but the types is: what units are handed gathered, and what their programs do not read.
-
-    Args:
-        jaxpr: the program.
-        wanted: which of its results count.
-        handed: ids of the units.
+    Of others nothing but the types is: what units (by id) are handed gathered, and what their programs do not read.
     """
     found = _variables(wanted)
     for e in jaxpr.eqns:
@@ -228,10 +183,10 @@ def _read_in(jaxpr: Any, wanted: Iterable[Any], handed: Collection[int]) -> set[
             free = {i for i, owner in enumerate(owners) if owner == OWN and i not in gathered}
             free |= {*gathered} if id(e) in handed else set()
             found |= _variables(a for i, a in enumerate(e.invars) if i not in free)
-        elif e.primitive.name in calls.CALLS:
-            inner, _ = calls.program(e)
+        elif e.primitive.name in rules.CALLS:
+            inner, _ = rules.program(e)
             inside = _read_in(inner, inner.outvars, handed)
-            given = zip(calls.operands(e, e.invars), inner.invars, strict=True)
+            given = zip(rules.operands(e, e.invars), inner.invars, strict=True)
             found |= _variables(a for a, v in given if v in inside)
         else:
             found |= _variables(e.invars)
@@ -244,9 +199,9 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
 
 def _has_units(eqn: Eqn) -> bool:
     """Whether an equation is a unit, or a call of a program with some."""
-    if eqn.primitive.name not in calls.CALLS:
+    if eqn.primitive.name not in rules.CALLS:
         return eqn.primitive.name == "unit"
-    return any(map(_has_units, calls.program(eqn)[0].eqns))
+    return any(map(_has_units, rules.program(eqn)[0].eqns))
 
 
 @jax.jit

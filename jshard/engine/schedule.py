@@ -6,7 +6,6 @@ and no earlier. Every output of the barrier is used, so nothing of it is pruned.
 the reduction of unit i waits for that of the unit before.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,13 +16,14 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.engine import stored
-from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operands, planned, tied
+from jshard.engine.ahead import Handover, Level, Planned, gathered_operands, planned, stored_rows, tied
+from jshard.engine.moved import LocalProduct, Mixing
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.rotation import Handover, Rotation
+from jshard.engine.rotation import Rotation
+from jshard.engine.rules import PARTIAL, Eqn, Shard, Value
 from jshard.engine.rules.loops import Scan
-from jshard.engine.stacks import stored_rows
-from jshard.engine.units import BACKWARD, FORWARD, read_inside
-from jshard.engine.values import PARTIAL, Eqn, LocalProduct, Mixing, Shard, Value
+from jshard.engine.units import BACKWARD, FORWARD
+from jshard.errors import CallError
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import batch_axes, degree
 from jshard.plans.placement import Placement
@@ -31,27 +31,14 @@ from jshard.plans.units import OUTER, OWN
 
 
 class ShardedPartitioner(Partitioner):
-    """The partitioner of a region: it knows stored shards and units.
+    """The partitioner of a region, that of the unit `name`: it knows stored shards and units."""
 
-    Args:
-        mesh: the mesh of the model.
-        batch_sizes: sizes of the batch.
-        whole: parameters gathered before, or pieces of them; see `Level.whole`.
-        name: of the unit whose region it is.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        batch_sizes: Sequence[int] = (),
-        whole: Mapping[Any, Value] | None = None,
-        name: str = "(root)",
-    ) -> None:
+    def __init__(self, mesh: Mesh, batch_sizes: Sequence[int], whole: Mapping[Any, Value], name: str) -> None:
         axes = batch_axes(mesh)
         super().__init__(axes, math.prod(degree(mesh, a) for a in axes), batch_sizes=batch_sizes)
         self.mesh, self.name = mesh, name
         self.level = Level([])
-        self.kept_whole = dict(whole or {})
+        self.kept_whole = dict(whole)  # parameters gathered before, or pieces of them; see `Level.whole`
         self._bodies: dict[Any, tuple[Any, list[Value], list[Mixing | LocalProduct], Any]] = {}
         self._read: list[Value] = []
         self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
@@ -63,15 +50,23 @@ class ShardedPartitioner(Partitioner):
         """A stored value gathered where a unit does not gather it: once in this program."""
         if not value.is_stored:
             return value
-        if not value.shard.placement.gathered and value.shard.placement.dim is not None:
-            raise read_inside(value.parameter, value.shard.placement, self.place(self.eqn))
-        if value.parameter and self.trips > 1 and value.ndim < len(value.shard.placement.shape):
-            self.layers_read[value.parameter] = value.shard.placement
+        placement = value.shard.placement
+        if not placement.gathered and placement.dim is not None:
+            place = self.place(self.eqn) or "a line that is not known"
+            raise CallError(
+                "A parameter that is never gathered was read inside the sharded region.",
+                where=f"{value.parameter}  {placement.dtype}{list(placement.shape)}, read at {place}",
+                why=f"inside, a device has {placement.bytes_per_device} of its {placement.logical_bytes} bytes, and"
+                " gathering the rest is what the annotation rules out.",
+                do="read it before the model, and pass what comes of it: rows = model.tables(ids); model(rows, x)",
+            )
+        if value.parameter and self.trips > 1 and value.ndim < len(placement.shape):
+            self.layers_read[value.parameter] = placement
         key = (value.parameter, value.x.dtype, value.x.shape) if value.parameter else id(value)
         found = self.level.whole.get(key, value)
         if found.is_stored:
             with jax.named_scope(f"jshard[{self.name}]"):
-                found = self.level.whole[key] = Value(stored.gather(found, self.mesh))
+                found = self.level.whole[key] = Value(stored.gather(found))
             self._read.append(value)  # its id stays taken
         return found
 
@@ -79,10 +74,9 @@ class ShardedPartitioner(Partitioner):
         """A value as stored shards; a partial one by its reduce-scatter."""
         if value.state == state:
             return value
-        placement = state.placement
         if value.is_partial:
-            return Value(stored.reduce_gradient(value.x, placement, self.mesh), state)
-        return Value(stored.cut(self.whole(value).x, placement), state)
+            return Value(stored.reduce_gradient(value.x, state.placement, self.mesh), state)
+        return Value(stored.cut(self.whole(value).x, state.placement), state)
 
     def store_row(self, value: Value, stack: Any) -> Value:
         """One row of what a loop stacks; of a gradient that is reduced the shard."""
@@ -94,9 +88,7 @@ class ShardedPartitioner(Partitioner):
             return self.store(value, state)
 
     # ---- programs
-    def run_root(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Mapping[int, Shard]
-    ) -> list[Value]:
+    def run_root(self, jaxpr: Any, consts: Any, args: list[Value], gradients: Mapping[int, Shard]) -> list[Value]:
         """Runs the program of a region, given which of its results are gradients, and how these are stored.
 
         What it gathers outside of units is found in `kept_whole` afterwards.
@@ -106,15 +98,11 @@ class ShardedPartitioner(Partitioner):
         level.whole = self.kept_whole
         return self._scheduled(level, jaxpr, consts, args, gradients)
 
-    def run_body(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
-    ) -> list[Value]:
+    def run_body(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
         """Runs a program with a schedule of its own."""
         return self._scheduled(Level(list(planned(jaxpr, args))), jaxpr, consts, args, gradients)
 
-    def _scheduled(
-        self, level: Level, jaxpr: Any, consts: Any, args: Sequence[Value], gradients: Collection[int]
-    ) -> list[Value]:
+    def _scheduled(self, level: Level, jaxpr: Any, consts: Any, args: list[Value], gradients: Collection[int]) -> list:
         outer, self.level = self.level, level
         handover, self.handover = self.handover, None
         try:
@@ -127,26 +115,21 @@ class ShardedPartitioner(Partitioner):
         finally:
             self.level = outer
 
-    def _run_trip(
-        self, handover: Handover, outer: Level, jaxpr: Any, consts: Any, args: Sequence[Value]
-    ) -> list[Value]:
+    def _run_trip(self, handover: Handover, outer: Level, jaxpr: Any, consts: Any, args: list[Value]) -> list[Value]:
         """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones.
 
         After the last trips come the units after the loop: those that it gathers go to the schedule around.
         """
         level, end = self.level, len(self.level.plan)
-        level.gathered = dict(enumerate(handover.gathered))
-        level.late, level.handover = handover.late, handover
-        level.reduced, level.rows = handover.before, handover.rows
+        level.trip, level.reduced, level.gathered = handover, handover.before, dict(enumerate(handover.gathered))
         after = dict(enumerate(handover.beyond, end + len(handover.later)))
         level.plan += [*handover.later, *handover.beyond.values()]
         level.gathered |= {i: outer.gathered[at] for i, at in after.items() if at in outer.gathered}
         outs = self.run(jaxpr, consts, args)
         self._reduce_handed_over(())
-        found = [level.gathered.get(end + i) for i in range(len(handover.later))]
-        handover.passed_on = [
-            self.gather_planned(one) if full is None else full for one, full in zip(handover.later, found, strict=True)
-        ]
+        for i, one in enumerate(handover.later, end):
+            full = level.gathered.get(i)
+            handover.passed_on.append(self.gather_planned(one) if full is None else full)
         outer.gathered |= {at: level.gathered[i] for i, at in after.items() if i in level.gathered}
         return outs
 
@@ -160,37 +143,40 @@ class ShardedPartitioner(Partitioner):
 
     def gather_planned(self, one: Planned, xs: Sequence[Any] | None = None) -> list[Any]:
         """Gathers what a unit gathers, from other arrays if given."""
-        shards = one.gathers if xs is None else [v.with_array(x) for v, x in zip(one.gathers, xs, strict=True)]
+        if not one.gathers:
+            return []
+        xs = [v.x for v in one.gathers] if xs is None else list(xs)
+        dtypes = tuple(one.eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(one.eqn))
         with jax.named_scope(f"jshard[{one.eqn.params['settings'].name}]"):
-            return stored.gather_unit(shards, self.mesh, gathered_dtypes(one.eqn)) if shards else []
+            return stored.gather_unit(xs, tuple(v.shard for v in one.gathers), self.mesh, dtypes)
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a unit's, or one that leaves a stored shard a stored shard, or any other."""
         self._finish(values)
         if eqn.primitive.name == "unit":
-            with self._inside(eqn):
-                return self._unit(eqn, values)
+            return self._unit(eqn, values)
         if any(v.is_stored for v in values) and (found := self._of_stored(eqn, values)) is not None:
             return found
         return super().equation(eqn, values)
 
     def _of_stored(self, eqn: Eqn, values: list[Value]) -> list[Value] | None:
         """Elementwise equations on shards that are stored alike; those of gradients are linear, or of one shard."""
-        name = eqn.primitive.name
-        if name == "stack" and eqn.params["axis"] == 0 and all(v.state == values[0].state for v in values):
-            return [values[0].with_array(self.bind(eqn, [v.x for v in values])[0])]
-        if name == "unstack" and eqn.params["axis"] == 0 and _is_stack(values[0]):
-            stack, rows = values[0], [values[0].with_array(x) for x in self.bind(eqn, [values[0].x])]
-            self.level.unstack(stack, rows)
+        name, one = eqn.primitive.name, values[0]
+        if name == "stack" and eqn.params["axis"] == 0 and all(v.state == one.state for v in values):
+            return [one.with_array(self.bind(eqn, [v.x for v in values])[0])]
+        if name == "unstack" and eqn.params["axis"] == 0 and one.ndim > len(one.shard.placement.shape):
+            rows = [one.with_array(x) for x in self.bind(eqn, [one.x])]  # of several parameters that are stored alike
+            level, ends = self.level, [rows[0], rows[-1]]  # of a loop in reverse, which stores the first row last
+            with_ends = lambda values: [v for other in values for v in (ends if other is one else [other])]
+            level.reduced, level.stacked = with_ends(level.reduced), with_ends(level.stacked)
             return rows
         if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
-            one, dtype = values[0], eqn.outvars[0].aval.dtype
+            dtype = eqn.outvars[0].aval.dtype
             if one.parameter and (name == "neg" or dtype.itemsize > one.x.dtype.itemsize):
                 return None  # gathered in the smaller dtype, then cast
             return [one.with_array(self.bind(eqn, [fetched(one.x)])[0])]
         if name in ("add", "add_any", "sub"):
-            state = next(v.state for v in values if v.is_stored)
-            assert isinstance(state, Shard)
+            state = next(v.shard for v in values if v.is_stored)
             is_gradient = not any(v.parameter for v in values)  # of a whole sum the shard is cut, as of zeros
             fits = (state, PARTIAL, None) if is_gradient else (state, PARTIAL)
             if not state.pieces and all(v.state in fits for v in values):
@@ -200,13 +186,12 @@ class ShardedPartitioner(Partitioner):
 
     # ---- units
     def _unit(self, eqn: Eqn, values: list[Value]) -> list[Value]:
-        owners, phase = eqn.params["owners"], eqn.params["phase"]
+        owners = eqn.params["owners"]
         outer = {i for i, owner in enumerate(owners) if owner == OUTER}
         values = [(self.read(v) if i in outer else v) if v.is_stored else self.land(v) for i, v in enumerate(values)]
-        own = values[: len(owners)]
+        finish = self._keep if eqn.params["phase"] == FORWARD else self._reduced
         with _scope_of(eqn):
-            outs = self._compute(eqn, self._gathered(eqn, values))
-            return self._keep(eqn, own, outs) if phase == FORWARD else self._reduced(eqn, own, outs)
+            return finish(eqn, values[: len(owners)], self._compute(eqn, self._gathered(eqn, values)))
 
     def _gathered(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """The operands of a unit's program, its parameters gathered at its place in the schedule."""
@@ -214,10 +199,8 @@ class ShardedPartitioner(Partitioner):
         which, recent = [i for i in at if values[i].is_stored], self.level.recent
         shards = [values[i] for i in which]
         if eqn.params["phase"] == BACKWARD and recent and any(id(v) in recent for v in shards):
-            full = [
-                recent[id(v)][1] if id(v) in recent else stored.gather(v, self.mesh, avals[i].dtype)
-                for i, v in zip(which, shards, strict=True)
-            ]
+            given = [(id(v), v, avals[i].dtype) for i, v in zip(which, shards, strict=True)]
+            full = [recent[key][1] if key in recent else stored.gather(v, dtype) for key, v, dtype in given]
             self.level.recent = None
         else:
             full = self._gathered_in_time(eqn, values, which, [avals[i].dtype for i in which])
@@ -233,7 +216,7 @@ class ShardedPartitioner(Partitioner):
         level, prefetch, is_backward = self.level, eqn.params["settings"].prefetch, eqn.params["phase"] == BACKWARD
         shards = [values[i] for i in which]
         at = level.find(eqn, shards)
-        rows = {id(v) for v in level.rows}  # are there when the trip begins
+        rows = {id(v) for v in (level.trip.rows if level.trip else ())}
         inputs = [i for i, v in enumerate(values) if not v.is_stored and i not in which and id(v) not in rows]
         full = None if at is None else level.gathered.pop(at, None)
         if full is None and shards:
@@ -242,7 +225,7 @@ class ShardedPartitioner(Partitioner):
             if is_bounded or (is_backward and not at):
                 xs, moved = tied(xs, [values[i].x for i in inputs])
                 self._replace(values, inputs, moved)
-            full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, dtypes)
+            full = stored.gather_unit(xs, tuple(v.shard for v in shards), self.mesh, tuple(dtypes))
         full = full or []
         ahead = level.ahead(at) if at is not None and prefetch is not None else []
         if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with what is there first
@@ -309,7 +292,7 @@ class ShardedPartitioner(Partitioner):
         kept = outs[len(outs) - num_kept :]
         for i, (v, full) in enumerate(zip(mine, kept, strict=True)):
             if v.is_stored and v.shard.placement.dim is not None:
-                x = stored.keep_piece(full.x, v.shard.placement, pieces)
+                x = stored.cut(full.x, v.shard.placement, pieces)
                 kept[i] = Value(x, dataclasses.replace(v.shard, pieces=pieces))
                 self.level.recent = {**(self.level.recent or {}), id(kept[i]): (kept[i], full.x)}
         return [*outs[: len(outs) - num_kept], *kept]
@@ -323,19 +306,19 @@ class ShardedPartitioner(Partitioner):
             return self._cast(outs, eqn.params["out_dtypes"])
         rest = [i for i, v in enumerate(outs) if i not in at and not v.is_stored]
         level, outs = self.level, [self.land(v) for v in outs]
-        gradients, others, before = tied(
-            [outs[i].x for i in at], [outs[i].x for i in rest], [v.x for v in level.reduced]
-        )
+        arrays = lambda which: [outs[i].x for i in which]
+        gradients, others, before = tied(arrays(at), arrays(rest), [v.x for v in level.reduced])
         self._replace(outs, at, gradients)
         self._replace(outs, rest, others)
-        is_late = [eqn is level.late and i in at and v.is_partial for i, v in enumerate(outs)]
-        dtypes = [v.x.dtype if late else d for v, late, d in zip(outs, is_late, eqn.params["out_dtypes"], strict=True)]
-        outs = self._cast(outs, dtypes)
+        is_late = level.trip is not None and eqn is level.trip.late
+        late = {i for i in at if is_late and outs[i].is_partial}
+        dtypes = enumerate(eqn.params["out_dtypes"])
+        outs = self._cast(outs, [outs[i].x.dtype if i in late else dtype for i, dtype in dtypes])
         for v, x in zip(level.reduced, before, strict=True):
             v.x = x  # whoever reads the reduction before reads behind this
             v.done.clear()
         self._finish(level.reduced)
-        at = [i for i in at if not is_late[i]]
+        at = [i for i in at if i not in late]
         found = self.store_unit([outs[i] for i in at], [wrt[i].shard for i in at], unfinished=level.unfinished)
         for i, v in zip(at, found, strict=True):
             outs[i] = v
@@ -353,19 +336,22 @@ class ShardedPartitioner(Partitioner):
 
         Behind a large reduction a small gather would come late, and the program would wait for it.
         """
-        level, handover = self.level, self.level.handover
-        level.handover = None
-        if handover is None or not handover.left:
+        level, trip = self.level, self.level.trip
+        if trip is None or not trip.left:
             return
-        small = [(i, k) for i in ahead for k, x in enumerate(level.gathered[i]) if stored.is_small(x)]
-        first, last = tied([level.gathered[i][k] for i, k in small], [x for x, *_ in handover.left])
+        is_small = lambda x: x.size * x.dtype.itemsize < stored.SMALL_BYTES
+        small = [(i, k) for i in ahead for k, x in enumerate(level.gathered[i]) if is_small(x)]
+        first, last = tied([level.gathered[i][k] for i, k in small], [x for x, *_ in trip.left])
         for (i, k), x in zip(small, first, strict=True):
             level.gathered[i][k] = x
-        left = [(x, *form) for x, (_, *form) in zip(last, handover.left, strict=True)]
-        level.reduced = handover.reduced = self.reduce_left(left, handover.late)
+        left = [(x, *form) for x, (_, *form) in zip(last, trip.left, strict=True)]
+        trip.left = []
+        level.reduced = trip.reduced = self.reduce_left(left, trip.late)
 
     def reduce_left(self, left: Sequence[tuple[Any, Any, Shard]], unit: Eqn | None) -> list[Value]:
         """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and as what they are stored."""
+        if unit is None:
+            return []
         with _scope_of(unit):
             values = [Value(x.astype(dtype), PARTIAL) for x, dtype, _ in left]
             return self.store_unit(values, [state for *_, state in left])
@@ -376,13 +362,11 @@ class ShardedPartitioner(Partitioner):
             if (dtype := self.level.unfinished.pop(v, None)) is not None:
                 v.x = stored.sum_replicas(v.x, self.mesh).astype(dtype)
 
-    def store_unit(
-        self, values: list[Value], states: list[Shard], *, unfinished: dict[Value, Any] | None = None
-    ) -> list[Value]:
+    def store_unit(self, values: list[Value], states: list[Shard], unfinished: dict | None = None) -> list[Value]:
         """Values as stored shards; `unfinished` takes those left to be summed over the replicas, with their dtypes."""
         at = [i for i, v in enumerate(values) if v.is_partial]
-        found, xs, placements = list(values), [values[i].x for i in at], [states[i].placement for i in at]
-        summed = stored.reduce_unit(xs, placements, self.mesh, first_step=unfinished is not None) if at else []
+        found, xs, placements = list(values), [values[i].x for i in at], tuple(states[i].placement for i in at)
+        summed = stored.reduce_unit(xs, placements, self.mesh, unfinished is not None) if at else []
         for i, x, before, placement in zip(at, summed, xs, placements, strict=True):
             found[i] = Value(x, states[i])
             if unfinished is not None and stored.has_two_steps(before, placement, self.mesh):
@@ -390,14 +374,7 @@ class ShardedPartitioner(Partitioner):
         return [self.store(v, state) for v, state in zip(found, states, strict=True)]
 
 
-def _scope_of(unit: Eqn | None) -> AbstractContextManager[Any]:
+def _scope_of(unit: Eqn) -> AbstractContextManager[Any]:
     """Inside, operations are named after a unit and its phase."""
-    if unit is None:
-        return contextlib.nullcontext()
     backward = "/backward" if unit.params["phase"] == BACKWARD else ""
     return jax.named_scope(f"jshard[{unit.params['settings'].name}]{backward}")
-
-
-def _is_stack(value: Value) -> bool:
-    """Whether a stored value is a stack of several that are stored alike, and not one parameter or gradient."""
-    return isinstance(value.state, Shard) and value.x.ndim > len(value.state.placement.shape)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,18 +11,18 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine import experts
-from jshard.engine.values import Shard, Value
-from jshard.plans.memories import fetched, to_host
+from jshard.engine.partitioner import over_expert_p
+from jshard.engine.rules import Shard, Value
+from jshard.plans.memories import fetched
 from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement, axes_of
 
-_SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
+SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
 _JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
 
 
-def gather(value: Value, mesh: Mesh, dtype: Any = None) -> jax.Array:
+def gather(value: Value, dtype: Any = None) -> jax.Array:
     """The whole logical parameter, gathered in a dtype; by default in the shard's."""
     placement, pieces = value.shard.placement, value.shard.pieces
     x = fetched(value.x)
@@ -30,57 +30,34 @@ def gather(value: Value, mesh: Mesh, dtype: Any = None) -> jax.Array:
     dim = _dim(x, placement)
     if dim is None:
         return x
-    run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True)
-    if pieces:
-        groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)]
-        run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
+    groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)] if pieces else None
+    run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
 
 
-def gather_unit(values: Sequence[Value], mesh: Mesh, dtypes: Sequence[Any]) -> list[jax.Array]:
-    """The parameters of a unit, gathered, the small ones first.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tuple[Any, ...]) -> list[Any]:
+    """The parameters of a unit, gathered, the small ones first; of units stored alike it is one function in a program.
 
     Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
-    for it early; behind a large one it is not.
+    for it early; behind a large one it is not. A TPU fuses gathers into products; pieces are quick between neighbours,
+    and the compiler joins the small ones.
     """
-    return _gathering(tuple(v.shard for v in values), mesh, tuple(dtypes))([v.x for v in values])
-
-
-@functools.lru_cache(maxsize=1024)
-def _gathering(shards: tuple[Shard, ...], mesh: Mesh, dtypes: tuple[Any, ...]) -> Callable[[list[Any]], list[Any]]:
-    """The same as one function for all units that are stored alike: it stands in the program once."""
-
-    def gather_unit(xs: list[Any]) -> list[Any]:
-        gathered = lambda i: gather(Value(xs[i], shards[i]), mesh, dtypes[i])
-        first = _small_ones(shards, mesh)
-        full = {i: gathered(i) for i in first}
-        rest = [i for i in range(len(xs)) if i not in full]
-        if first:
-            small, behind = lax.optimization_barrier(([full[i] for i in first], [xs[i] for i in rest]))
-            full = dict(zip(first, small, strict=True))
-            for i, x in zip(rest, behind, strict=True):
-                xs[i] = x
-        full |= {i: gathered(i) for i in rest}
-        return [full[i] for i in range(len(xs))]
-
-    return jax.jit(gather_unit)
-
-
-def is_small(x: jax.Array) -> bool:
-    """Whether the wires carry an array in about the time that a collective takes to start."""
-    return x.size * x.dtype.itemsize < _SMALL_BYTES
-
-
-def _small_ones(shards: Sequence[Shard], mesh: Mesh) -> list[int]:
-    """Positions of the parameters that are gathered first.
-
-    On a TPU there are none: it fuses gathers into products. Nor of pieces: between neighbours all are quick, and the
-    compiler joins the small ones with others.
-    """
-    if (isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu") or any(s.pieces for s in shards):
-        return []
+    is_tpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
     sizes = [s.placement.gathered_bytes // s.placement.layers for s in shards]
-    return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
+    first = [i for i, size in enumerate(sizes) if size < SMALL_BYTES <= max(sizes)]
+    if is_tpu or any(s.pieces for s in shards):
+        first = []
+    gathered = lambda i: gather(Value(xs[i], shards[i]), dtypes[i])
+    full = {i: gathered(i) for i in first}
+    rest = [i for i in range(len(xs)) if i not in full]
+    if first:
+        small, behind = lax.optimization_barrier(([full[i] for i in first], [xs[i] for i in rest]))
+        full = dict(zip(first, small, strict=True))
+        for i, x in zip(rest, behind, strict=True):
+            xs[i] = x
+    full |= {i: gathered(i) for i in rest}
+    return [full[i] for i in range(len(xs))]
 
 
 def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -89,13 +66,14 @@ def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array
     It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` with it.
     """
     if _dim(x, placement) is None:
-        return _summed(x.astype(placement.reduce_dtype), batch_axes(mesh), mesh).astype(x.dtype)
+        return sum_replicas(x.astype(placement.reduce_dtype), mesh, but="").astype(x.dtype)
     return sum_replicas(reduce_scatter(x, placement, mesh), mesh).astype(x.dtype)
 
 
 def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
     """Whether a gradient is reduced over shards, then over replicas."""
-    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in (*_replica_axes(mesh), EXPERT))
+    others = [a for a in (*batch_axes(mesh), EXPERT) if a != FSDP]
+    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in others)
 
 
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -107,108 +85,56 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     return _keep_other_axes(run, x, placement)(x)
 
 
-def sum_replicas(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The second step: the sum over the replicas, and over `expert` with it."""
-    return _summed(x, _replica_axes(mesh), mesh)
-
-
-def _summed(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
-    axes = tuple(a for a in axes if degree(mesh, a) > 1)
+def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
+    """The second step: the sum over the replicas, or all axes of the batch but one, and over `expert` with it."""
+    axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
-    return experts.summed_over_expert(x) if degree(mesh, EXPERT) > 1 else x
+    return over_expert_p.bind(x, dim=None) if degree(mesh, EXPERT) > 1 else x
 
 
-def _replica_axes(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(a for a in batch_axes(mesh) if a != FSDP)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> list[Any]:
+    """The gradients of a unit, summed: stored shards; those with two steps may be left after the first.
 
-
-def reduce_unit(
-    xs: Sequence[jax.Array], placements: Sequence[Placement], mesh: Mesh, *, first_step: bool = False
-) -> list[jax.Array]:
-    """The gradients of a unit, summed: stored shards; the small ones that are summed whole travel in one array.
-
-    Args:
-        xs: the gradients.
-        placements: of each.
-        mesh: the mesh.
-        first_step: those with two steps are left after the first.
+    Small ones that are summed whole are copied together sooner than they are sent alone. What is split over other axes,
+    too, is not: it could not be joined without being gathered over them.
     """
-    return _reducing(tuple(placements), mesh, first_step)(list(xs))
+    together: dict[Any, list[int]] = {}
+    for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
+        if one.shards == 1 and x.size * x.dtype.itemsize < _JOINED_BYTES:
+            together.setdefault((x.dtype, one.reduce_dtype), []).append(i)
+    found = {}
+    for (dtype, reduce_dtype), at in together.items():
+        if len(at) > 1:
+            joined = jnp.concatenate([xs[i].astype(reduce_dtype).ravel() for i in at])
+            whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
+            parts = jnp.split(whole, list(itertools.accumulate(xs[i].size for i in at))[:-1])
+            found |= {i: part.reshape(xs[i].shape) for i, part in zip(at, parts, strict=True)}
+    for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
+        if i not in found:
+            run = reduce_scatter if first_step and has_two_steps(x, one, mesh) else reduce_gradient
+            found[i] = run(x, one, mesh)
+    return [found[i] for i in range(len(xs))]
 
 
-@functools.lru_cache(maxsize=1024)
-def _reducing(placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> Callable[[list[Any]], list[Any]]:
-    """The same as one function for all units that are stored alike: it stands in the program once."""
+def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
+    """The stored shard of a value that is whole on every data shard.
 
-    def reduce_unit(xs: list[Any]) -> list[Any]:
-        together: dict[Any, list[int]] = {}
-        for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-            if _travels_with_others(x, one):
-                together.setdefault((x.dtype, one.reduce_dtype), []).append(i)
-        found = {}
-        for at in together.values():
-            if len(at) > 1:
-                joined = _all_reduce_joined([xs[i] for i in at], placements[at[0]], mesh)
-                found |= dict(zip(at, joined, strict=True))
-        for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-            if i not in found:
-                run = reduce_scatter if first_step and has_two_steps(x, one, mesh) else reduce_gradient
-                found[i] = run(x, one, mesh)
-        return [found[i] for i in range(len(xs))]
-
-    return jax.jit(reduce_unit)
-
-
-def _travels_with_others(x: jax.Array, placement: Placement) -> bool:
-    """Whether a gradient that is summed whole is copied together with others sooner than it is sent alone.
-
-    What is split over other axes, too, is not: it could not be joined without being gathered over them.
+    Or the part of a gathered parameter that this device keeps: one of `pieces`, shared by a group of neighbours.
     """
-    return placement.shards == 1 and x.size * x.dtype.itemsize < _JOINED_BYTES
-
-
-def _all_reduce_joined(arrays: Sequence[jax.Array], placement: Placement, mesh: Mesh) -> list[jax.Array]:
-    """The sums over the batch's axes of arrays of one dtype, which travel as one."""
-    dtype = arrays[0].dtype
-    joined = jnp.concatenate([x.astype(placement.reduce_dtype).ravel() for x in arrays])
-    whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
-    ends = list(itertools.accumulate(x.size for x in arrays))
-    return [part.reshape(x.shape) for part, x in zip(jnp.split(whole, ends[:-1]), arrays, strict=True)]
-
-
-def cut(x: jax.Array, placement: Placement) -> jax.Array:
-    """The stored shard of a value that is whole on every data shard."""
     dim = _dim(x, placement)
     if dim is None:
         return x
     x = _with_padding(x, placement)
-    size = x.shape[dim] // placement.degree
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(FSDP) * size, size, dim)
+    size = x.shape[dim] // (pieces or placement.degree)
+    index = lax.axis_index(FSDP) % pieces if pieces else lax.axis_index(FSDP)
+    return lax.dynamic_slice_in_dim(x, index * size, size, dim)
 
 
-def keep_piece(x: jax.Array, placement: Placement, pieces: int) -> jax.Array:
-    """The part of a gathered parameter that this device keeps: one of `pieces`, shared by a group of neighbours."""
-    dim = _dim(x, placement)
-    if dim is None:
-        return x
-    x = _with_padding(x, placement)
-    size = x.shape[dim] // pieces
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(FSDP) % pieces * size, size, dim)
-
-
-def placed(x: jax.Array, placement: Placement) -> jax.Array:
-    """A gradient in the memory that its parameter is stored in."""
-    return to_host(x) if placement.on_host else x
-
-
-def logical_shape(value: Value) -> tuple[int, ...]:
-    """The shape of the whole parameter that a value is a shard of."""
-    shape, placement = list(value.x.shape), value.shard.placement
-    dim = _dim(value.x, placement)
-    if dim is not None:
-        assert placement.dim is not None
-        shape[dim] = placement.shape[placement.dim]
-    return tuple(shape)
+def expert_dim(placement: Placement) -> int | None:
+    """The dim of a parameter that its experts are along, counted from the end; None if it is not one of experts."""
+    found = (i for i, entry in enumerate(placement.spec) if EXPERT in axes_of(entry))
+    return next((i - len(placement.spec) for i in found), None)
 
 
 def without_padding(x: Any, placement: Placement) -> Any:

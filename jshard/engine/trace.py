@@ -16,61 +16,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard._kernel_names import ATTENTION, CONTEXT
+from jshard._text import ATTENTION, CONTEXT
+from jshard.engine import rules
 from jshard.engine.call import is_float, refuse_written
 from jshard.engine.context import attention_again
-from jshard.engine.rules import calls
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
-from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
+from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
 
 
 class Call(Protocol):
-    """A call into an annotated module, taken apart into arrays by the adapter of its kind of module.
+    """A call into an annotated module, taken apart into arrays by the adapter of its kind of module."""
 
-    Attributes:
-        where: class and method, for messages.
-        params: the parameters under the module as they are stored, tied ones once.
-        placements: of each parameter; None for one that the annotation never saw.
-        owners: of each parameter: whether this module gathers it, a unit inside, or one around.
-        names: path of each parameter from the module.
-        inputs: all other arrays: state, then arguments.
-        num_state: how many of the inputs are state.
-        key: equal for calls that run the same program on arrays of the same types.
-        result: what `finish` needs besides arrays; set by `body`.
-        written: places of parameters that the method wrote, set by `body`. Their values before, then after, are the
-            last of the state: they must be the same, as `nnx.remat` writes back whatever it was given.
-    """
-
-    where: str
-    params: list[Any]
-    placements: list[Placement | None]
-    owners: list[str]
-    names: list[str]
-    inputs: list[Any]
-    num_state: int
-    result: Any
+    where: str  # class and method, for messages
+    params: list[Any]  # the parameters under the module as they are stored, tied ones once
+    placements: list[Placement | None]  # of each parameter; None for one that the annotation never saw
+    owners: list[str]  # of each parameter: whether this module gathers it, a unit inside, or one around
+    names: list[str]  # path of each parameter from the module
+    inputs: list[Any]  # all other arrays: state, then arguments
+    num_state: int  # how many of the inputs are state
+    result: Any  # what `finish` needs besides arrays; set by `body`
     written: Sequence[str]
+    """Places of parameters that the method wrote, set by `body`. Their values before, then after, are the last of the
+    state: they must be the same, as `nnx.remat` writes back whatever it was given."""
 
     @property
     def key(self) -> Hashable:
-        """See above."""
-        ...
+        """Equal for calls that run the same program on arrays of the same types."""
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
-        ...
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the method on a plain copy of the module: arrays of its result, and of the state it changed or made."""
-        ...
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
         """Writes the state back to the caller's objects, and returns what the method returned."""
-        ...
 
 
 @jax.tree_util.register_static
@@ -88,41 +73,31 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 class Program:
-    """A traced function of operands: parameters, then the rest.
-
-    Args:
-        jaxpr: the program, closed.
-        num_params: how many of the operands are parameters.
-        remat: for its gradient, as a unit has it.
-    """
+    """A traced function (a closed jaxpr) of operands: parameters, then the rest; `remat` is for its gradient."""
 
     def __init__(self, jaxpr: Any, num_params: int, *, remat: Remat = NONE) -> None:
         self.jaxpr, self.num_params, self.remat = jaxpr, num_params, remat
         self.gradient = functools.cache(functools.partial(Gradient, self))
 
-    def __call__(self, *operands: Any) -> list[Any]:
-        """Evaluates the program where it is called."""
-        return evaluate_jaxpr(self.jaxpr, operands)
 
-
-def trace(
-    call: Call,
-    body: Callable[[list[Any], list[Any]], list[Any]],
-    params: Sequence[Any],
-    inputs: Sequence[Any],
-    *,
-    remat: Remat,
-) -> tuple[Program, list[Any]]:
-    """Traces a call's body as a function of parameters and inputs.
-
-    Returns:
-        The program, and the constants to append to its operands.
-    """
+def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any], remat: Remat) -> tuple[Program, list]:
+    """Traces a call's body, a function of parameters and inputs: a program, and constants to append to its operands."""
     with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
-    _warn_of_names(call, closed.jaxpr, remat, attention_calls())
-    closed = _without_written(closed, call.written)
-    _refuse_axis_names(call, closed)
+    _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
+    if n := len(call.written):  # the program is without these parameters, which must have been passed through
+        outs = closed.jaxpr.outvars
+        pairs = zip(call.written, outs[-2 * n : -n], outs[-n:], strict=True)
+        refuse_written([place for place, old, new in pairs if not _is_passed(closed.jaxpr, old, new)])
+        closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, outs[: -2 * n]), closed.consts)
+    if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis is no more
+        raise CallError(
+            "The model has collectives over an axis that a vmap or pmap around it names.",
+            where=f"{call.where}: {', '.join(map(repr, names))}",
+            why="an annotated model is called on the whole batch: its means are those of the batch already.",
+            do="call it without the vmap, and without the name: nn.BatchNorm(axis_name=None).\n"
+            "Where the vmap is inside of the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
+        )
     consts = list(closed.consts)
     if consts:
         run = lambda *xs: evaluate_jaxpr(jex.ClosedJaxpr(closed.jaxpr, xs[len(xs) - len(consts) :]), xs[: -len(consts)])
@@ -154,29 +129,6 @@ def _names_in(jaxpr: Any) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-def _refuse_axis_names(call: Call, closed: Any) -> None:
-    """Raises for collectives over an axis of a vmap around: backward is traced where that axis is no more."""
-    if names := _compat.axis_names(closed.jaxpr):
-        raise CallError(
-            "The model has collectives over an axis that a vmap or pmap around it names.",
-            where=f"{call.where}: {', '.join(map(repr, names))}",
-            why="an annotated model is called on the whole batch: its means are those of the batch already.",
-            do="call it without the vmap, and without the name: nn.BatchNorm(axis_name=None).\n"
-            "Where the vmap is inside of the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
-        )
-
-
-def _without_written(closed: Any, places: Sequence[str]) -> Any:
-    """The program without parameters that the method wrote, which must have been passed through."""
-    jaxpr, n = closed.jaxpr, len(places)
-    if not n:
-        return closed
-    outs = jaxpr.outvars
-    pairs = zip(places, outs[-2 * n : -n], outs[-n:], strict=True)
-    refuse_written([place for place, old, new in pairs if not _is_passed(jaxpr, old, new)])
-    return jex.ClosedJaxpr(_compat.with_results(jaxpr, outs[: -2 * n]), closed.consts)
-
-
 def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
     """Whether a variable is another one, handed through calls and loops."""
     while new is not old:
@@ -193,12 +145,12 @@ def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
 def _handed(e: Any, k: int) -> Iterator[tuple[int, Any, Any, Any]]:
     """Operands that a result could be: the number of each, the program inside, and what the two are there."""
     if e.primitive.name == "scan":
-        (inner, _), (n_consts, n_carry) = calls.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
+        (inner, _), (n_consts, n_carry) = rules.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
         at = [n_consts + k] if k < n_carry else range(n_consts + n_carry, len(e.invars))
         yield from ((i, inner, inner.invars[i], inner.outvars[k]) for i in at)
-    elif e.primitive.name in calls.CALLS:
-        inner, _ = calls.program(e)
-        at = calls.operands(e, range(len(e.invars)))
+    elif e.primitive.name in rules.CALLS:
+        inner, _ = rules.program(e)
+        at = rules.operands(e, range(len(e.invars)))
         yield from ((i, inner, v, inner.outvars[k]) for i, v in zip(at, inner.invars, strict=True))
 
 
@@ -207,11 +159,7 @@ class Gradient:
 
     Forward takes the program's operands, and returns its results, then the residuals that are kept. Backward takes the
     parameters, the kept residuals and the cotangents of the results that have one, and returns a gradient for each
-    operand asked for.
-
-    Args:
-        program: the program.
-        wrt: for each operand, whether it is differentiated.
+    operand that is differentiated, as `wrt` says.
     """
 
     def __init__(self, program: Program, wrt: tuple[bool, ...]) -> None:
@@ -223,7 +171,7 @@ class Gradient:
             fixed = others(wrt, operands)
 
             def f(diff: list[Any]) -> tuple[list[Any], list[Any]]:
-                outs = program(*merged(wrt, diff, fixed))
+                outs = evaluate_jaxpr(program.jaxpr, merged(wrt, diff, fixed))
                 self.is_float = [is_float(x) for x in outs]
                 return picked(self.is_float, outs), others(self.is_float, outs)
 
@@ -235,28 +183,23 @@ class Gradient:
         jaxpr, num_outs = closed.jaxpr, len(self.is_float)
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._params, self._residuals = jaxpr.invars[: program.num_params], jaxpr.outvars[num_outs:]
-        known = self._known(jaxpr)
-        again = {a for a in self._residuals if isinstance(a, jex.Var) and a in known}
-        self.kept = list(dict.fromkeys(a for a in self._residuals if isinstance(a, jex.Var) and a not in known))
-        self._again, self._outs = _slice(jaxpr.eqns, again), jaxpr.outvars[:num_outs]
-        self._unused: list[Any] = []
-        self._backwards = self._needed_alone()
+        of_data = dependents(jaxpr, jaxpr.invars[program.num_params :])  # others follow from the parameters alone
+        residuals = dict.fromkeys(a for a in self._residuals if isinstance(a, jex.Var))
+        self.kept = [a for a in residuals if a in of_data]
+        again, needed = [], {a for a in residuals if a not in of_data}
+        for e in reversed(jaxpr.eqns):
+            if any(v in needed for v in e.outvars):
+                again.append(e)
+                needed.update(a for a in e.invars if isinstance(a, jex.Var))
+        self._again = again[::-1]
+        self._outs, self._unused, self._backwards = jaxpr.outvars[:num_outs], [], {}
+        self._keep_what_is_needed()
         self.forward = jex.ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
-
-    def _known(self, jaxpr: Any) -> set[Any]:
-        """What follows from parameters and constants alone."""
-        known = {*jaxpr.constvars, *self._params}
-        for e in jaxpr.eqns:
-            if all(isinstance(a, jex.Literal) or a in known for a in e.invars) and not e.effects:
-                known.update(e.outvars)
-        return known
 
     def forward_keeping(self, which: Sequence[bool]) -> Any:
         """Forward, with some of the parameters among what is kept."""
-        jaxpr = self.forward.jaxpr
-        return jex.ClosedJaxpr(
-            _compat.with_results(jaxpr, [*jaxpr.outvars, *picked(which, self._params)]), self.forward.consts
-        )
+        results = [*self.forward.jaxpr.outvars, *picked(which, self._params)]
+        return jex.ClosedJaxpr(_compat.with_results(self.forward.jaxpr, results), self.forward.consts)
 
     def backward_given(self, live: tuple[bool, ...], which: Sequence[bool]) -> Any:
         """Backward, which takes some of the parameters from further operands."""
@@ -275,8 +218,8 @@ class Gradient:
             self._backwards[live] = self._traced(live)
         return self._backwards[live]
 
-    def _needed_alone(self) -> dict[tuple[bool, ...], Any]:
-        """Of what autodiff keeps, keeps what a gradient needs; the backward program that has a cotangent of each float.
+    def _keep_what_is_needed(self) -> None:
+        """Of what autodiff keeps, keeps what a gradient needs, where there is a cotangent of each float.
 
         Autodiff also keeps what a stopped gradient would need, such as the scores whose maximum a softmax subtracts.
         """
@@ -286,7 +229,7 @@ class Gradient:
         closed, used = _compat.without_dead_code(closed, [not may_go(i, v) for i, v in enumerate(closed.in_avals)])
         self._unused = others(used[num_params:end], self.kept)
         self.kept = picked(used[num_params:end], self.kept)
-        return {live: closed}
+        self._backwards[live] = closed
 
     def _traced(self, live: tuple[bool, ...]) -> Any:
         """The backward program that takes all that is kept."""
@@ -294,13 +237,41 @@ class Gradient:
         def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             env = self._consts | dict(zip(self._params, params, strict=True)) | dict(zip(self.kept, kept, strict=True))
             env |= {v: _zeros(v) for v in self._unused}  # nothing of a gradient reads them
-            leaves, given = evaluate(self._again, env, self._residuals), iter(cotangents)
+            leaves, given = _evaluate(self._again, env, self._residuals), iter(cotangents)
             cts = [next(given) if is_live else _zeros(a) for a, is_live in zip(self._outs, live, strict=True)]
             (grads,) = jax.tree.unflatten(self._tree, leaves)(picked(self.is_float, cts))
             return grads
 
         avals = [list(map(abstract, group)) for group in (self._params, self.kept, picked(live, self._outs))]
         return jax.make_jaxpr(backward)(*avals)
+
+
+def differentiable(program: Program, plain: Callable, forward: Callable, backward: Callable) -> Callable[..., list]:
+    """A program as a function of its operands, whose derivative is run as the caller says; `plain` is without one.
+
+    What forward returns beside the results and the residuals goes to backward as it is. Backward takes that, for which
+    results there are cotangents, parameters, residuals and cotangents.
+    """
+
+    @jax.custom_vjp
+    def run(*operands: Any) -> list[Any]:
+        return plain(*operands)
+
+    def forward_of(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        values = [x.value for x in operands]
+        gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
+        outs, more = forward(gradient, values)
+        num_outs = len(gradient.is_float)
+        return outs[:num_outs], (values[: program.num_params], outs[num_outs:], Static((gradient, more)))
+
+    def backward_of(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        params, kept, (gradient, more) = saved[0], saved[1], saved[2].value
+        live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
+        grads = iter(backward(gradient, more, live, params, kept, picked(live, cotangents)))
+        return tuple(next(grads) if is_wanted else None for is_wanted in gradient.wrt)
+
+    run.defvjp(forward_of, backward_of, symbolic_zeros=True)
+    return run
 
 
 def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -315,42 +286,38 @@ def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-        outs = _with_names(closed, jax.tree.leaves(args), itertools.cycle([True, False]))
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+        turns = itertools.cycle([True, False])
+
+        def named(e: Any, xs: list[Any]) -> list[Any]:
+            if e.primitive.name == "jit":
+                return evaluate_jaxpr(e.params["jaxpr"], xs, named)
+            found = _compat.bind(e, xs)
+            if e.primitive.name != "dot_general" or any(e.params["dimension_numbers"][1]) or not next(turns):
+                return found
+            return [checkpoint_name(x, KEPT_PRODUCT) for x in found]
+
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate_jaxpr(closed, jax.tree.leaves(args), named))
 
     return run
-
-
-def _with_names(closed: Any, operands: Sequence[Any], turns: Iterator[bool]) -> list[Any]:
-    def name(e: Any, xs: list[Any]) -> list[Any]:
-        if e.primitive.name == "jit":
-            return _with_names(e.params["jaxpr"], xs, turns)
-        found = _compat.bind(e, xs)
-        if e.primitive.name != "dot_general" or any(e.params["dimension_numbers"][1]) or not next(turns):
-            return found
-        return [checkpoint_name(x, KEPT_PRODUCT) for x in found]
-
-    return evaluate_jaxpr(closed, operands, name)
 
 
 def _zeros(a: Any) -> jax.Array:
     return jnp.zeros(a.aval.shape, a.aval.dtype)
 
 
-def _slice(equations: Sequence[Any], needed: set[Any]) -> list[Any]:
-    """The equations that some variables need."""
-    needed, found = set(needed), []
-    for e in reversed(equations):
-        if any(v in needed for v in e.outvars):
-            found.append(e)
-            needed.update(a for a in e.invars if isinstance(a, jex.Var))
-    return found[::-1]
+# ---- equal layers are equal programs, though their Python ran for each: one derivative and one partitioning will do
 
 
-# Equal layers are equal programs, though their Python ran for each: one derivative and one partitioning will do.
+def shared(program: Program, alike: list[Program]) -> tuple[Program, list[Any]]:
+    """One of some programs that is equal to this one, which is among them from then on; and further operands for it."""
+    jaxpr, numbers = _without_key_data(program.jaxpr)
+    found = next((p for p in alike if p.remat == program.remat and are_equal(p.jaxpr, jaxpr)), None)
+    if found is None:
+        alike.append(found := Program(jaxpr, program.num_params, remat=program.remat))
+    return found, numbers
 
 
-def without_key_data(closed: Any) -> tuple[Any, list[Any]]:
+def _without_key_data(closed: Any) -> tuple[Any, list[Any]]:
     """A program with what it folds into its keys as further operands, and those numbers.
 
     Linen folds the path of a module into its keys: without the numbers, layers that differ in nothing else are equal.
@@ -369,7 +336,7 @@ def without_key_data(closed: Any) -> tuple[Any, list[Any]]:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two programs have the same equations, with the same names and settings, in the same order."""
-    (a, consts), (b, others) = map(calls.opened, (one, other))
+    (a, consts), (b, others) = map(rules.opened, (one, other))
     if a is b and consts is others:
         return True
     same: dict[Any, Any] = {}
@@ -379,10 +346,13 @@ def are_equal(one: Any, other: Any) -> bool:
         return len(mine) == len(theirs) and all(x.aval == y.aval for x, y in zip(mine, theirs, strict=True))
 
     def read(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-        return len(mine) == len(theirs) and all(
-            _is_same_literal(x, y) if isinstance(x, jex.Literal) else same.get(x) is y
-            for x, y in zip(mine, theirs, strict=True)
-        )
+        return len(mine) == len(theirs) and all(map(is_same, mine, theirs))
+
+    def is_same(x: Any, y: Any) -> bool:
+        if not isinstance(x, jex.Literal):
+            return same.get(x) is y
+        bits = lambda literal: np.asarray(literal.val).tobytes()
+        return isinstance(y, jex.Literal) and x.aval == y.aval and bits(x) == bits(y)
 
     return (
         len(a.eqns) == len(b.eqns)
@@ -402,11 +372,6 @@ def are_equal(one: Any, other: Any) -> bool:
     )
 
 
-def _is_same_literal(x: Any, y: Any) -> bool:
-    bits = lambda literal: np.asarray(literal.val).tobytes()
-    return isinstance(y, jex.Literal) and x.aval == y.aval and bits(x) == bits(y)
-
-
 def _is_same_parameter(x: Any, y: Any) -> bool:
     """Whether two parameters of equations are the same; False where they cannot be compared."""
     if x is y:
@@ -423,26 +388,29 @@ def _is_same_parameter(x: Any, y: Any) -> bool:
         return False
 
 
-Bind = Callable[[Any, list[Any]], list[Any]]
-"""How an equation runs on values."""
-
-
-def evaluate_jaxpr(closed: Any, operands: Sequence[Any], bind: Bind = _compat.bind) -> list[Any]:
+def evaluate_jaxpr(closed: Any, operands: Sequence[Any], bind: Callable = _compat.bind) -> list[Any]:
     """Runs a closed jaxpr where it is called, as `jax.core.eval_jaxpr`, keeping the user's lines and names."""
     jaxpr = closed.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
-    return evaluate(jaxpr.eqns, env, jaxpr.outvars, bind)
+    return _evaluate(jaxpr.eqns, env, jaxpr.outvars, bind)
 
 
-def evaluate(
-    equations: Sequence[Any], env: dict[Any, Any], wanted: Sequence[Any], bind: Bind = _compat.bind
-) -> list[Any]:
+def _evaluate(equations: list[Any], env: dict, wanted: Sequence[Any], bind: Callable = _compat.bind) -> list[Any]:
     """Runs equations on the values in `env`; the values of some variables."""
     read = lambda a: a.val if isinstance(a, jex.Literal) else env[a]
     for e in equations:
         with _compat.equation_context(e):
             env.update(zip(e.outvars, bind(e, list(map(read, e.invars))), strict=True))
     return list(map(read, wanted))
+
+
+def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
+    """What a program computes of some variables, or with effects; and these."""
+    found = set(variables)
+    for e in jaxpr.eqns:
+        if e.effects or any(isinstance(a, jex.Var) and a in found for a in e.invars):
+            found.update(e.outvars)
+    return found
 
 
 def picked(which: Sequence[bool], xs: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Units as equations of a region's global trace, and units that are never gathered."""
+"""Units as equations of a region's global trace; and units that run in global view, as written."""
 
 import contextlib
 import contextvars
@@ -9,32 +9,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import batching
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.call import is_float
-from jshard.engine.context import traced_for
+from jshard.engine import trace
+from jshard.engine.call import NnxCall, is_array, is_float, is_nnx
+from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.stored import without_padding
-from jshard.engine.trace import (
-    Call,
-    Program,
-    Static,
-    abstract,
-    are_equal,
-    evaluate_jaxpr,
-    picked,
-    trace,
-    without_key_data,
-)
-from jshard.errors import CallError
-from jshard.plans.mesh import data_degree
+from jshard.plans.memories import fetched
+from jshard.plans.mesh import data_axes, data_degree
 from jshard.plans.placement import Placement
-from jshard.plans.policies import MixedPrecision, Prefetch
-from jshard.plans.remat import Remat
+from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Prefetch, Remat
 from jshard.plans.units import NESTED, OWN, Unit
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -42,17 +31,13 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclasses.dataclass(frozen=True)
 class UnitSettings:
-    """How a unit's equation is run on a data shard.
+    """How a unit's equation is run on a data shard."""
 
-    Args:
-        name: path of the unit, for the names of its operations.
-        reshard: True: gathered again in backward. False: what forward gathered is kept. A number: in so many pieces.
-        prefetch: how early it is gathered; None leaves it to the compiler.
-    """
-
-    name: str
-    reshard: bool | int
-    prefetch: Prefetch | None
+    name: str  # path of the unit, for the names of its operations
+    reshard: (
+        bool | int
+    )  # True: gathered again in backward. False: what forward gathered is kept. Or so many pieces of it
+    prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
 
 
 unit_p = jex.Primitive("unit")
@@ -60,13 +45,12 @@ unit_p = jex.Primitive("unit")
 
 Params:
     jaxpr: the program, closed, which takes the parameters in the dtypes that they are gathered in.
-    phase: forward or backward.
     owners: of each parameter operand: who gathers it.
-    settings: `UnitSettings`.
     out_dtypes: dtypes of the results: gradients leave in the stored dtype of their parameter.
     wrt: in backward, for each parameter, whether its gradient is among the first results.
     num_kept: how many gathered parameters are the last results of forward, and the last operands of backward, which
         then takes nothing but the types from its first operands.
+    phase, settings, where: forward or backward, `UnitSettings`, the class and method.
 """
 unit_p.multiple_results = True
 
@@ -75,7 +59,7 @@ def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, settings: "UnitSettings"
     """A unit where one data shard has the whole batch: an ordinary function, for whatever transforms the program."""
     cast = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, jaxpr.in_avals, strict=True)]
     with jax.named_scope(f"jshard[{settings.name}]"):
-        outs = evaluate_jaxpr(jaxpr, cast)
+        outs = trace.evaluate_jaxpr(jaxpr, cast)
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(outs, out_dtypes, strict=True)]
 
 
@@ -97,7 +81,7 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **para
         jax.ShapeDtypeStruct(v.shape if axis is None else (size, *v.shape), v.dtype)
         for v, axis in zip(jaxpr.in_avals, axes, strict=True)
     ]
-    run = jax.vmap(lambda *xs: evaluate_jaxpr(jaxpr, xs), in_axes=axes, axis_size=size)
+    run = jax.vmap(lambda *xs: trace.evaluate_jaxpr(jaxpr, xs), in_axes=axes, axis_size=size)
     over_rows = jax.make_jaxpr(run)(*rows)
     return unit_p.bind(*operands, jaxpr=over_rows, **params), [0] * len(over_rows.out_avals)
 
@@ -108,29 +92,14 @@ batching.primitive_batchers[unit_p] = _batched
 class Traces:
     """The units of one region's trace.
 
-    Args:
-        are_equations: False where one data shard has the whole batch, and the program runs as it is.
+    They are no equations where one data shard has the whole batch, and the program runs as it is.
     """
 
     def __init__(self, *, are_equations: bool) -> None:
         self.are_equations = are_equations
-        self.programs: dict[Any, tuple[Program, list[Any], Any]] = {}  # with more operands, and what `finish` needs
-        self.functions: dict[tuple[Program, UnitSettings], Callable[..., list[Any]]] = {}
-        self._distinct: dict[Hashable, list[Program]] = {}
-
-    def shared(self, program: Program, kind: Hashable) -> tuple[Program, list[Any]]:
-        """A program that is equal to this one, traced before if there is such, and further operands for it.
-
-        Args:
-            program: the program.
-            kind: what equal ones have in common besides: the user's function, and how it is called.
-        """
-        jaxpr, numbers = without_key_data(program.jaxpr)
-        alike = self._distinct.setdefault((kind, len(jaxpr.jaxpr.eqns)), [])
-        found = next((p for p in alike if p.remat == program.remat and are_equal(p.jaxpr, jaxpr)), None)
-        if found is None:
-            alike.append(found := Program(jaxpr, program.num_params, remat=program.remat))
-        return found, numbers
+        self.programs: dict[Any, tuple[trace.Program, list, Any]] = {}  # with more operands, and what `finish` needs
+        self.functions: dict[tuple[trace.Program, UnitSettings], Callable[..., list[Any]]] = {}
+        self.distinct: dict[Hashable, list[trace.Program]] = {}  # by what equal ones have in common
 
 
 _traces: contextvars.ContextVar[Traces | None] = contextvars.ContextVar("traces", default=None)
@@ -144,53 +113,43 @@ def in_region_trace() -> bool:
 @contextlib.contextmanager
 def region_trace(mesh: Mesh) -> Iterator[None]:
     """Inside, the global program of a region over a mesh is traced."""
-    token = _traces.set(Traces(are_equations=data_degree(mesh) > 1))
-    try:
-        with traced_for(mesh):
-            yield
-    finally:
-        _traces.reset(token)
+    with during(_traces, Traces(are_equations=data_degree(mesh) > 1)), traced_for(mesh):
+        yield
 
 
-def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, remat: Remat) -> Any:
+def call_unit(call: trace.Call, settings: UnitSettings, precision: MixedPrecision, remat: Remat) -> Any:
     """The call of a unit inside a region's trace."""
     traces = _traces.get()
     assert traces is not None
     like = [
         jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN and is_float(x) else x
-        for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
+        for x, p, owner in zip(map(trace.abstract, call.params), call.placements, call.owners, strict=True)
     ]
-    inputs = list(map(abstract, call.inputs))
+    inputs, owners = list(map(trace.abstract, call.inputs)), tuple(call.owners)
     avals = tuple((x.shape, str(x.dtype), x.weak_type) for x in (*like, *inputs))
-    own_name = settings.name if NESTED in call.owners else ""  # units inside are named after it
-    key = call.key, own_name, precision, remat, avals, tuple(call.owners), _compat.trace_context()
-    is_shared = _is_hashable(key)
-    found = traces.programs.get(key) if is_shared else None
+    own_name = settings.name if NESTED in owners else ""  # units inside are named after it
+    key: Any = call.key, own_name, precision, remat, avals, owners, _compat.trace_context()
+    try:
+        hash(key)
+    except TypeError:  # a module with a list or a dict among its plain attributes: its calls are traced one by one
+        key = object()
     consts: list[Any] = []
+    found = traces.programs.get(key)
     if found is None:
-        program, consts = trace(call, computes_in(call, precision), like, inputs, remat=remat)
-        program, numbers = traces.shared(program, (call.where, own_name, tuple(call.owners)))
-        found = program, numbers, call.result
-        if is_shared and not consts:
+        program, consts = trace.trace_call(call, computes_in(call, precision), like, inputs, remat=remat)
+        kind = call.where, own_name, owners, len(program.jaxpr.jaxpr.eqns)
+        found = *trace.shared(program, traces.distinct.setdefault(kind, [])), call.result
+        if not consts:
             traces.programs[key] = found
     program, numbers, result = found
     run = traces.functions.get((program, settings))
     if run is None:
-        run = _differentiable(program, tuple(call.owners), settings, call.where, as_equations=traces.are_equations)
+        run = _differentiable(program, owners, settings, call.where, traces.are_equations)
         traces.functions[program, settings] = run
     return call.finish(run(*call.params, *call.inputs, *consts, *numbers), result)
 
 
-def _is_hashable(key: Any) -> bool:
-    """False for a module with a list or a dict among its plain attributes: its calls are traced one by one."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
-
-
-def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], list[Any]], list[Any]]:
+def computes_in(call: trace.Call, precision: MixedPrecision) -> Callable[[list[Any], list[Any]], list[Any]]:
     """The body of a call, with its arguments and results in the dtypes of a policy."""
 
     def body(params: list[Any], inputs: list[Any]) -> list[Any]:
@@ -207,10 +166,11 @@ def _cast(x: Any, dtype: str | None) -> Any:
 
 
 def _differentiable(
-    program: Program, owners: tuple[str, ...], settings: UnitSettings, where: str, *, as_equations: bool
-) -> Callable[..., list[Any]]:
+    program: trace.Program, owners: tuple, settings: UnitSettings, where: str, as_equations: bool
+) -> Callable:
     """The program as a function whose derivative is a unit's, too."""
-    n, own = program.num_params, [owner == OWN for owner in owners]
+    own = [owner == OWN for owner in owners]
+    dtypes_of = lambda jaxpr: [a.dtype for a in jaxpr.out_avals]
     num_kept = 0 if settings.reshard is True else sum(own)
 
     @functools.cache
@@ -224,73 +184,66 @@ def _differentiable(
             *operands, jaxpr=jaxpr, out_dtypes=tuple(dtypes), owners=owners, settings=settings, where=where, **phase
         )
 
-    @jax.custom_vjp
-    def run(*operands: Any) -> list[Any]:
-        return bind(program.jaxpr, operands, _dtypes(program.jaxpr), phase=FORWARD, wrt=(), num_kept=0)
+    def plain(*operands: Any) -> list[Any]:
+        return bind(program.jaxpr, operands, dtypes_of(program.jaxpr), phase=FORWARD, wrt=(), num_kept=0)
 
-    def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        values = [x.value for x in operands]
-        gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
+    def forward(gradient: trace.Gradient, operands: list[Any]) -> tuple[list[Any], None]:
         jaxpr = gradient.forward_keeping(own) if num_kept else gradient.forward
-        outs = bind(jaxpr, values, _dtypes(jaxpr), phase=FORWARD, wrt=(), num_kept=num_kept)
-        num_outs = len(gradient.is_float)
-        return outs[:num_outs], (values[:n], outs[num_outs:], Static(gradient))
+        return bind(jaxpr, operands, dtypes_of(jaxpr), phase=FORWARD, wrt=(), num_kept=num_kept), None
 
-    def backward(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        params, kept, gradient = saved[0], saved[1], saved[2].value
-        live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
+    def backward(gradient: trace.Gradient, _: None, live: tuple, params: list, kept: list, cts: list) -> list[Any]:
         jaxpr = gradient.backward_given(live, own) if num_kept else gradient.backward(live)
-        at, wrt = len(kept) - num_kept, gradient.wrt[:n]
-        operands = [*params, *kept[:at], *picked(live, cotangents), *kept[at:]]
-        dtypes = [*(x.dtype for x in picked(wrt, params)), *_dtypes(jaxpr)[sum(wrt) :]]
-        grads = iter(bind(jaxpr, operands, dtypes, phase=BACKWARD, wrt=wrt, num_kept=num_kept))
-        return tuple(next(grads) if is_wanted else None for is_wanted in gradient.wrt)
+        at, wrt = len(kept) - num_kept, gradient.wrt[: program.num_params]
+        dtypes = [*(x.dtype for x in trace.picked(wrt, params)), *dtypes_of(jaxpr)[sum(wrt) :]]
+        operands = [*params, *kept[:at], *cts, *kept[at:]]
+        return bind(jaxpr, operands, dtypes, phase=BACKWARD, wrt=wrt, num_kept=num_kept)
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+    return trace.differentiable(program, plain, forward, backward)
 
 
-def _dtypes(jaxpr: Any) -> list[Any]:
-    return [a.dtype for a in jaxpr.out_avals]
+# ---- in global view: as a Flax user would write it, which jshard is compared with; and units that are never gathered
 
 
-# A unit that is never gathered: its call runs as written, in global view, on parameters that stay where they are.
-
-
-def run_ungathered(call: Call, unit: Unit) -> Any:
-    """Calls a method of a unit that is never gathered. The compiler places what its operations communicate."""
+def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any], unit: Unit) -> Any:
+    """Calls a method of a unit's module as a Flax user would write it: cast, and under `jax.checkpoint`."""
+    call = NnxCall(module, method, *_split_along_batch((args, kwargs), unit))
+    gathers = (OWN,) if unit.nested else {*call.owners} - {NESTED}
     params = [
-        x if p is None else without_padding(_held(x, p, unit), p).astype(p.gathered_dtype)
+        x if p is None else without_padding(fetched(x), p).astype(p.gathered_dtype if owner in gathers else x.dtype)
+        for x, p, owner in zip(call.params, call.placements, call.owners, strict=True)
+    ]
+    with attention_again(unit.policy.remat == ATTENTION_AGAIN):
+        run = trace.checkpointed(computes_in(call, unit.policy.mixed_precision), unit.policy.remat)
+        outs = run(params, call.inputs)
+    passed = 2 * len(call.written)  # parameters that a transformation wrote back
+    return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
+
+
+def _split_along_batch(tree: Any, unit: Unit) -> Any:
+    axes, shards = data_axes(unit.mesh), data_degree(unit.mesh)
+
+    def split(x: Any) -> Any:
+        if not is_array(x) or x.ndim < 2 or x.shape[0] % shards or not isinstance(unit.mesh, Mesh):
+            return x
+        entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
+        return lax.with_sharding_constraint(x, NamedSharding(unit.mesh, PartitionSpec(*entries)))
+
+    return jax.tree.map(split, tree, is_leaf=is_nnx)
+
+
+def run_ungathered(call: trace.Call, unit: Unit) -> Any:
+    """Calls a method of a unit on parameters that stay where they are; the compiler places what it communicates."""
+
+    def held(stored: jax.Array, placement: Placement) -> jax.Array:
+        """The parameter, held to its place; so is its gradient, which the compiler would else put anywhere."""
+        if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
+            return stored
+        return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))
+
+    params = [
+        x if p is None else without_padding(held(x, p), p).astype(p.gathered_dtype)
         for x, p in zip(call.guarded(call.params), call.placements, strict=True)
     ]
     with jax.named_scope(f"jshard[{unit.name or '(root)'}]"):
         outs = computes_in(call, unit.policy.mixed_precision)(params, call.inputs)
     return call.finish(outs, call.result)
-
-
-def _held(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
-    """The parameter, held to its place; so is its gradient, which the compiler would else put anywhere."""
-    if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
-        return stored
-    return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))
-
-
-def called_inside(where: str) -> CallError:
-    """The error for a call from inside the region."""
-    return CallError(
-        "A unit that is never gathered was called inside the sharded region.",
-        where=where,
-        why="inside, a device has its shards of the parameters, and gathering them is what the annotation rules out.",
-        do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
-    )
-
-
-def read_inside(name: str, placement: Placement, place: str) -> CallError:
-    """The error for a parameter that an operation inside the region reads."""
-    return CallError(
-        "A parameter that is never gathered was read inside the sharded region.",
-        where=f"{name}  {placement.dtype}{list(placement.shape)}, read at {place or 'a line that is not known'}",
-        why=f"inside, a device has {placement.bytes_per_device} of its {placement.logical_bytes} bytes, and gathering"
-        " the rest is what the annotation rules out.",
-        do="read it before the model, and pass what comes of it: rows = model.tables(ids); model(rows, x)",
-    )

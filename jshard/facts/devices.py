@@ -23,8 +23,8 @@ class DeviceLink:
 
     gb_per_s: float
     name: str
-    reached_percent: int
-    least_percent: int
+    reached_percent: int = 80
+    least_percent: int = 60
 
     @property
     def bytes_per_s(self) -> float:
@@ -74,44 +74,26 @@ _FLASH_TPU = Reached(30, 45, 60, "assumption: as on an H100")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """One kind of accelerator, as JAX counts devices: a GPU, or a TPU chip.
+    """One kind of accelerator, as JAX counts devices: a GPU, or a TPU chip."""
 
-    Attributes:
-        name: as in a topology, e.g. "h100".
-        title: the device in words.
-        kind: pattern of the driver's name for it, which `name` matches too.
-        flops_per_s: dense peak of matrix products by dtype: "bf16" (and f16), "f32", and where the device has them
-            "tf32" and "fp8". Of a TPU "f32" is the bf16 figure: JAX's default precision is one bf16 pass.
-        hbm_bytes: memory that programs can have, before the runtime takes its own part.
-        hbm_bytes_per_s: peak bandwidth of it.
-        fast: between neighbours, by device: NVLink, or all ICI links of a chip.
-        fast_group: most devices that such links join.
-        slow: between groups, by device: network adapter, or data-center network.
-        matmul: what large matrix products reach of the peak.
-        attention: what attention in one kernel reaches of it.
-        sheet: the data sheet, or the page about it.
-        host: between the device and the host's memory, each way; None where no rate is published.
-        target: what the GPU compiler asks for; None for a TPU, whose compiler knows its devices.
-        spec: where XLA has that from.
-        dims: extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU.
-    """
-
-    name: str
-    title: str
-    kind: str
+    name: str  # as in a topology, e.g. "h100"
+    title: str  # the device in words
+    kind: str  # pattern of the driver's name for it, which `name` matches too
+    # Dense peak of matrix products by dtype: "bf16" (and f16), "f32", and where the device has them "tf32" and "fp8".
+    # Of a TPU "f32" is the bf16 figure: JAX's default precision is one bf16 pass.
     flops_per_s: Mapping[str, float]
-    hbm_bytes: int
-    hbm_bytes_per_s: float
-    fast: DeviceLink
-    fast_group: int
-    slow: DeviceLink
-    matmul: Reached
-    attention: Reached
-    sheet: str
-    host: DeviceLink | None = None
-    target: GpuTarget | None = None
-    spec: str = ""
-    dims: int = 0
+    hbm_bytes: int  # memory that programs can have, before the runtime takes its own part
+    hbm_bytes_per_s: float  # peak bandwidth of it
+    fast: DeviceLink  # between neighbours, by device: NVLink, or all ICI links of a chip
+    fast_group: int  # most devices that such links join
+    slow: DeviceLink  # between groups, by device: network adapter, or data-center network
+    matmul: Reached  # what large matrix products reach of the peak
+    attention: Reached  # what attention in one kernel reaches of it
+    sheet: str  # the data sheet, or the page about it
+    host: DeviceLink | None = None  # between the device and the host's memory; None where no rate is published
+    target: GpuTarget | None = None  # what the GPU compiler asks for; None for a TPU, whose compiler knows its devices
+    spec: str = ""  # where XLA has that from
+    dims: int = 0  # extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU
 
     @property
     def platform(self) -> str:
@@ -146,12 +128,9 @@ class DeviceFacts:
         return found | (self.host.sources("host", ranged=False) if self.host else {})
 
     def product_flops_per_s(self, dtype: str) -> float:
-        """Peak of matrix products over arrays of a dtype, at JAX's default precision.
+        """Peak of matrix products over arrays of a dtype, by its name in numpy or XLA, at JAX's default precision.
 
         float32 runs in TF32 where the device has it, as XLA:GPU allows; fp8 without units of its own in bf16.
-
-        Args:
-            dtype: as numpy or XLA name it, e.g. "bfloat16", "f32", "float8_e4m3fn".
         """
         peaks = self.flops_per_s
         if dtype.startswith(("float8", "f8")):
@@ -164,7 +143,7 @@ class DeviceFacts:
 def _gpu(
     name: str, title: str, kind: str, *, target: GpuTarget, spec: str, group: int = 8, **facts: Any
 ) -> DeviceFacts:
-    """A GPU; its memory is what its description for the compiler says."""
+    """A GPU; its memory is what its description for the compiler says, the rest as of an H100 where it is not given."""
     return DeviceFacts(
         name=name,
         title=title,
@@ -174,17 +153,27 @@ def _gpu(
         hbm_bytes=target.device_memory_size,
         hbm_bytes_per_s=target.memory_bandwidth,
         fast_group=group,
-        **facts,
+        **{"attention": _FLASH_HOPPER, "slow": _IB_400, "host": _PCIE_5, **facts},
     )
 
 
 def _tpu(
-    name: str, title: str, kind: str, *, peak: float, hbm_gib: float, gb_per_s: float, pod: int, **facts: Any
+    name: str,
+    kind: str,
+    peak: float,
+    hbm_gib: float,
+    gb_per_s: float,
+    pod: int,
+    dims: int,
+    ici: float,
+    links: str,
+    slow: float,
+    network: str,
 ) -> DeviceFacts:
     return DeviceFacts(
         name=name,
-        title=title,
-        kind=kind,
+        title=f"Cloud TPU {name}",
+        kind=rf"\b{kind}$",
         flops_per_s={"bf16": peak, "f32": peak},
         hbm_bytes=int(hbm_gib * GIB),
         hbm_bytes_per_s=gb_per_s * GIGA,
@@ -192,24 +181,22 @@ def _tpu(
         matmul=_BF16_TPU,
         attention=_FLASH_TPU,
         sheet=f"cloud.google.com/tpu/docs/{name}",
-        **facts,
+        fast=DeviceLink(ici, f"{links} links of a chip", reached_percent=89, least_percent=44),
+        slow=DeviceLink(slow, network, reached_percent=84, least_percent=30),
+        dims=dims,
     )
 
 
 _HOPPER = {"bf16": 989.5e12, "tf32": 494.7e12, "fp8": 1979e12, "f32": 67e12}
 _AMPERE = {"bf16": 312e12, "tf32": 156e12, "f32": 19.5e12}
-_NVLINK3 = DeviceLink(300, "NVLink 3", reached_percent=82, least_percent=60)
-_NVLINK4 = DeviceLink(450, "NVLink 4", reached_percent=82, least_percent=60)
-_NVLINK5 = DeviceLink(900, "NVLink 5", reached_percent=82, least_percent=60)
+_NVLINK3, _NVLINK4, _NVLINK5 = (DeviceLink(rate, f"NVLink {n}", 82) for n, rate in ((3, 300), (4, 450), (5, 900)))
 _IB_200 = DeviceLink(25, "one 200 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
 _IB_400 = DeviceLink(50, "one 400 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
 
 # One way; the data sheets count both together. Google publishes no such rate for its TPUs.
-_PCIE_4 = DeviceLink(32, "PCIe 4 x16, half of the data sheet's 64 GB/s", reached_percent=80, least_percent=60)
-_PCIE_5 = DeviceLink(64, "PCIe 5 x16, half of the data sheet's 128 GB/s", reached_percent=80, least_percent=60)
-_C2C = DeviceLink(
-    225, "NVLink-C2C, 900 GB/s both ways for the two GPUs of a superchip", reached_percent=80, least_percent=60
-)
+_PCIE_4 = DeviceLink(32, "PCIe 4 x16, half of the data sheet's 64 GB/s")
+_PCIE_5 = DeviceLink(64, "PCIe 5 x16, half of the data sheet's 128 GB/s")
+_C2C = DeviceLink(225, "NVLink-C2C, 900 GB/s both ways for the two GPUs of a superchip")
 
 _HOPPER_RATES = rates(clock=1.98, matrix_clock=1.8295201, f32_ops=2, f16=512, f64=32)
 _BLACKWELL_RATES = rates(clock=1.965, matrix_clock=1.8353101, f32_ops=1, f16=1024, f64=16)
@@ -237,10 +224,7 @@ _ALL = (
         target=_H100,
         spec="h100_sxm",
         matmul=_BF16_HOPPER,
-        attention=_FLASH_HOPPER,
         fast=_NVLINK4,
-        slow=_IB_400,
-        host=_PCIE_5,
     ),
     _gpu(
         "h200",
@@ -256,10 +240,7 @@ _ALL = (
         ),
         spec="h200",
         matmul=_BF16_H200,
-        attention=_FLASH_HOPPER,
         fast=_NVLINK4,
-        slow=_IB_400,
-        host=_PCIE_5,
     ),
     *(
         _gpu(
@@ -313,10 +294,7 @@ _ALL = (
         ),
         spec="b200",
         matmul=_BF16_BLACKWELL,
-        attention=_FLASH_HOPPER,
         fast=_NVLINK5,
-        slow=_IB_400,
-        host=_PCIE_5,
     ),
     _gpu(
         "gb200",
@@ -338,47 +316,18 @@ _ALL = (
         ),
         spec="gb200",
         matmul=_BF16_BLACKWELL,
-        attention=_FLASH_HOPPER,
         fast=_NVLINK5,
         group=72,
-        slow=_IB_400,
         host=_C2C,
     ),
-    _tpu(
-        "v5e",
-        "Cloud TPU v5e",
-        r"\bv5 ?(lite|e)$",
-        peak=197e12,
-        hbm_gib=15.75,
-        gb_per_s=819,
-        fast=DeviceLink(180, "four links of a chip", reached_percent=89, least_percent=44),
-        pod=256,
-        slow=DeviceLink(3.125, "6.4 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
-        dims=2,
-    ),
-    _tpu(
-        "v5p",
-        "Cloud TPU v5p",
-        r"\bv5p?$",
-        peak=459e12,
-        hbm_gib=95.74,
-        gb_per_s=2765,
-        fast=DeviceLink(540, "six links of a chip", reached_percent=89, least_percent=44),
-        pod=8960,
-        slow=DeviceLink(6.25, "200 Gb/s for a host of four chips", reached_percent=84, least_percent=30),
-        dims=3,
-    ),
-    _tpu(
-        "v6e",
-        "Cloud TPU v6e",
-        r"\bv6 ?(lite|e)$",
-        peak=918e12,
-        hbm_gib=31.25,
-        gb_per_s=1640,
-        fast=DeviceLink(360, "four links of a chip", reached_percent=89, least_percent=44),
-        pod=256,
-        slow=DeviceLink(12.5, "25.6 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
-        dims=2,
+    *(
+        _tpu(*row)
+        for row in (
+            # Name, the driver's, peak, GiB, GB/s, pod, dims of a slice; GB/s of its links, how many; of the network.
+            ("v5e", "v5 ?(lite|e)", 197e12, 15.75, 819, 256, 2, 180, "four", 3.125, "6.4 Tb/s for a pod of 256 chips"),
+            ("v5p", "v5p?", 459e12, 95.74, 2765, 8960, 3, 540, "six", 6.25, "200 Gb/s for a host of four chips"),
+            ("v6e", "v6 ?(lite|e)", 918e12, 31.25, 1640, 256, 2, 360, "four", 12.5, "25.6 Tb/s for a pod of 256 chips"),
+        )
     ),
 )
 DEVICES: Mapping[str, DeviceFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
@@ -388,9 +337,7 @@ _EFA = "EFA"
 
 
 def _rented(name: str, device: str, gbit_per_s: int, fabric: str) -> DeviceFacts:
-    link = DeviceLink(
-        gbit_per_s / 64, f"{gbit_per_s} Gb/s of {fabric} for a host of 8 GPUs", reached_percent=80, least_percent=40
-    )
+    link = DeviceLink(gbit_per_s / 64, f"{gbit_per_s} Gb/s of {fabric} for a host of 8 GPUs", least_percent=40)
     return dataclasses.replace(DEVICES[device], title=f"{DEVICES[device].title} ({name})", slow=link)
 
 
@@ -426,10 +373,9 @@ _PEAKS_ALONE = (
 
 
 def device_of(kind: str) -> DeviceFacts | None:
-    """The row of a device; a card or a part of it has that of the device. None if there is none.
+    """The row of a device by its driver's name for it, or by a name of this table, or the start of one.
 
-    Args:
-        kind: as its driver names it, `jax.devices()[0].device_kind`; or a name of this table, or the start of one.
+    A card or a part of a device has the row of the device. None if there is none.
 
     Example:
         >>> device_of("NVIDIA A100-SXM4-40GB").name
@@ -439,12 +385,9 @@ def device_of(kind: str) -> DeviceFacts | None:
 
 
 def peak_of(kind: str) -> tuple[float, str] | None:
-    """Dense peak of products of 16-bit numbers of a device, in operations a second, and its source.
+    """Dense peak of products of 16-bit numbers, in operations a second, and its source; by the driver's name.
 
     None where it is not known: also for a slice of a GPU, whose size its name says only in part.
-
-    Args:
-        kind: as its driver names it.
     """
     if re.search(r"\bMIG\b", kind):
         return None

@@ -7,7 +7,7 @@ import difflib
 import re
 import types
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any
 
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES
@@ -26,59 +26,35 @@ KIB = 1024
 _XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
 _CUDA = "cuda_occupancy.h of CUDA 13.0, {}"
 _GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capability"
-_EVEN = "assumption: for blocks of one kernel it is what the vendor computes, for blocks of two nobody says"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuFacts:
     """One kind of GPU, as far as it decides which thread blocks run side by side.
 
-    Attributes:
-        name: as in `jshard occupancy --gpu`, e.g. "h200".
-        title: the GPU in words.
-        arch: what code is compiled for, e.g. "sm_90".
-        num_sms: multiprocessors.
-        smem_per_sm_bytes: shared memory of a multiprocessor.
-        smem_per_block_bytes: the most that one block can ask for.
-        smem_reserved_bytes: what the driver takes of it for every block.
-        smem_unit_bytes: what a block takes is rounded up to this.
-        splits_bytes: the sizes of shared memory between which the driver splits it from the L1 cache.
-        threads_per_sm: threads that are resident at once.
-        threads_per_block: the most in one block.
-        blocks_per_sm: blocks that are resident at once.
-        warp_size: threads of a warp.
-        partitions: of a multiprocessor; each has a part of the registers and of the warps.
-        registers_per_sm: 32-bit registers.
-        registers_per_thread: the most of one thread.
-        register_unit: the registers of a warp are rounded up to this.
-        placement: of the warps of a block, as assumed: "even", spread over the partitions; or "pooled", as if the
-            registers were one pool, which holds more blocks of two kernels than partitions can.
-        sources: for everything above from `num_sms` on where it is from.
-
     Example:
         >>> gpu("h200").smem_per_block_bytes // 1024
         227
     """
 
-    name: str
-    title: str
-    arch: str
-    num_sms: int
-    smem_per_sm_bytes: int
-    smem_per_block_bytes: int
-    smem_reserved_bytes: int
-    smem_unit_bytes: int
-    splits_bytes: tuple[int, ...]
-    threads_per_sm: int
-    threads_per_block: int
-    blocks_per_sm: int
-    warp_size: int
-    partitions: int
-    registers_per_sm: int
-    registers_per_thread: int
-    register_unit: int
-    placement: Literal["even", "pooled"] = "even"
-    sources: Mapping[str, str] = dataclasses.field(compare=False)
+    name: str  # as in `jshard occupancy --gpu`, e.g. "h200"
+    title: str  # the GPU in words
+    arch: str  # what code is compiled for, e.g. "sm_90"
+    num_sms: int  # multiprocessors
+    smem_per_sm_bytes: int  # shared memory of a multiprocessor
+    smem_per_block_bytes: int  # the most that one block can ask for
+    threads_per_sm: int = 2048  # resident at once
+    blocks_per_sm: int = 32  # resident at once
+    # The same for all of them:
+    smem_reserved_bytes: int = KIB  # what the driver takes of shared memory for every block
+    smem_unit_bytes: int = 128  # what a block takes is rounded up to this
+    threads_per_block: int = 1024  # the most in one block
+    warp_size: int = 32
+    partitions: int = 4  # of a multiprocessor; each has a part of the registers and of the warps
+    registers_per_sm: int = 65536  # of 32 bits
+    registers_per_thread: int = 255  # the most of one thread
+    register_unit: int = 256  # the registers of a warp are rounded up to this
+    sources: Mapping[str, str] = dataclasses.field(compare=False)  # where all of this is from
 
     @property
     def warps_per_sm(self) -> int:
@@ -96,33 +72,19 @@ def _nvidia(
     title: str,
     arch: str,
     *,
-    num_sms: int,
     smem_kib: int,
-    threads: int = 2048,
-    blocks: int = 32,
-    splits_kib: tuple[int, ...],
     spec: str,
     sms_source: str = "",
+    **more: Any,
 ) -> GpuFacts:
     return GpuFacts(
         name=name,
         title=title,
         arch=arch,
-        num_sms=num_sms,
         smem_per_sm_bytes=smem_kib * KIB,
         smem_per_block_bytes=smem_kib * KIB - KIB,
-        smem_reserved_bytes=KIB,
-        smem_unit_bytes=128,
-        splits_bytes=tuple(kib * KIB for kib in splits_kib),
-        threads_per_sm=threads,
-        threads_per_block=1024,
-        blocks_per_sm=blocks,
-        warp_size=32,
-        partitions=4,
-        registers_per_sm=65536,
-        registers_per_thread=255,
-        register_unit=256,
         sources=types.MappingProxyType(_nvidia_sources(spec, sms_source)),
+        **more,
     )
 
 
@@ -133,7 +95,6 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
         "smem_per_block_bytes": f"{spec}, shared_memory_per_block_optin",
         "smem_reserved_bytes": f"{_GUIDE}: 1 KiB of shared memory is reserved by block since 8.0",
         "smem_unit_bytes": _CUDA.format("cudaOccSMemAllocationGranularity"),
-        "splits_bytes": _CUDA.format("cudaOccAlignUpShmemSizeVoltaPlus"),
         "threads_per_sm": f"{spec}, threads_per_core_limit",
         "threads_per_block": f"{spec}, threads_per_block_limit",
         "blocks_per_sm": _CUDA.format("cudaOccMaxBlocksPerMultiprocessor"),
@@ -142,7 +103,6 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
         "registers_per_sm": f"{spec}, registers_per_core_limit",
         "registers_per_thread": _GUIDE,
         "register_unit": _CUDA.format("cudaOccRegAllocationGranularity"),
-        "placement": _EVEN,
     }
 
 
@@ -151,14 +111,12 @@ def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
     facts = DEVICES[device or name]
     target = facts.target
     assert target is not None and target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
-    splits = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
     return _nvidia(
         name,
         title,
         f"sm_{target.major}0",
         num_sms=target.core_count,
         smem_kib=target.shared_memory_per_core // KIB,
-        splits_kib=tuple(kib for kib in splits if kib * KIB <= target.shared_memory_per_core),
         spec=facts.spec,
     )
 
@@ -170,9 +128,8 @@ _ALL = (
         "sm_86",
         num_sms=84,
         smem_kib=100,
-        threads=1536,
-        blocks=16,
-        splits_kib=(0, 8, 16, 32, 64, 100),
+        threads_per_sm=1536,
+        blocks_per_sm=16,
         spec=_XLA.format("a6000") + " (RTX A6000: the same chip)",
         sms_source="NVIDIA A40 data sheet: 10,752 CUDA cores, 128 in a multiprocessor",
     ),
@@ -190,17 +147,10 @@ _OTHERS = {"pcie": "a PCIe card", "mig": "a part of a GPU (MIG)"}
 
 
 def gpu(name: str) -> GpuFacts:
-    """The facts of a GPU, by its name here, in a topology, or as the driver says it.
-
-    Args:
-        name: e.g. "h200", "a100-80", or what `jax.devices()[0].device_kind` is: "NVIDIA A100-SXM4-80GB".
+    """The facts of a GPU, by its name here, in a topology, or as the driver says it ("NVIDIA A100-SXM4-80GB").
 
     Raises:
         OccupancyError: the GPU is not known; the error names those that are.
-
-    Example:
-        >>> gpu("NVIDIA H200").num_sms
-        132
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
     found = [GPUS[word] for word in words if word in GPUS]

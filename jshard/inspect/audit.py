@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -14,45 +15,20 @@ from jax.sharding import AbstractMesh
 from rich.console import Group
 from rich.text import Text
 
-from jshard._text import human_bytes
-from jshard.engine.stacks import as_traced
+from jshard._text import folded_names, human_bytes, name_pattern
+from jshard.engine.moved import Mixing, as_traced
 from jshard.errors import ShardingError
-from jshard.inspect.differences import Difference, differences
+from jshard.inspect.communication import Difference, differences, without_mixing
+from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.hlo.collectives import KINDS
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.schedule import Schedule, Window
 from jshard.inspect.hlo.walk import read_schedule
-from jshard.inspect.model_traffic import (
-    MixingRow,
-    Total,
-    TrafficRow,
-    mixing_rows,
-    mixing_table,
-    rows_of,
-    total_of,
-    without_mixing,
-)
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.plans.plan import ShardPlan
 from jshard.plans.plan import plan as make_plan
 
 _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's
-
-
-def _host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
-    """Whether the parameters that are planned in host memory are among the program's arguments there."""
-    planned = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
-    layout = _ENTRY.search(text)
-    arrays = _ON_HOST.findall(layout[1]) if layout else []
-    compiled = sum(math.prod(int(n) for n in dims.split(",") if n) * round(item_bytes(d)) for d, dims in arrays)
-    if compiled >= planned:
-        return ()
-    words = (
-        f"{human_bytes(planned)} of parameters are planned in host memory; {human_bytes(compiled)} of arguments are."
-    )
-    return (Difference(words, None, None, ()),)
-
 
 _SHOWN = 10
 
@@ -81,54 +57,119 @@ class CompiledMemory:
         found: Any = compiled.memory_analysis()
         if found is None:
             return None
-        return cls(
+        memory = cls(
             arguments_bytes=found.argument_size_in_bytes,
             results_bytes=found.output_size_in_bytes,
             shared_bytes=found.alias_size_in_bytes,
             temporaries_bytes=found.temp_size_in_bytes,
-            peak_bytes=_peak_bytes(found),
-            **_host_figures(found),
+            peak_bytes=found.peak_memory_in_bytes,
+            host_arguments_bytes=found.host_argument_size_in_bytes,
+            host_results_bytes=found.host_output_size_in_bytes,
+            host_temporaries_bytes=found.host_temp_size_in_bytes,
         )
+        # Not on every platform is the peak of the device's own memory what the compiler calls so.
+        temporaries = memory.temporaries_bytes
+        standing = memory.arguments_bytes + memory.results_bytes - memory.shared_bytes
+        peak = memory.peak_bytes
+        if peak - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
+            peak = standing + temporaries
+        elif memory.host_bytes:  # and what is in host memory is counted in
+            peak = min(peak, standing + temporaries)
+        return dataclasses.replace(memory, peak_bytes=peak)
 
 
-def _peak_bytes(found: Any) -> int:
-    """The most in the device's own memory at one time; not on every platform what the compiler calls so."""
-    reported, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
-    standing = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    if reported - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
-        return standing + temporaries
-    if _host_figures(found):  # and what is in host memory is counted in
-        return min(reported, standing + temporaries)
-    return reported
+@dataclasses.dataclass(frozen=True)
+class TrafficRow:
+    """Collectives of a program that are alike."""
+
+    kind: str  # `all-gather`, `reduce-scatter`, ..
+    dtype: str  # on the wire, in HLO's words
+    over: tuple[str, ...] | None  # the mesh axes; None if no mesh is known
+    group_size: int  # devices of a group
+    unit: str | None  # the unit, equal ones of a list folded as `blocks/0..11`; None if the program does not say
+    phase: str | None  # `forward` or `backward`; None if the program does not say
+    in_loop: bool  # they stand inside a loop
+    windows: tuple[Window, ...]  # the collectives
+    mixing: tuple[Mixing, ...] = ()  # the lines that mix examples by them, with the bytes asked for in one execution
+
+    @property
+    def executions(self) -> int:
+        """How often they run in one run of the program, together."""
+        return sum(w.executions for w in self.windows)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole arrays, over all executions."""
+        return sum(w.total_bytes for w in self.windows)
+
+    @property
+    def num_async(self) -> int:
+        """Those during which the computation goes on."""
+        return sum(w.is_async for w in self.windows)
+
+    @property
+    def num_overlapped(self) -> int:
+        """Those with matrix products between start and end."""
+        return sum(w.is_overlapped for w in self.windows)
+
+    @property
+    def matmuls(self) -> tuple[int, int]:
+        """Fewest and most matrix products between start and end."""
+        counts = [w.matmuls for w in self.windows]
+        return min(counts), max(counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        counted = {"executions": self.executions, "total_bytes": self.total_bytes}
+        if self.mixing:
+            lines = [{"where": m.where, "operation": m.operation, "kind": m.kind} for m in self.mixing]
+            names = ("dtype", "over", "group_size", "phase")
+            return {"lines": lines, "collective": self.kind, **{name: getattr(self, name) for name in names}, **counted}
+        names = "kind", "dtype", "over", "group_size", "unit", "phase", "in_loop"
+        fields = {name: getattr(self, name) for name in (*names, *counted, "num_async", "num_overlapped", "matmuls")}
+        return {**fields, "instructions": len(self.windows)}
 
 
-def _host_figures(found: Any) -> dict[str, int]:
-    """Bytes in host memory; none where there are none, as on CPU, whose memory is the host's."""
-    figures = {
-        "host_arguments_bytes": found.host_argument_size_in_bytes,
-        "host_results_bytes": found.host_output_size_in_bytes,
-        "host_temporaries_bytes": found.host_temp_size_in_bytes,
-    }
-    return figures if any(figures.values()) else {}
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """All collectives of one kind."""
+
+    kind: str
+    total_bytes: int  # bytes of the whole arrays, over all executions, in the dtypes on the wire
+    elements: int  # numbers of elements over all executions, whatever their dtype
+
+
+def _rows_of(windows: Iterable[Window]) -> tuple[TrafficRow, ...]:
+    """The collectives, alike ones together, the largest first: by unit, or by the lines of the model."""
+    alike: dict[Any, list[Window]] = {}
+    for w in windows:
+        whose = w.mixing or (bool(w.loop), frozenset(name_pattern(unit)[0] for unit in w.units))
+        alike.setdefault((whose, w.kind, w.dtype, w.axes, len(w.group), w.phase), []).append(w)
+    rows = []
+    for (_, kind, dtype, axes, group_size, phase), found in alike.items():
+        unit = ", ".join(folded_names(sorted({unit for w in found for unit in w.units}))) or None
+        first = found[0]
+        rows.append(
+            TrafficRow(kind, dtype, axes, group_size, unit, phase, bool(first.loop), tuple(found), first.mixing)
+        )
+    return tuple(sorted(rows, key=lambda row: -row.total_bytes))
+
+
+def _total_of(kind: str, windows: Iterable[Window]) -> Total:
+    chosen = [w for w in windows if w.kind == kind]
+    sizes = [(size * w.executions, item_bytes(dtype)) for w in chosen for dtype, size in w.sizes]
+    return Total(kind, sum(size for size, _ in sizes), round(sum(size / item for size, item in sizes)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Audit(Printed):
-    """What `js.audit` found. `print` it; in a notebook it shows itself; `to_json` for programs.
+    """What `js.audit` found. `print` it; in a notebook it shows itself; `to_json` for programs."""
 
-    Args:
-        schedule: the collectives and the steps of the program.
-        plan: of the model; None if none was given.
-        memory: bytes of one device; None if only a text was given.
-        differences: between program and plan; empty without a plan.
-        notes: what XLA:CPU alone compiles otherwise than planned.
-    """
-
-    schedule: Schedule
-    plan: ShardPlan | None = None
-    memory: CompiledMemory | None = None
-    differences: tuple[Difference, ...] = ()
-    notes: tuple[Difference, ...] = ()
+    schedule: Schedule  # the collectives and the steps of the program
+    plan: ShardPlan | None = None  # of the model; None if none was given
+    memory: CompiledMemory | None = None  # of one device; None if only a text was given
+    differences: tuple[Difference, ...] = ()  # between program and plan; empty without a plan
+    notes: tuple[Difference, ...] = ()  # what XLA:CPU alone compiles otherwise than planned
 
     @property
     def ok(self) -> bool:
@@ -138,12 +179,12 @@ class Audit(Printed):
     @property
     def rows(self) -> tuple[TrafficRow, ...]:
         """The collectives but those of the model's own mixing, alike ones together, the largest first."""
-        return rows_of(self._others)
+        return _rows_of(self._others)
 
     @property
-    def mixing(self) -> tuple[MixingRow, ...]:
+    def mixing(self) -> tuple[TrafficRow, ...]:
         """The collectives of lines of the model that mix examples, the largest first."""
-        return mixing_rows(without_mixing(self.schedule.windows)[1])
+        return _rows_of(without_mixing(self.schedule.windows)[1])
 
     @functools.cached_property
     def _others(self) -> list[Window]:
@@ -152,19 +193,13 @@ class Audit(Printed):
     @property
     def totals(self) -> tuple[Total, ...]:
         """By kind, without the model's own mixing."""
-        return tuple(total_of(kind, self._others) for kind in KINDS if kind in self._kinds)
-
-    @property
-    def _kinds(self) -> set[str]:
-        return {w.kind for w in self._others}
+        kinds = {w.kind for w in self._others}
+        return tuple(_total_of(kind, self._others) for kind in KINDS if kind in kinds)
 
     def amount(self, kind: str) -> float:
-        """Elements sent by collectives of one kind, by the number of parameters: 2.0 is every parameter twice.
+        """Elements sent by such collectives as `all-gather`, by the number of parameters: 2.0 is every parameter twice.
 
         Parameters that are never gathered are not among that number, nor is the model's own mixing among the elements.
-
-        Args:
-            kind: such as `all-gather`.
         """
         if self.plan is None:
             raise ShardingError(
@@ -173,7 +208,7 @@ class Audit(Printed):
                 why="amounts are by the number of parameters, which a program does not have.",
                 do="js.audit(program, model=model)",
             )
-        return total_of(kind, self._others).elements / self.plan.gathered_part.num_parameters
+        return _total_of(kind, self._others).elements / self.plan.gathered_part.num_parameters
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
         """The collectives that block, or during which nothing is multiplied.
@@ -187,7 +222,7 @@ class Audit(Printed):
     def __rich__(self) -> Group:
         parts: list[Any] = [Text(_headline(self)), Text(), _collectives_table(self)]
         if self.mixing:
-            parts += [Text(), mixing_table(self.mixing)]
+            parts += [Text(), _mixing_table(self.mixing)]
         if self.memory is not None:
             parts += [Text(), _memory_table(self.memory)]
         return Group(*parts, Text(), *map(Text, _closing_lines(self)))
@@ -260,6 +295,20 @@ def audit(
     return Audit(schedule, plan, memory, tuple(d for d in found if not d.by_cpu), notes)
 
 
+def _host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
+    """Whether the parameters that are planned in host memory are among the program's arguments there."""
+    planned = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
+    layout = _ENTRY.search(text)
+    arrays = _ON_HOST.findall(layout[1]) if layout else []
+    compiled = sum(math.prod(int(n) for n in dims.split(",") if n) * round(item_bytes(d)) for d, dims in arrays)
+    if compiled >= planned:
+        return ()
+    words = (
+        f"{human_bytes(planned)} of parameters are planned in host memory; {human_bytes(compiled)} of arguments are."
+    )
+    return (Difference(words, None, None, ()),)
+
+
 def _platform(program: jax.stages.Compiled) -> str | None:
     """What a program was compiled for; None if it has no arguments, which would say."""
     devices = (d for sharding in jax.tree.leaves(program.input_shardings) for d in sharding.device_set)
@@ -284,16 +333,16 @@ def _collectives_table(found: Audit) -> FittedTable:
     caption = "runs: instructions, and executions with loops counted. arrays: whole ones, in the dtype on the wire."
     columns = ["collective", "over", "dtype??", "unit", "runs>?", "arrays>", "async>", "matmuls>"]
     if plan is not None:
-        caption += f" copies: elements by the number of parameters{_which(plan)}."
+        which = "" if plan.gathered_part.leaves == plan.leaves else " that are gathered"
+        caption += f" copies: elements by the number of parameters{which}."
         columns.insert(6, "copies>")
     table = made_table("Collectives of one device (compiled)", *columns, caption=caption)
     for row in found.rows:
-        over = f"{', '.join(row.over)} ({row.group_size})" if row.over else f"({row.group_size})"
         unit = "-" if row.unit is None else f"{row.unit} {row.phase or ''}".rstrip()
         runs = str(len(row.windows)) if row.executions == len(row.windows) else f"{len(row.windows)}: {row.executions}"
-        cells = [row.kind, over, row.dtype, unit, runs, human_bytes(row.total_bytes)]
+        cells = [row.kind, _over(row), row.dtype, unit, runs, human_bytes(row.total_bytes)]
         if plan is not None:
-            cells.append(_copies(total_of(row.kind, row.windows).elements, plan))
+            cells.append(_copies(_total_of(row.kind, row.windows).elements, plan))
         fewest, most = row.matmuls
         cells += [f"{row.num_async} of {len(row.windows)}", str(most) if fewest == most else f"{fewest}..{most}"]
         add_row(table, *cells)
@@ -304,8 +353,19 @@ def _collectives_table(found: Audit) -> FittedTable:
     return table
 
 
-def _which(plan: ShardPlan) -> str:
-    return "" if plan.gathered_part.leaves == plan.leaves else " that are gathered"
+def _mixing_table(rows: Iterable[TrafficRow]) -> FittedTable:
+    columns = "line", "operation", "collective", "over?", "phase??", "runs>?", "arrays>"
+    caption = "The model looks at the other examples of its batch there. A compiler may join several lines."
+    table = made_table("Collectives of the model's own mixing of examples (compiled)", *columns, caption=caption)
+    for row in rows:
+        lines = [list(dict.fromkeys(texts)) for texts in zip(*((m.line, m.operation) for m in row.mixing), strict=True)]
+        counts = str(row.executions), human_bytes(row.total_bytes)
+        add_row(table, *lines, row.kind, _over(row), row.phase or "-", *counts)
+    return table
+
+
+def _over(row: TrafficRow) -> str:
+    return f"{', '.join(row.over)} ({row.group_size})" if row.over else f"({row.group_size})"
 
 
 def _copies(elements: float, plan: ShardPlan) -> str:

@@ -20,38 +20,35 @@ from jshard.plans.units import dotted, plain_class, unit_of
 Pairs = dict[str, tuple[Any, Any]]
 """An array of the sharded region and that of global view, by name."""
 
+_Run = Callable[[Any, Any, tuple, dict[str, Any]], tuple[Any, Any]]
+"""From parameters, state, arguments and arrays given by keyword: outputs and state."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
     """Differences between the sharded region and global view, relative to the largest element of each array.
 
     An array whose elements are all below a hundredth of the largest of its kind is measured against that.
-
-    Args:
-        outputs: by path of the output.
-        gradients: by path of the parameter.
-        state: by path of the variable that the call changed.
-        tolerance: what was allowed.
     """
 
-    outputs: dict[str, float]
-    gradients: dict[str, float]
-    state: dict[str, float]
-    tolerance: float
+    outputs: dict[str, float]  # by path of the output
+    gradients: dict[str, float]  # by path of the parameter
+    state: dict[str, float]  # by path of the variable that the call changed
+    tolerance: float  # what was allowed
 
     @property
     def worst(self) -> float:
         """The largest difference of all."""
-        return max(self._named("").values(), default=0.0)
+        return max(self.named.values(), default=0.0)
 
-    def _named(self, of_gradient: str) -> dict[str, float]:
+    @property
+    def named(self) -> dict[str, float]:
         """All differences, by what differs."""
-        heads = {"output ": self.outputs, of_gradient: self.gradients, "state ": self.state}
+        heads = {"output ": self.outputs, "gradient of ": self.gradients, "state ": self.state}
         return {f"{head}{name}": size for head, found in heads.items() for name, size in found.items()}
 
     def __str__(self) -> str:
-        every = self._named("gradient of ")
-        place = max(every, key=every.__getitem__, default="none")
+        place = max(self.named, key=self.named.__getitem__, default="none")
         counts = f"{len(self.outputs)} outputs, {len(self.gradients)} gradients and {len(self.state)} changed states"
         return (
             f"check: {counts} agree with global view; worst {self.worst:.1e} of {self.tolerance:.0e} allowed ({place})"
@@ -89,30 +86,29 @@ def check(
     Example:
         >>> report = js.check(model, x)
     """
+    static = {k: v for k, v in kwargs.items() if not is_array(v)}
+    arrays = {k: v for k, v in kwargs.items() if is_array(v)}
     if annotation_of(model) is not None:
-        return _check_linen(model, args, kwargs, loss_fn, tolerance)
+        where = f"{type(model).__name__}: {getattr(loss_fn, '__name__', 'apply')}"
+        return _compared(*_linen_call(model, args, static, loss_fn), arrays, tolerance, where)
     if unit_of(model) is None:
         raise root_forgotten(model)
     call = loss_fn or (lambda model, *args, **kwargs: model(*args, **kwargs))
-    where = f"{plain_class(model).__name__}: {getattr(loss_fn, '__name__', '__call__')}"
     graphdef, params, state = nnx.split(model, nnx.Param, ...)
-    static, arrays = _parted(kwargs)
 
-    def run(params: Any, inputs: tuple) -> tuple[Any, Any]:
-        state, args, arrays = inputs
+    def run(params: Any, state: Any, args: tuple, arrays: dict[str, Any]) -> tuple[Any, Any]:
         live = nnx.merge(graphdef, params, state, copy=True)
         out = call(live, *args, **arrays, **static)
         return out, nnx.state(live, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 
-    before = nnx.state(model, nnx.Not(nnx.Param))
-    return _compared(run, params, (state, args, arrays), before, tolerance, where)
+    where = f"{plain_class(model).__name__}: {getattr(loss_fn, '__name__', '__call__')}"
+    return _compared(run, params, state, args, arrays, tolerance, where)
 
 
-def _check_linen(
-    model: Any, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None, tolerance: float
-) -> CheckReport:
-    """The same for a Linen model, whose variables come first among the arguments."""
-    where = f"{type(model).__name__}: {getattr(loss_fn, '__name__', 'apply')}"
+def _linen_call(
+    model: Any, args: tuple, static: dict[str, Any], loss_fn: Callable[..., Any] | None
+) -> tuple[_Run, Any, Any, tuple]:
+    """The call of a Linen model, whose variables come first among the arguments: parameters, state, other arguments."""
     if not args or not isinstance(args[0], Mapping) or "params" not in args[0]:
         raise CallError(
             "The variables of the Linen model are missing.",
@@ -122,52 +118,38 @@ def _check_linen(
         )
     variables, *rest = args
     call = loss_fn or model.apply
-    static, arrays = _parted(kwargs)
+    returns_state = loss_fn is None and bool(static.get("mutable"))
 
-    def run(params: Any, inputs: tuple) -> tuple[Any, Any]:
-        state, rest, arrays = inputs
+    def run(params: Any, state: Any, rest: tuple, arrays: dict[str, Any]) -> tuple[Any, Any]:
         out = call({**state, "params": params}, *rest, **arrays, **static)
         return out if returns_state else (out, {})
 
-    returns_state = loss_fn is None and bool(kwargs.get("mutable"))
-    before = {k: v for k, v in variables.items() if k != "params"}
-    return _compared(run, variables["params"], (before, rest, arrays), before, tolerance, where)
-
-
-def _parted(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments that are not arrays, and those that are."""
-    static = {k: v for k, v in kwargs.items() if not is_array(v)}
-    return static, {k: v for k, v in kwargs.items() if is_array(v)}
-
-
-def _program(run: Callable[[Any, tuple], tuple[Any, Any]]) -> Callable[..., Any]:
-    """From `run(params, inputs) -> (outputs, more)`: a program that gives outputs, gradients, and more."""
-
-    def program(params: Any, inputs: tuple) -> tuple[Any, Any, Any]:
-        def scalar(params: Any) -> tuple[jax.Array, tuple]:
-            out, more = run(params, inputs)
-            found = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(out) if is_array(x)}
-            return _weighted_sum(found), (found, more)
-
-        (_, (found, more)), grads = jax.value_and_grad(scalar, has_aux=True)(params)
-        return found, grads, more
-
-    return jax.jit(program)
+    return run, variables["params"], {k: v for k, v in variables.items() if k != "params"}, tuple(rest)
 
 
 def _compared(
-    run: Callable[[Any, tuple], tuple[Any, Any]], params: Any, inputs: tuple, before: Any, tolerance: float, where: str
+    run: _Run, params: Any, state: Any, args: tuple, arrays: dict[str, Any], tolerance: float, where: str
 ) -> CheckReport:
-    """Runs a program both ways, with the state as it was before; raises if a difference is too large."""
-    program = _program(run)
+    """Runs a call both ways; raises if a difference is too large."""
+
+    @jax.jit
+    def program(params: Any, *inputs: Any) -> tuple[Any, Any, Any]:
+        def scalar(params: Any) -> tuple[jax.Array, tuple]:
+            out, after = run(params, *inputs)
+            found = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(out) if is_array(x)}
+            return _weighted_sum(found), (found, after)
+
+        (_, (found, after)), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+        return found, grads, after
+
     with without_update():
-        found, grads, after = program(params, inputs)
+        found, grads, after = program(params, state, args, arrays)
     with global_view(), without_update():
-        wanted, wanted_grads, wanted_after = program(params, inputs)
+        wanted, wanted_grads, wanted_after = program(params, state, args, arrays)
     outputs = {name or "output": (x, wanted[name]) for name, x in found.items()}
     flat, wanted_flat = _flat(grads), _flat(wanted_grads)
     gradients = {name: (x, wanted_flat[name]) for name, x in flat.items()}
-    changed = _changed(*map(_arrays, (after, wanted_after, before)))
+    changed = _changed(*map(_arrays, (after, wanted_after, state)))
     of_state = _differences(changed, floor=1e-6)  # a count and a mean have nothing to do with each other
     report = CheckReport(_differences(outputs), _differences(gradients), of_state, tolerance)
     _raise_if_apart(report, where)
@@ -220,7 +202,7 @@ def _differences(pairs: Pairs, *, floor: float = 1e-2) -> dict[str, float]:
 
 
 def _raise_if_apart(report: CheckReport, where: str) -> None:
-    every = report._named("")
+    every = report.named
     bad = sorted((k for k in every if not every[k] <= report.tolerance), key=lambda k: -every[k])
     if bad:
         raise CallError(

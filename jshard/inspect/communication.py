@@ -1,157 +1,20 @@
-"""What a plan and a traced program send: the collectives of one step, leaf by leaf, before anything is compiled."""
+"""What a plan sends in a step, and in words where a compiled program communicates otherwise."""
 
 import collections
 import dataclasses
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
-from jshard import _compat
-from jshard.inspect.hlo.collectives import KINDS, asked_group, axes_of_groups, ring_bytes
+from jshard._text import folded_names, human_bytes
+from jshard.inspect.hlo import Window
+from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.plans.mesh import DATA_AXES, FSDP
+from jshard.plans.mesh import DATA_AXES, EXPERT, FSDP
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
-
-_AXES_IN = "reduction_axes", "gathering_axes", "reduce_scatter_axes", "params", "reduction", "out_sharding"
-_TYPE = re.compile(r"tensor<((?:\d+x)*)([^>]+)>")
-_DIMS = re.compile(r"<@[\w.]+, \[(.*?)\]")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """Collectives of one kind."""
-
-    kind: str  # one of `jshard.inspect.hlo.collectives.KINDS`
-    axes: tuple[str, ...]  # the mesh axes that it runs over, in the order of the mesh
-
-
-Amounts = Mapping[Sent, tuple[int, float]]
-"""How often each runs in one run of the program, and the sum of the whole arrays' bytes (`Collective.full_bytes`)."""
-
-
-def partitioned_collectives(lowered: Any, mesh: Mesh | AbstractMesh) -> Amounts | None:
-    """The collectives of a lowered program after its shardings are followed; None where that cannot be known."""
-    module = _compat.partitioned(lowered)
-    if module is None:
-        return None
-    with module.context:
-        return _TrafficReader(module, mesh).of_function("main")
-
-
-class _TrafficReader:
-    """Walks the functions of a module from its first, through loops, branches and calls."""
-
-    def __init__(self, module: Any, mesh: Mesh | AbstractMesh) -> None:
-        self._functions = {op.attributes["sym_name"].value: op for op in module.body.operations if _name(op) == _FUNC}
-        self._mesh, self._degrees = mesh, dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        self._known: dict[str, Amounts] = {}
-
-    def of_function(self, name: str) -> Amounts:
-        """What one call of a function sends."""
-        if name not in self._known:
-            self._known[name] = self._of_regions(self._functions[name])
-        return self._known[name]
-
-    def _of_regions(self, op: Any) -> Amounts:
-        return _added(self._of(inner) for region in op.regions for block in region.blocks for inner in block.operations)
-
-    def _of(self, op: Any) -> Amounts:
-        dialect, _, what = _name(op).partition(".")
-        kind = what.replace("_", "-")
-        if kind in KINDS and dialect in ("sdy", "stablehlo"):
-            axes = self._named(op) if dialect == "sdy" else self._grouped(op, kind)
-            return {Sent(kind, axes): (1, self._full_bytes(op, kind, axes))} if axes else {}
-        if what == "add" and (twice := self._summed(op)) is not None:
-            return {twice[0]: (-1, -twice[1])}
-        if _name(op).endswith("func.call"):
-            return self.of_function(op.attributes["callee"].value)
-        if what == "case":  # the branch that sends most: which one runs is not known
-            branches = [_added(map(self._of, block.operations)) for r in op.regions for block in r.blocks]
-            return max(branches, key=lambda found: sum(size for _, size in found.values()), default={})
-        inner = self._of_regions(op)
-        return _times(inner, _rounds(op)) if what == "while" and inner else inner
-
-    def _summed(self, op: Any) -> tuple[Sent, float] | None:
-        """The all-reduce that a value is, or a sum of such: XLA adds first, and reduces what is added once."""
-        if op is None or _name(op) not in ("sdy.all_reduce", "stablehlo.add"):
-            return None
-        if _name(op) == "sdy.all_reduce":
-            axes = self._named(op)
-            return Sent("all-reduce", axes), self._full_bytes(op, "all-reduce", axes)
-        parts = [self._summed(_maker(value)) for value in op.operands]
-        return parts[0] if parts[0] == parts[1] else None
-
-    def _named(self, op: Any) -> tuple[str, ...]:
-        """Axes of a collective that the partitioner made."""
-        text = next((str(op.attributes[name]) for name in _AXES_IN if name in op.attributes), "")
-        return tuple(axis for axis, n in self._degrees.items() if n > 1 and f'"{axis}"' in text)
-
-    def _grouped(self, op: Any, kind: str) -> tuple[str, ...]:
-        """Axes of a collective that the program had."""
-        named = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
-        meshes = {"@mesh": ", ".join(f'"{axis}"={n}' for axis, n in self._degrees.items())}
-        group = asked_group(_name(op), kind, f"{named} = {op.attributes[named]}", meshes)
-        return axes_of_groups(group, self._mesh)
-
-    def _full_bytes(self, op: Any, kind: str, axes: tuple[str, ...]) -> float:
-        """Bytes of the whole arrays, as of `Collective.full_bytes`: of those, what one device has part in."""
-        value = op.operands[0] if kind == "reduce-scatter" else op.results[0]
-        sizes, dtype = _TYPE.match(str(value.type)).groups()  # type: ignore[union-attr]
-        size = math.prod(int(n) for n in sizes.split("x") if n) * item_bytes(dtype)
-        split = [axis for axis in self._degrees if f'"{axis}"' in _sharding(op)]
-        whole = kind not in ("all-to-all", "collective-permute")  # of those one device's array counts
-        return size / math.prod(self._degrees[a] for a in split if not (whole and a in axes))
-
-
-_FUNC = "func.func"
-
-
-def _name(op: Any) -> str:
-    return op.operation.name
-
-
-def _sharding(op: Any) -> str:
-    """How the dims of an operation's result are split, as text."""
-    text = next((str(op.attributes[name]) for name in ("out_sharding", "sdy.sharding") if name in op.attributes), "")
-    found = _DIMS.search(text)
-    return found.group(1) if found else ""
-
-
-def _rounds(loop: Any) -> int:
-    """How often a loop runs that counts up to a constant from 0, as those of `lax.scan`; 1 for others."""
-    compared = _maker(list(loop.regions[0].blocks[0].operations)[-1].operands[0])
-    limit = _maker(compared.operands[1]) if compared is not None and len(compared.operands) == 2 else None
-    if limit is None or not _name(limit).endswith(".constant"):
-        return 1
-    found = re.match(r"dense<(\d+)>", str(limit.attributes["value"]))
-    return int(found.group(1)) if found else 1
-
-
-def _maker(value: Any) -> Any:
-    """The operation that made a value; None for an argument of a block."""
-    return value.owner if hasattr(value.owner, "attributes") else None
-
-
-def _times(found: Amounts, rounds: int) -> Amounts:
-    return {one: (count * rounds, size * rounds) for one, (count, size) in found.items()}
-
-
-def _added(parts: Iterator[Amounts]) -> Amounts:
-    counts: collections.Counter[Sent] = collections.Counter()
-    sizes: dict[Sent, float] = collections.defaultdict(float)
-    for part in parts:
-        for one, (count, size) in part.items():
-            counts[one] += count
-            sizes[one] += size
-    return {one: (count, sizes[one]) for one, count in counts.items()}
-
-
-# What a plan sends: the collectives of one step of training, leaf by leaf, before anything is compiled.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,3 +77,369 @@ def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, 
     """The data axes along which the stored shard is the same."""
     on = {name for entry in placement.spec for name in axes_of(entry)}
     return tuple(axis for axis in DATA_AXES if degrees.get(axis, 1) > 1 and axis not in on)
+
+
+# What units that are never gathered send is the model's own, and so is what its lines that mix examples send.
+
+Array = tuple[str, tuple[int, ...]]
+
+
+def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window], list[Window]]:
+    """The collectives that the plan is about, and those of units that are never gathered.
+
+    Where a program does not say of which unit one is, those that read it do, if what is sent was computed. A compiler
+    joins collectives, too: there the arrays are distinguished by their shapes. Of units that are gathered all count but
+    what has the shape of a parameter that never is; of both together, and of what has no unit, those that have the
+    shape of a parameter that is. All-reduces count as the former: small arrays are reduced as one, so that no shape is
+    left.
+    """
+    names = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
+    if not names:
+        return list(windows), []
+    known, theirs = _shapes_of(plan, gathered=True), _shapes_of(plan, gathered=False)
+    planned, own = [], []
+    for window in windows:
+        whose = window.units or window.read_by
+        if whose and names.issuperset(whose):
+            own.append(window)
+            continue
+        is_known = window.kind == "all-reduce" or (bool(window.units) and names.isdisjoint(window.units))
+        is_ours = lambda dims, is_known=is_known: dims in known or (is_known and dims not in theirs)
+        ours = [array for array in window.arrays if is_ours(comparable(array[1]))]
+        rest = [array for array in window.arrays if array not in ours]
+        planned += [with_arrays(window, ours) if rest else window] if ours or not rest else []
+        own += [with_arrays(window, rest)] if rest else []
+    return planned, own
+
+
+def gathered_anyway(windows: Iterable[Window], plan: ShardPlan) -> list[tuple[Window, list[Array]]]:
+    """The collectives of units that are never gathered that hold a whole parameter or gradient, with these arrays."""
+    wholes, shards = set(), set()
+    for placement in (leaf.placement for leaf in plan.leaves):
+        if not placement.gathered and placement.dim is not None:
+            whole, shard = shapes_on_device(placement, plan)
+            wholes |= {comparable(whole), comparable(placement.shape)}
+            shards.add(comparable(shard))
+    of_kind = lambda kind: shards if kind == "reduce-scatter" else wholes
+    found = [(w, [a for a in w.arrays if comparable(a[1]) in of_kind(w.kind)]) for w in windows]
+    return [(window, arrays) for window, arrays in found if arrays]
+
+
+def summed_over_copies(plan: ShardPlan) -> dict[tuple[str, ...], int]:
+    """Elements that a compiler may all-reduce over the axes along which parameters that are never gathered are copies.
+
+    Those are the gradients of their shards.
+    """
+    sums: dict[tuple[str, ...], int] = collections.defaultdict(int)
+    for leaf in plan.leaves:
+        placement = leaf.placement
+        if leaf.trained and not placement.gathered and (axes := copied_over(placement, dict(plan.mesh))):
+            sums[axes] += placement.stored_size // placement.shards
+    return sums
+
+
+def _shapes_of(plan: ShardPlan, *, gathered: bool) -> set[tuple[int, ...]]:
+    """Shapes of the parameters that are gathered, or of those that never are: whole, shards, and layers of a stack."""
+    placements = [leaf.placement for leaf in plan.leaves if leaf.placement.gathered == gathered]
+    shapes = {shape for p in placements for shape in (p.shape, *shapes_on_device(p, plan))}
+    return {comparable(shape[i:]) for shape in shapes for i in range(len(shape))}
+
+
+def comparable(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape in the form in which it is compared: a compiler transposes what it gathers."""
+    return tuple(sorted(n for n in dims if n != 1))
+
+
+def shapes_on_device(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """On one device: of the parameter gathered over `fsdp`, and of its shard."""
+    degrees = dict(plan.mesh)
+    cut = lambda axes: math.prod(degrees[axis] for axis in axes)
+    dims = [(n, axes_of(entry)) for n, entry in zip(placement.stored_shape, placement.spec, strict=True)]
+    whole = tuple(n // cut(a for a in axes if a != FSDP) for n, axes in dims)
+    return whole, tuple(n // cut(axes) for n, axes in dims)
+
+
+def with_arrays(window: Window, arrays: Sequence[Array]) -> Window:
+    """A collective with some of its arrays; one that scatters has parts of them in its result."""
+    parts = window.full_bytes // sum(map(array_bytes, window.arrays))
+    sizes: dict[str, int] = collections.defaultdict(int)
+    for array in arrays:
+        sizes[array[0]] += array_bytes(array) * parts
+    return dataclasses.replace(window, arrays=tuple(arrays), sizes=tuple(sizes.items()))
+
+
+def array_bytes(array: Array) -> int:
+    """Bytes of an array of a collective's result."""
+    dtype, dims = array
+    return math.prod(dims) * math.ceil(item_bytes(dtype))
+
+
+def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window]]:
+    """The collectives of parameters and whatever else, and those of the model's own mixing.
+
+    A compiler joins small ones of both. There, arrays are the model's own if they have the bytes that it asked for.
+    """
+    others, own = [], []
+    for window in windows:
+        if not window.mixing or window.is_mixing:
+            (own if window.mixing else others).append(window)
+            continue
+        sizes = {m.bytes for m in window.mixing}
+        mine = [array for array in window.arrays if array_bytes(array) in sizes]
+        rest = [array for array in window.arrays if array_bytes(array) not in sizes]
+        own += [dataclasses.replace(with_arrays(window, mine), is_mixing=True)] if mine else []
+        others += [dataclasses.replace(with_arrays(window, rest), mixing=())] if rest else []
+    return others, own
+
+
+# Where a compiled program communicates otherwise than its plan asks.
+
+# Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
+# scalars fall below.
+TOLERANCE = 0.02
+
+# All-reduces of no more elements are the model's own, such as statistics of BatchNorm: they take the time to start one.
+_OWN_SUMS = 16 * 2**10
+
+_JOINED = "XLA:CPU gathers once for forward and backward; a compiler for GPUs keeps both gathers"
+_WIDENED = "XLA:CPU sends narrower floats as f32"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class CollectiveKind:
+    """A kind of collective over some axes of the mesh."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {_axes(self.axes)} ({self.group_size})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something compiled otherwise than planned."""
+
+    words: str  # what differs, in a sentence
+    planned: str | None  # the kind of collective that the plan has and the program lacks; None if it only has more
+    compiled: str | None  # the kind that the program has instead, or more of; None if it only has less
+    axes: tuple[str, ...]  # the mesh axes
+    units: tuple[str, ...] = ()  # of what was compiled, as far as the program says
+    by_cpu: str = ""  # why XLA:CPU alone compiles so; empty if another compiler would, too
+
+    def __str__(self) -> str:
+        return f"{self.words} ({self.by_cpu})" if self.by_cpu else self.words
+
+
+def differences(
+    windows: Iterable[Window], plan: ShardPlan, *, accumulate: int = 1, sync: str = "each", on_cpu: bool = False
+) -> tuple[Difference, ...]:
+    """Compares the collectives of a program with those that its plan asks for.
+
+    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`,
+    the exchange with experts, and those of lines that mix examples are the model's own, and not compared, but for the
+    bytes that such a line asks for; nor are those of units that are never gathered,
+    unless arrays in them are whole parameters of such a unit, or gradients.
+    """
+    windows, mixing = without_mixing(windows)
+    data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
+    ours, apart = split_by_plan([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
+    found = _Comparison(ours, plan, _planned(plan, accumulate, sync), _compiled(ours), on_cpu)
+    beside, large = summed_over_copies(plan), max(found.least, _OWN_SUMS)
+    delta = {k: found.compiled[k].total() - found.planned[k].total() for k in {*found.compiled, *found.planned}}
+    less: dict[CollectiveKind, float] = {kind: -d for kind, d in sorted(delta.items()) if d < -found.least}
+    limit = lambda k: large + beside.get(k.axes, 0) if k.kind == "all-reduce" else found.least
+    more: dict[CollectiveKind, float] = {kind: d for kind, d in sorted(delta.items()) if d > limit(kind)}
+    kept = [kind for kind in sorted(delta) if found.compiled[kind] and found.planned[kind] and kind not in more]
+    joined, strange = {}, []
+    if on_cpu and _gathers(plan) not in more:
+        joined, strange = _gathered_once(ours, less, plan, accumulate if sync == "each" else 1)
+    return (
+        *found.replaced(less, more),
+        *found.amounts({*less, *more}),
+        *found.amounts(joined, by_cpu=_JOINED),
+        *found.dtypes(kept),
+        *_named_whole(strange, "no parameter", found.least),
+        *_named_whole(gathered_anyway(apart, plan), "what is never gathered", found.least),
+        *_resized(mixing, on_cpu),
+    )
+
+
+_Elements = collections.defaultdict[CollectiveKind, collections.Counter[str]]  # by dtype
+
+
+def _compiled(windows: Iterable[Window]) -> _Elements:
+    sums: Any = collections.defaultdict(collections.Counter)
+    for w in windows:
+        for dtype, size in w.sizes:
+            sums[_kind(w)][dtype] += size / item_bytes(dtype) * w.executions
+    return sums
+
+
+def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
+    sums: Any = collections.defaultdict(collections.Counter)
+    for t in traffic_of(plan):
+        if sync == "last" and t.purpose == "parameters for backward":
+            continue  # gathered once, for all microbatches
+        dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
+        sums[CollectiveKind(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
+    return sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """What a program sends for the gathered units of a plan, beside what the plan asks for, in elements."""
+
+    windows: list[Window]
+    plan: ShardPlan
+    planned: _Elements
+    compiled: _Elements
+    on_cpu: bool
+
+    @property
+    def least(self) -> float:
+        """Elements that make a difference."""
+        return TOLERANCE * self.plan.gathered_part.num_parameters
+
+    def replaced(self, less: dict[CollectiveKind, float], more: dict[CollectiveKind, float]) -> Iterator[Difference]:
+        """Pairs what is missing with what is there instead, and takes it off both."""
+        for lost in list(less):
+            others = [kind for kind in more if kind.kind != lost.kind and set(lost.axes) <= set(kind.axes)]
+            if not others:
+                continue
+            instead = max(others, key=lambda k: ((k.axes, k.group_size) == (lost.axes, lost.group_size), more[k]))
+            amount = min(less[lost], more[instead])
+            sent = ring_bytes(instead.kind, amount * _item(self.compiled[instead]), instead.group_size)
+            asked = ring_bytes(lost.kind, amount * _item(self.planned[lost]), lost.group_size)
+            what, units = f"{lost.kind} written, {instead.kind} compiled", _units(self.windows, instead)
+            axes = _axes(lost.axes) if lost.axes == instead.axes else f"{_axes(lost.axes)} and {_axes(instead.axes)}"
+            words = f"{what}: {_named(units)}, {axes}, {sent / asked:.1f}x the bytes"
+            yield Difference(words, lost.kind, instead.kind, instead.axes, units)
+            for rest, kind in ((less, lost), (more, instead)):
+                rest[kind] -= amount
+                if rest[kind] <= 0:
+                    del rest[kind]
+
+    def amounts(self, among: Iterable[CollectiveKind], by_cpu: str = "") -> Iterator[Difference]:
+        """Kinds of which there is less or more than planned."""
+        for kind in sorted(among):
+            planned, compiled = self.planned[kind].total(), self.compiled[kind].total()
+            units, all_elements = _units(self.windows, kind), self.plan.gathered_part.num_parameters
+            word, lacks, has = ("less", kind.kind, None) if compiled < planned else ("more", None, kind.kind)
+            words = f"{word} {kind.kind} than planned: {_named(units)}, {_axes(kind.axes)},"
+            words += f" {planned / all_elements:.2f} x the parameters planned, {compiled / all_elements:.2f} x compiled"
+            yield Difference(words, lacks, has, kind.axes, units, by_cpu)
+
+    def dtypes(self, kinds: Iterable[CollectiveKind]) -> Iterator[Difference]:
+        """Kinds of which a part has a dtype that is not planned."""
+        for kind in kinds:
+            compiled, planned = self.compiled[kind], self.planned[kind]
+            for dtype in [dtype for dtype, n in compiled.items() if dtype not in planned and n > self.least]:
+                units = _units([w for w in self.windows if dtype in dict(w.sizes)], kind)
+                what = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
+                ratio = item_bytes(dtype) / _item(planned)
+                words = f"{what}: {_named(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
+                by_cpu = _WIDENED if self.on_cpu and dtype == "f32" else ""
+                yield Difference(words, kind.kind, kind.kind, kind.axes, units, by_cpu)
+
+
+def _gathered_once(
+    windows: list[Window], less: dict[CollectiveKind, float], plan: ShardPlan, times: int
+) -> tuple[dict[CollectiveKind, float], list[tuple[Window, list[Array]]]]:
+    """Takes off what is missing because gathers before forward and before backward were joined.
+
+    Each parameter is then gathered at least once, and not more often than planned. Gives what was taken off, and what
+    is gathered besides and has the shape of no parameter.
+    """
+    fewest, most = collections.Counter(), collections.Counter()
+    layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all that stands for a gather
+    again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
+    for leaf in plan.gathered_part.leaves:
+        if leaf.placement.dim is None:
+            continue
+        whole, shard = shapes_on_device(leaf.placement, plan)
+        stacked = next(i for i in range(len(whole)) if math.prod(whole[:i]) >= leaf.placement.layers)
+        layer = comparable(whole[stacked:])
+        layer_of |= {comparable(whole[i:]): layer for i in range(stacked + 1)}
+        pieces |= {comparable(shard[i:]): layer for i in range(stacked + 1)}
+        fewest[layer] += math.prod(whole) * times
+        most[layer] += math.prod(whole) * times * (1 + (leaf.by_layer or again[leaf.unit]))
+    layer_of = pieces | layer_of
+    place = _gathers(plan)
+    compiled, strange = collections.Counter(), []
+    for window in (w for w in windows if _kind(w) == place):
+        for _, dims in window.arrays:
+            compiled[layer_of.get(comparable(dims), ())] += math.prod(dims) * window.executions
+        strange.append((window, [array for array in window.arrays if comparable(array[1]) not in layer_of]))
+    missing, besides = fewest - compiled, compiled - most
+    wrong = missing.total() + besides.total() - besides[()]
+    joined = place in less and wrong <= TOLERANCE * plan.gathered_part.num_parameters
+    taken_off = {place: less.pop(place)} if joined else {}
+    return taken_off, [(window, arrays) for window, arrays in strange if arrays]
+
+
+def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, least: float) -> list[Difference]:
+    """Collectives of arrays that should not be gathered or reduced, such as parameters that are never gathered."""
+    found: dict[CollectiveKind, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
+    for window, arrays in among:
+        found[_kind(window)].append((window, arrays))
+    differences = []
+    for place, among in sorted(found.items()):
+        units = _units([window for window, _ in among], place)
+        if sum(math.prod(dims) * w.executions for w, arrays in among for _, dims in arrays) > least:
+            shapes = dict.fromkeys(f"{d}[{','.join(map(str, dims))}]" for _, arrays in among for d, dims in arrays)
+            words = f"{place.kind} of {what}: {_named(units)}, {_axes(place.axes)}, {' '.join(shapes)}"
+            differences.append(Difference(words, None, place.kind, place.axes, units))
+    return differences
+
+
+def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
+    """Collectives of lines that mix examples, larger than those lines ask for."""
+    found = []
+    for window in windows:
+        sizes = [m.bytes for m in window.mixing]
+        compiled, asked = sum(map(array_bytes, window.arrays)), sum(sizes)
+        if compiled <= asked or all(array_bytes(array) in sizes for array in window.arrays):
+            continue
+        place, lines = _kind(window), ", ".join(dict.fromkeys(m.line for m in window.mixing))
+        words = f"{place.kind} of {human_bytes(compiled)} compiled for {lines}, which asks for {human_bytes(asked)}"
+        by_cpu = _WIDENED if on_cpu and set(dict(window.sizes)) == {"f32"} and compiled <= 2 * asked else ""
+        found.append(Difference(words, place.kind, place.kind, place.axes, window.units, by_cpu))
+    return found
+
+
+def _gathers(plan: ShardPlan) -> CollectiveKind:
+    """Where parameters are gathered."""
+    return CollectiveKind("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
+
+
+def _kind(window: Window) -> CollectiveKind:
+    return CollectiveKind(window.kind, window.axes or (), len(window.group))
+
+
+def _item(elements: Mapping[str, float]) -> float:
+    """Bytes of an element, on the average."""
+    return sum(item_bytes(dtype) * n for dtype, n in elements.items()) / sum(elements.values())
+
+
+def _units(windows: Iterable[Window], place: CollectiveKind) -> tuple[str, ...]:
+    names = {unit for w in windows if _kind(w) == place for unit in w.units}
+    return tuple(folded_names(sorted(names)))
+
+
+def _named(units: tuple[str, ...]) -> str:
+    """`unit blocks/0..11`, or `units ...` of several."""
+    if not units:
+        return "unit not known"
+    return f"unit{'s'[: len(units) > 1]} {', '.join(units)}"
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return f"ax{'es' if len(axes) > 1 else 'is'} {', '.join(axes)}"
+
+
+def hlo_dtype(name: str) -> str:
+    """`bf16` for `bfloat16`, `f8e4m3fn` for `float8_e4m3fn`."""
+    return name.replace("float", "f").replace("int", "s").replace("us", "u").replace("_", "")

@@ -8,24 +8,8 @@ from pathlib import Path
 
 from jshard._text import duration
 
-COLORS = {
-    "matmul": "#3b6ea5",
-    "computing": "#3b6ea5",
-    "other": "#a9c3dd",
-    "exposed": "#d1495b",
-    "all-gather": "#2f9e6e",
-    "reduce-scatter": "#e09f3e",
-    "all-reduce": "#8e6bbf",
-    "plan": "#7a7a7a",
-    "device_to_host": "#8e6bbf",
-    "write": "#3b6ea5",
-    "read": "#3b6ea5",
-    "verify": "#2f9e6e",
-    "sums": "#2f9e6e",
-    "commit": "#e09f3e",
-    "finish": "#a9c3dd",
-}
-_OTHER = "#555555"
+_EXPOSED = "#d1495b"  # what is waited for
+_COLORS = "#3b6ea5", "#a9c3dd", "#2f9e6e", "#e09f3e", "#8e6bbf", "#7a7a7a"  # of the other kinds, as they come
 _LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with their neighbours
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -47,7 +31,7 @@ class Bar:
     lane: str  # the line in which it is drawn; lanes come in the order of their first bars
     begin_s: float  # seconds from the begin of the timeline
     end_s: float  # seconds from the same moment
-    kind: str  # what it is, of `COLORS` or another word
+    kind: str  # what it is, such as `matmul` or `all-gather`: it has a colour
     label: str  # written into it, if there is room
     tip: str  # shown when the pointer rests on it, and as its name in a trace
 
@@ -69,8 +53,8 @@ def chrome_trace(bars: Iterable[Bar]) -> str:
 
 def html_page(title: str, subtitle: str, bars: Iterable[Bar], report: str) -> str:
     """One page that needs nothing else: a timeline, and a report below it."""
-    escaped = {"title": html.escape(title), "subtitle": html.escape(subtitle), "report": html.escape(report)}
-    return _PAGE.format(**escaped, timeline="\n".join(_html_lanes(bars)))
+    texts = {"title": html.escape(title), "subtitle": html.escape(subtitle), "report": html.escape(report)}
+    return _PAGE.format(**texts, timeline="\n".join(_html_lanes(list(bars))))
 
 
 def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
@@ -79,34 +63,31 @@ def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    lanes = _by_lane(bars)
+    bars = list(bars)
+    lanes, colors = _by_lane(bars), _colors(bars)
     figure = Figure(figsize=(10, 1.5 + 0.35 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
-    for place, (name, found) in enumerate(lanes.items()):
+    for place, found in enumerate(lanes.values()):
         spans = [(bar.begin_s, bar.end_s - bar.begin_s) for bar in found]
-        axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=[_color(bar.kind) for bar in found], label=name)
+        axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=[colors[bar.kind] for bar in found])
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(title, loc="left", fontsize=10)
-    kinds = dict.fromkeys(bar.kind for found in lanes.values() for bar in found)
-    if kinds:
-        marks = [Patch(color=_color(kind), label=kind) for kind in kinds]
-        axes.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1))
+    marks = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    axes.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1))
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _html_lanes(bars: Iterable[Bar]) -> Iterator[str]:
-    lanes = _by_lane(bars)
-    whole_s = max((bar.end_s for found in lanes.values() for bar in found), default=0.0) or 1.0
-    kinds = dict.fromkeys(bar.kind for found in lanes.values() for bar in found)
-    legend = (f'<span style="color:{_color(kind)}">&#9632;</span> {html.escape(kind)}' for kind in kinds)
+def _html_lanes(bars: list[Bar]) -> Iterator[str]:
+    whole_s, colors = max((bar.end_s for bar in bars), default=0.0) or 1.0, _colors(bars)
+    legend = (f'<span style="color:{color}">&#9632;</span> {html.escape(kind)}' for kind, color in colors.items())
     yield f"<p>{' &nbsp; '.join(legend)} &nbsp; (0 to {duration(whole_s)})</p>"
-    for name, found in lanes.items():
+    for name, found in _by_lane(bars).items():
         yield f'<div class="lane"><b>{html.escape(name)}</b>'
         for bar in _joined(found, whole_s * _LEAST_SHARE):
             left, width = 100 * bar.begin_s / whole_s, 100 * (bar.end_s - bar.begin_s) / whole_s
-            place = f"left:{left:.3f}%;width:{width:.3f}%;background:{_color(bar.kind)}"
+            place = f"left:{left:.3f}%;width:{width:.3f}%;background:{colors[bar.kind]}"
             yield f'<i style="{place}" title="{html.escape(bar.tip)}">{html.escape(bar.label)}</i>'
         yield "</div>"
 
@@ -118,21 +99,19 @@ def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
     return lanes
 
 
-def _joined(bars: Iterable[Bar], least_s: float) -> Iterator[Bar]:
+def _colors(bars: Iterable[Bar]) -> dict[str, str]:
+    kinds = [kind for kind in dict.fromkeys(bar.kind for bar in bars) if kind != "exposed"]
+    return {kind: _COLORS[i % len(_COLORS)] for i, kind in enumerate(kinds)} | {"exposed": _EXPOSED}
+
+
+def _joined(bars: Iterable[Bar], least_s: float) -> list[Bar]:
     """Joins neighbours of which one is too narrow to be seen; the longer one gives color and text."""
-    last: Bar | None = None
+    took = lambda bar: bar.end_s - bar.begin_s
+    found: list[Bar] = []
     for bar in bars:
-        if last is None:
-            last = bar
-        elif bar.begin_s - last.end_s < least_s and min(bar.end_s - bar.begin_s, last.end_s - last.begin_s) < least_s:
-            longer = max(last, bar, key=lambda b: b.end_s - b.begin_s)
-            last = dataclasses.replace(longer, begin_s=last.begin_s, end_s=bar.end_s)
+        last = found[-1] if found else None
+        if last and bar.begin_s - last.end_s < least_s and min(took(bar), took(last)) < least_s:
+            found[-1] = dataclasses.replace(max(last, bar, key=took), begin_s=last.begin_s, end_s=bar.end_s)
         else:
-            yield last
-            last = bar
-    if last is not None:
-        yield last
-
-
-def _color(kind: str) -> str:
-    return COLORS.get(kind, _OTHER)
+            found.append(bar)
+    return found

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -13,97 +13,16 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import folded_names, human_bytes, human_count, joined_name, name_pattern
-from jshard.engine.moved import Mixing, mixing_of
-from jshard.engine.stacks import as_traced
+from jshard.engine.moved import Mixing, as_traced, mixing_of
 from jshard.errors import AnnotationError
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
-from jshard.inspect.model_traffic import traced_table
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.linen.annotation import annotation_of
+from jshard.plans.checks import Other, others_of
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.plan import plan as make_plan
-from jshard.plans.replicated import Other, others_of
 from jshard.plans.units import dotted, numberless
-
-
-def _notes_of(plan: ShardPlan) -> list[str]:
-    """The lines: what is never gathered or not ahead, what is replicated, padded, tied."""
-    gathered = [*_ungathered_notes(plan), *_stack_notes(plan)]
-    return [*gathered, *_replicated_notes(plan), *_padded_notes(plan), *_tied_notes(plan)]
-
-
-def _notes_of_others(others: Sequence[Other]) -> list[str]:
-    """Lines for the float arrays that are no parameters: they are in no figure of the tables."""
-    if not others:
-        return []
-    lines = (f"  {numberless(dotted(other.path))}  {other.kind} {other.form}" for other in others)
-    total = sum(other.bytes for other in others)
-    count = f"{len(others)} float array{'s'[: len(others) != 1]}"
-    head = f"Not parameters: {count}, {human_bytes(total)} on every device, in no figure above"
-    return [head, *_counted(lines)]
-
-
-def _counted(lines: Iterable[str]) -> list[str]:
-    """Lines, equal ones as one that says how often."""
-    return [line + (f"  x{count}" if count > 1 else "") for line, count in collections.Counter(lines).items()]
-
-
-def _replicated_notes(plan: ShardPlan) -> list[str]:
-    """One line for each reason, with the parameters it holds for."""
-    if plan.leaves and plan.replicated == plan.leaves:
-        return [f"Replicated: all parameters: {plan.leaves[0].placement.because}"]
-    reasons: dict[str, list[str]] = {}
-    for leaf in plan.replicated:
-        paths = reasons.setdefault(leaf.placement.because.split(" (")[0], [])
-        paths.append(f"    {numberless(leaf.path)} {list(leaf.placement.shape)}")
-    if not reasons:
-        return []
-    total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
-    lines = [f"Replicated: {len(plan.replicated)} parameters, {human_bytes(total)} on every device"]
-    for because, paths in reasons.items():
-        lines += [f"  {because}:", *_counted(paths)]
-    return lines
-
-
-def _ungathered_notes(plan: ShardPlan) -> list[str]:
-    """One line for the units that are never gathered: nothing of what they send is in the tables."""
-    names = folded_names([unit.name for unit in plan.units if not unit.gathered])
-    why = "called in global view; what that sends is the model's own, and not counted"
-    return [f"Never gathered: {', '.join(names)} ({why})"] if names else []
-
-
-def _stack_notes(plan: ShardPlan) -> list[str]:
-    """A line for each stack of layers that no unit gathers ahead."""
-    why = "no unit is inside their loop"
-    return [
-        f"Stacked layers: {path}, {human_bytes(size)}, gathered {plan.how_stacked(path, unit)}: {why}"
-        for (path, unit), size in plan.unscheduled_stacks.items()
-    ]
-
-
-def _padded_notes(plan: ShardPlan) -> list[str]:
-    """What is stored with zeros at the end, so that a dim divides."""
-    padded = [leaf for leaf in plan.leaves if leaf.placement.padding]
-    if not padded:
-        return []
-    zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
-    lines = []
-    for leaf in padded:
-        p = leaf.placement
-        dim = p.dim or 0
-        lines.append(f"  {numberless(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}")
-    count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
-    head = f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
-    return [head, *_counted(lines)]
-
-
-def _tied_notes(plan: ShardPlan) -> list[str]:
-    tied = [leaf for leaf in plan.leaves if leaf.aliases]
-    return [f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}" for leaf in tied]
-
-
-# The report.
 
 
 def explain(
@@ -150,40 +69,29 @@ def explain(
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
-    others = others_of(model_or_plan) if isinstance(model_or_plan, nnx.Module) else ()
+    others = tuple(others_of(model_or_plan)) if isinstance(model_or_plan, nnx.Module) else ()
     return Explanation(plan, held, traffic_of(plan), leaves, others, mixing)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Printed):
-    """What `js.explain` found. `print` it; in a notebook it shows itself; `to_json` for programs.
-
-    Args:
-        plan: the plan.
-        memory: bytes on one device.
-        traffic: the collectives of one step.
-        leaves: whether every parameter is listed.
-        others: float arrays of an nnx model that are no parameters, and in no other figure.
-        mixing: what the calls that were traced last send as the model mixes the examples of its batch.
-    """
+    """What `js.explain` found. `print` it; in a notebook it shows itself; `to_json` for programs."""
 
     plan: ShardPlan
-    memory: Memory
-    traffic: tuple[Traffic, ...]
-    leaves: bool = False
-    others: tuple[Other, ...] = ()
-    mixing: tuple[Mixing, ...] = ()
+    memory: Memory  # bytes on one device
+    traffic: tuple[Traffic, ...]  # the collectives of one step
+    leaves: bool = False  # whether every parameter is listed
+    others: tuple[Other, ...] = ()  # float arrays of an nnx model that are no parameters, and in no other figure
+    mixing: tuple[Mixing, ...] = ()  # what the calls traced last send as the model mixes the examples of its batch
 
     def __rich__(self) -> Group:
         tables = [_units_table(self.plan)]
         if self.leaves:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
-        tables += [traced_table(self.mixing)] if self.mixing else []
-        chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
-        notes = [*chosen, *_notes_of(self.plan), *_notes_of_others(self.others)]
+        tables += [_mixing_table(self.mixing)] if self.mixing else []
         spaced = [part for table in tables for part in (Text(), table)]
-        return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
+        return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, _notes(self.plan, self.others)))
 
     def to_json(self) -> str:
         """Everything as JSON text; the plan in it is what `ShardPlan.from_json` reads."""
@@ -290,36 +198,33 @@ def _leaves_table(plan: ShardPlan) -> FittedTable:
 
 def _memory_table(held: Memory) -> FittedTable:
     table = made_table("Memory of one device", "", "bytes>", "")
-    add_row(table, "parameters", human_bytes(held.parameters_bytes), "plan")
-    add_row(table, f"optimizer state ({held.optimizer})", human_bytes(held.optimizer_bytes), "plan")
-    add_row(table, "held between steps", human_bytes(held.held_bytes), "plan", style="bold", end_section=True)
-    add_row(table, "gradients", human_bytes(held.gradients_bytes), "plan")
-    add_row(table, "gathered copies kept until backward", human_bytes(held.kept_bytes), "estimate")
+    row = lambda name, size, why, **how: add_row(table, name, human_bytes(size), why, **how)
+    row("parameters", held.parameters_bytes, "plan")
+    row(f"optimizer state ({held.optimizer})", held.optimizer_bytes, "plan")
+    row("held between steps", held.held_bytes, "plan", style="bold", end_section=True)
+    row("gradients", held.gradients_bytes, "plan")
+    row("gathered copies kept until backward", held.kept_bytes, "estimate")
     unit = f" ({held.largest_unit})" if held.largest_unit else ""
-    add_row(table, f"largest gathered unit{unit}", human_bytes(held.largest_unit_bytes), "estimate: one computes")
-    add_row(table, "gathered ahead of its use", human_bytes(held.prefetched_bytes), "estimate: by prefetch")
-    add_row(table, "largest gradient of a unit, not yet reduced", human_bytes(held.largest_gradient_bytes), "estimate")
-    known = held.activations_bytes is not None
-    amount = human_bytes(held.activations_bytes or 0) if known else "not estimated"
-    add_row(table, "activations", amount, "estimate: saved for backward" if known else "give loss= and batch=")
+    row(f"largest gathered unit{unit}", held.largest_unit_bytes, "estimate: one computes")
+    row("gathered ahead of its use", held.prefetched_bytes, "estimate: by prefetch")
+    row("largest gradient of a unit, not yet reduced", held.largest_gradient_bytes, "estimate")
+    if held.activations_bytes is None:
+        add_row(table, "activations", "not estimated", "give loss= and batch=")
+        total, where = "in a step, without activations", "estimate"
+    else:
+        row("activations", held.activations_bytes, "estimate: saved for backward")
+        total, where = "in a step", "estimate: at the head or in a layer, whichever is more"
     if held.recomputed_bytes:
-        add_row(table, "computed again of a layer", human_bytes(held.recomputed_bytes), "estimate: by remat")
-    total = "in a step" if known else "in a step, without activations"
-    where = "estimate: at the head or in a layer, whichever is more" if known else "estimate"
-    add_row(table, total, human_bytes(held.step_bytes), where, style="bold", end_section=bool(held.host_bytes))
-    _add_host_rows(table, held)
+        row("computed again of a layer", held.recomputed_bytes, "estimate: by remat")
+    row(total, held.step_bytes, where, style="bold", end_section=bool(held.host_bytes))
+    if held.host_bytes:
+        row("in host memory: parameters", held.host_parameters_bytes, "plan")
+        row("in host memory: their gradients", held.host_gradients_bytes, "plan")
+        row("in host memory: optimizer state", held.host_optimizer_bytes, "plan")
+        if held.activations_bytes is not None:
+            row("in host memory: activations", held.host_activations_bytes, "estimate: saved")
+        row("in host memory, for this device", held.host_bytes, "", style="bold")
     return table
-
-
-def _add_host_rows(table: FittedTable, held: Memory) -> None:
-    if not held.host_bytes:
-        return
-    add_row(table, "in host memory: parameters", human_bytes(held.host_parameters_bytes), "plan")
-    add_row(table, "in host memory: their gradients", human_bytes(held.host_gradients_bytes), "plan")
-    add_row(table, "in host memory: optimizer state", human_bytes(held.host_optimizer_bytes), "plan")
-    if held.activations_bytes is not None:
-        add_row(table, "in host memory: activations", human_bytes(held.host_activations_bytes), "estimate: saved")
-    add_row(table, "in host memory, for this device", human_bytes(held.host_bytes), "", style="bold")
 
 
 def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> FittedTable:
@@ -334,3 +239,64 @@ def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> FittedTable
     sent = f"{total / whole:.2f} P"
     add_row(table, "total", "", "", "", "", human_bytes(total), sent, style="bold")
     return table
+
+
+def _mixing_table(found: Sequence[Mixing]) -> FittedTable:
+    caption = "Of the calls traced last, in forward and backward. bytes: of the results on one device, loops counted."
+    columns = "line", "operation", "how", "times>?", "bytes>"
+    table = made_table("Communication of the model's own mixing of examples", *columns, caption=caption)
+    for one in found:
+        add_row(table, one.line, one.operation, one.how, str(one.times), human_bytes(one.bytes))
+    total = sum(one.bytes for one in found)
+    add_row(table, "total", "", "", str(sum(one.times for one in found)), human_bytes(total), style="bold")
+    return table
+
+
+def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
+    """What no table says: what is never gathered or not ahead, what is replicated, padded, tied, or no parameter."""
+    if never := folded_names([unit.name for unit in plan.units if not unit.gathered]):
+        why = "called in global view; what that sends is the model's own, and not counted"
+        yield f"Never gathered: {', '.join(never)} ({why})"
+    for (path, unit), size in plan.unscheduled_stacks.items():
+        how = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
+        yield f"Stacked layers: {path}, {human_bytes(size)}, {how}"
+    yield from _replicated(plan)
+    if padded := [leaf for leaf in plan.leaves if leaf.placement.padding]:
+        zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
+        count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
+        yield f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
+        yield from _counted(map(_padding, padded))
+    for leaf in plan.leaves:
+        if leaf.aliases:
+            yield f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}"
+    if others:
+        count = f"{len(others)} float array{'s'[: len(others) != 1]}"
+        total = human_bytes(sum(other.bytes for other in others))
+        yield f"Not parameters: {count}, {total} on every device, in no figure above"
+        yield from _counted(f"  {numberless(dotted(other.path))}  {other.kind} {other.form}" for other in others)
+
+
+def _replicated(plan: ShardPlan) -> Iterator[str]:
+    """What is replicated, by the reason."""
+    if plan.leaves and plan.replicated == plan.leaves:
+        yield f"Replicated: all parameters: {plan.leaves[0].placement.because}"
+    elif plan.replicated:
+        total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
+        yield f"Replicated: {len(plan.replicated)} parameters, {human_bytes(total)} on every device"
+        reasons: dict[str, list[str]] = collections.defaultdict(list)
+        for leaf in plan.replicated:
+            path = f"    {numberless(leaf.path)} {list(leaf.placement.shape)}"
+            reasons[leaf.placement.because.split(" (")[0]].append(path)
+        for because, paths in reasons.items():
+            yield from (f"  {because}:", *_counted(paths))
+
+
+def _padding(leaf: LeafPlan) -> str:
+    p = leaf.placement
+    dim = p.dim or 0
+    return f"  {numberless(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}"
+
+
+def _counted(lines: Iterable[str]) -> list[str]:
+    """Lines, equal ones as one that says how often."""
+    return [line + (f"  x{count}" if count > 1 else "") for line, count in collections.Counter(lines).items()]

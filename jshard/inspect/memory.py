@@ -42,13 +42,13 @@ class Activations:
 
 def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt: Any = nnx.Param) -> Activations:
     """Traces the loss of a model, and looks at what is saved. Nothing is compiled or run."""
-    saved = saved_arrays(model, loss, batch, wrt=wrt)
+    saved = whole = saved_arrays(model, loss, batch, wrt=wrt)
     layers = repeated_layers(model)
-    if all(unit_of(module).policy.remat == "none" for module in layers):  # type: ignore[union-attr]
-        return summed(saved, saved, layers.values())
-    whole = nnx.merge(*nnx.split(model))
-    revise(whole, {"remat": "none"})
-    return summed(saved, saved_arrays(whole, loss, batch, wrt=wrt), layers.values())
+    if any(unit_of(module).policy.remat != "none" for module in layers):  # type: ignore[union-attr]
+        plain = nnx.merge(*nnx.split(model))
+        revise(plain, {"remat": "none"})
+        whole = saved_arrays(plain, loss, batch, wrt=wrt)
+    return summed(saved, whole, layers.values())
 
 
 def summed(saved: Saved, whole: Saved, depths: Collection[int]) -> Activations:
@@ -271,12 +271,9 @@ def unit_bytes(plan: ShardPlan, name: str) -> int:
 
 def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     """Bytes of a unit's gradient before its reduce-scatter."""
-    total = 0
-    for leaf in leaves:
-        p = leaf.placement
-        if p.dim is not None and p.gathered and leaf.trained:
-            total += p.stored_size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
-    return total
+    reduced = [x.placement for x in leaves if x.placement.dim is not None and x.placement.gathered and x.trained]
+    item = lambda p: jnp.dtype(p.reduce_dtype).itemsize
+    return sum(p.stored_size * p.degree // p.shards // p.layers * item(p) for p in reduced)
 
 
 def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, int, str]:
@@ -286,25 +283,20 @@ def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, int, s
     divides, the rest is replicated, as `js.shard_optimizer` does it. An `nnx.Optimizer` with arrays is measured.
     """
     if isinstance(optimizer, nnx.Optimizer):
-        found = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
-        name = "given"
+        state: Any = nnx.state(optimizer)
     else:
         tx = optax.adamw(1e-3) if optimizer is None else optimizer
         state = {"opt_state": jax.eval_shape(tx.init, _abstract_parameters(plan)), "step": _STEP}
-        found = jax.tree_util.tree_leaves_with_path(state)
-        name = "AdamW assumed" if optimizer is None else "given"
-    places = StatePlaces(plan)
-    sizes = [(_state_bytes(path, x, places, dict(plan.mesh)), _state_on_host(path, x, places)) for path, x in found]
-    return sum(n for n, away in sizes if not away), sum(n for n, away in sizes if away), name
+    places, degrees, sizes = StatePlaces(plan), dict(plan.mesh), {False: 0, True: 0}
+    for path, x in jax.tree.leaves_with_path(state):
+        sizes[_state_on_host(path, x, places)] += _state_bytes(path, x, places, degrees)
+    return sizes[False], sizes[True], "AdamW assumed" if optimizer is None else "given"
 
 
 def _abstract_parameters(plan: ShardPlan) -> nnx.State:
     """The trained parameters as `nnx.state(model, nnx.Param)` would give them: masks over paths and types work."""
-    flat = []
-    for leaf in filter(lambda leaf: leaf.trained, plan.leaves):
-        shape = jax.ShapeDtypeStruct(leaf.placement.shape, jnp.dtype(leaf.placement.dtype))
-        flat.append((leaf.keys[0], nnx.Param(shape)))
-    return nnx.from_flat_state(flat)
+    of = lambda p: nnx.Param(jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)))
+    return nnx.from_flat_state([(leaf.keys[0], of(leaf.placement)) for leaf in plan.leaves if leaf.trained])
 
 
 def _state_on_host(path: tuple, x: Any, places: StatePlaces) -> bool:

@@ -1,7 +1,6 @@
-"""How tables are printed, and how names that differ in a number are folded into one."""
+"""How tables are printed."""
 
 import io
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,7 @@ from rich.text import Text
 from jshard.errors import printable
 
 _PIPED_WIDTH = 110  # of what no terminal shows
-_PATH = 24  # characters of a line of a path, where it needs several
-_LEAST = 8  # characters of a column, where nothing else helps
+_LONG = 24  # characters of a word that may be broken, where nothing else helps
 
 
 def width() -> int:
@@ -42,10 +40,9 @@ class Printed:
 
 
 def show(*things: Any) -> None:
-    """Prints on standard output: in colour on a terminal, where lines end between words; as plain text elsewhere.
+    """Prints texts, and what `rich` can print: in colour on a terminal, as plain text elsewhere.
 
-    Args:
-        things: texts, whose lines stay whole where no terminal shows them, and what `rich` can print.
+    On a terminal lines end between words; elsewhere the lines of a text stay whole.
     """
     for thing in things:
         if _is_terminal():
@@ -79,14 +76,9 @@ def broken_line(command: str) -> str:
 class FittedTable:
     """A table that takes the width it is given, and cuts neither a number nor a word.
 
-    Where there is too little room, texts are wrapped between words and paths after a slash. Where that does not
-    suffice, columns are left out, and the caption names them.
-
-    Args:
-        title: above it.
-        columns: their names. One that ends in > holds numbers; one that ends in ? may be left out, and in ?? before
-            the others.
-        caption: below it.
+    Where there is too little room, texts are wrapped between words. Where that does not suffice, columns are left out,
+    and the caption names them; then long words are broken. A column whose name ends in > holds numbers; one that ends
+    in ? may be left out, and in ?? before the others.
     """
 
     def __init__(self, title: str, columns: Sequence[str], caption: str = "") -> None:
@@ -117,10 +109,9 @@ class FittedTable:
         for i, room in zip(shown, widths, strict=True):
             justify = "right" if self._is_number[i] else "left"
             fixed = room if is_tight else None
-            table.add_column(Text(self._names[i]), justify=justify, width=fixed, overflow="ellipsis")
+            table.add_column(Text(self._names[i]), justify=justify, width=fixed, overflow="fold")
         for cells, style, end_section in self._rows:
-            texts = [Text(broken_words(cells[i], room)) for i, room in zip(shown, widths, strict=True)]
-            table.add_row(*texts, style=style, end_section=end_section)
+            table.add_row(*(Text(cells[i]) for i in shown), style=style, end_section=end_section)
         yield table
 
     def _layout(self, room: int) -> tuple[list[int], list[int], bool]:
@@ -137,8 +128,7 @@ class FittedTable:
         room -= 2 * len(shown)
         widths = [most[i] for i in shown]
         first_whole = [most[shown[0]], *(least[i] for i in shown[1:])]  # it says what a row is about
-        no_room = [least[i] if self._is_number[i] else min(least[i], _LEAST) for i in shown]
-        for limits in (first_whole, [least[i] for i in shown], no_room):
+        for limits in (first_whole, [least[i] for i in shown]):
             widths = _squeezed(widths, limits, room)
         return shown, widths, True
 
@@ -146,10 +136,11 @@ class FittedTable:
         return [self._names[i], *(cells[i] for cells, _, _ in self._rows)]
 
     def _least(self, i: int) -> int:
-        """The width at which a column cuts no word; of a number nothing is wrapped."""
+        """The width at which a column cuts no number, and of other texts only long words."""
         name, *cells = self._texts(i)
-        of_cell = _longest_line if self._is_number[i] else _longest_word
-        return max((_longest_word(name), *map(of_cell, cells)))
+        if self._is_number[i]:
+            return max((_longest_word(name), *map(_longest_line, cells)))
+        return max(_longest_word(name), min(_LONG, max(map(_longest_word, cells), default=0)))
 
 
 def made_table(title: str, *columns: str, caption: str = "") -> FittedTable:
@@ -162,23 +153,6 @@ def add_row(
 ) -> None:
     """Adds a row of plain text, a cell as a text or as its lines: no markup in paths and shapes."""
     table.add_row(*cells, style=style, end_section=end_section)
-
-
-def broken_words(text: str, room: int) -> str:
-    """A text whose words are not longer than `room`: paths go on in the next line, other words lose their middle."""
-    return re.sub(rf"\S{{{room + 1},}}", lambda word: "\n".join(_broken_word(word[0], room)), text)
-
-
-def _broken_word(word: str, room: int) -> list[str]:
-    lines = [""]
-    for part in _parts(word):
-        if len(part) > room:
-            kept = max(room - 1, 0)
-            part = f"{part[: kept - kept // 2]}…{part[len(part) - kept // 2 :]}"
-        if len(lines[-1]) + len(part) > room:
-            lines.append("")
-        lines[-1] += part
-    return [line for line in lines if line]
 
 
 def _squeezed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
@@ -197,13 +171,4 @@ def _longest_line(text: str) -> int:
 
 
 def _longest_word(text: str) -> int:
-    return max((_unbroken(word) for word in text.split()), default=0)
-
-
-def _unbroken(word: str) -> int:
-    """Characters of a word that stay in one line."""
-    return min(len(word), max(_PATH, *map(len, _parts(word)))) if "/" in word else len(word)
-
-
-def _parts(path: str) -> list[str]:
-    return re.findall(r"[^/]*/|[^/]+", path)
+    return max(map(len, text.split()), default=0)

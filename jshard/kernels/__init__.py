@@ -7,7 +7,7 @@ Example:
 from jshard.kernels.attention import attention as attention
 from jshard.kernels.knobs import KernelError as KernelError
 from jshard.kernels.knobs import Occupancy as Occupancy
-from jshard.kernels.matmul import matmul as matmul
-from jshard.kernels.mlp import mlp as mlp
 from jshard.kernels.norm import layer_norm as layer_norm
 from jshard.kernels.norm import rms_norm as rms_norm
+from jshard.kernels.products import matmul as matmul
+from jshard.kernels.products import mlp as mlp

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
-from jshard._kernel_names import CONTEXT, scope
+from jshard._text import CONTEXT, scope
 from jshard.engine.context import note_attention
-from jshard.kernels.backend import TracedDevice, check_sizes, place
+from jshard.kernels.backend import TracedDevice, check_known, check_shapes, place
 from jshard.kernels.knobs import KernelError
 
 AttentionBackend = Literal["auto", "cudnn", "xla"]
@@ -76,7 +76,9 @@ def attention(
     elif queries_at_once is None:
         run = functools.partial(jax.nn.dot_product_attention, **how)
     else:
-        _check_parts(q, k, is_alone=bias is None and lengths is None and is_causal)
+        is_alone = bias is None and lengths is None and is_causal
+        why = "queries_at_once is for causal attention without bias and lengths, of as many queries as keys."
+        check_shapes("attention", {"q": q, "k": k}, {}, [] if is_alone and q.shape[1] == k.shape[1] else [why])
         run = functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
     if note_attention():
         run = jax.checkpoint(run)
@@ -100,24 +102,12 @@ def _look_back(scale: float | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK
     return jax.nn.dot_product_attention(q_BNHK, k_BSGK, v_BSGK, mask=mask_NS[None, None], scale=scale)
 
 
-def _check_parts(q: jax.Array, k: jax.Array, *, is_alone: bool) -> None:
-    wrong = [] if is_alone else ["queries_at_once is for causal attention without bias and lengths."]
-    wrong += [] if q.shape[1] == k.shape[1] else ["queries_at_once is for as many queries as keys."]
-    check_sizes("attention", {"q": q, "k": k}, wrong, "js.kernels.attention(q, k, v, is_causal=True)")
-
-
 # ---- which form
 
 
 def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> str:
     """What it runs as: by cuDNN, or in plain form."""
-    if backend not in _BACKENDS:
-        raise KernelError(
-            "attention does not have this backend.",
-            where=f"backend={backend!r}",
-            why=f"it is one of {', '.join(map(repr, _BACKENDS))}.",
-            do='backend="auto"',
-        )
+    check_known("attention", "backend", backend, _BACKENDS)
     if backend == "xla":
         return "xla"
     here = place()

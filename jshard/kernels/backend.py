@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard import _compat
-from jshard._kernel_names import scope
+from jshard._text import scope
 from jshard.engine.context import region_mesh
 from jshard.facts.devices import device_of
 from jshard.kernels.knobs import KernelError, Occupancy
@@ -25,7 +25,7 @@ Backend = Literal["auto", "mosaic", "interpret", "xla"]
 BACKENDS = ("auto", "mosaic", "interpret", "xla")
 """Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first that can."""
 
-_HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
+_HOPPER = 9  # compute capability
 _HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not say
 
 
@@ -37,7 +37,6 @@ class TracedDevice:
     kind: str  # the driver's name for it
     sms: int = _HOPPER_SMS  # its multiprocessors
     smem_limit_bytes: int = _HOPPER_SMEM_BYTES  # the most shared memory of a block
-    is_hopper: bool = False  # whether the kernels run on it
     capability: int = 0  # major compute capability of a GPU of NVIDIA's; 0 where it is none, or not known
 
 
@@ -77,38 +76,7 @@ def place() -> TracedDevice:
         kind=device.device_kind,
         sms=getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _HOPPER_SMS,
         smem_limit_bytes=getattr(device, "shared_memory_per_block_optin", None) or _HOPPER_SMEM_BYTES,
-        is_hopper=platform == "gpu" and _is_hopper(device),
         capability=_capability(device) if platform == "gpu" else 0,
-    )
-
-
-def choose(
-    name: str, backend: Backend, arrays: Collection[Any], here: TracedDevice, reasons: Collection[str] = ()
-) -> str:
-    """Which form of a kernel runs.
-
-    Returns:
-        "mosaic", "interpret" or "xla".
-    """
-    if backend not in BACKENDS:
-        raise KernelError(
-            f"{name} does not have this backend.",
-            where=f"backend={backend!r}",
-            why=f"it is one of {', '.join(map(repr, BACKENDS))}.",
-            do='backend="auto"',
-        )
-    if backend == "xla":
-        return "xla"
-    reasons = [*_device_reasons(here, backend), *_array_reasons(arrays), *reasons]
-    if backend == "auto" and (reasons or _may_be_split()):
-        return "xla"
-    if not reasons:
-        return "interpret" if backend == "interpret" else "mosaic"
-    raise KernelError(
-        f"{name} cannot run {'step by step' if backend == 'interpret' else 'on Mosaic GPU'} here.",
-        where=[f"backend={backend!r}", f"device: {here.kind}"],
-        why="\n".join(f"{reason}." for reason in reasons),
-        do='backend="auto" takes the plain form where the kernel cannot run.',
     )
 
 
@@ -118,7 +86,11 @@ def _device_reasons(here: TracedDevice, backend: str) -> list[str]:
         whole = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
         several = axes or whole
         return ["the interpreter of kernels runs on one device, and the mesh in use has several"] if several else []
-    found = [] if here.is_hopper else [f"{here.kind} is no Hopper GPU, whose tensor cores the kernel is written for"]
+    found = (
+        []
+        if here.capability == _HOPPER
+        else [f"{here.kind} is no Hopper GPU, whose tensor cores the kernel is written for"]
+    )
     if axes:
         named = ", ".join(f"{axis}={degree}" for axis, degree in axes.items())
         found.append(f"arrays may be split over {named}, and a kernel takes whole arrays: XLA would gather them")
@@ -140,15 +112,12 @@ def _may_be_split() -> bool:
 
 
 def _array_reasons(arrays: Collection[Any]) -> list[str]:
+    if any(0 in x.shape for x in arrays):
+        return ["one of the arrays is empty"]
     dtypes = {np.dtype(x.dtype).name for x in arrays}
     if len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"}:
         return []
     return [f"it takes bfloat16 or float16, one of them for all arrays, and these are {', '.join(sorted(dtypes))}"]
-
-
-def _is_hopper(device: Any) -> bool:
-    capability = getattr(device, "compute_capability", None)
-    return capability == "9.0" if capability else bool(_HOPPER.search(device.device_kind))
 
 
 def _capability(device: Any) -> int:
@@ -161,8 +130,6 @@ def _capability(device: Any) -> int:
 
 
 # What every kernel's call has in common: which form runs, on what device, and under what name.
-
-DEFAULT = Occupancy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,35 +151,73 @@ class KernelRun:
         """Whether the kernel runs step by step on a CPU."""
         return self.form == "interpret"
 
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Inside, operations carry the name of the kernel and its form: the audit reads them from the program."""
-        with jax.named_scope(scope(self.name, self.form)):
-            yield
+    def named(self) -> Any:
+        """A context whose operations carry the kernel's name and form: the audit reads them from the program."""
+        return jax.named_scope(scope(self.name, self.form))
 
 
 def decide(
     name: str,
     backend: Backend,
     occupancy: Occupancy | None,
-    arrays: Collection[jax.Array],
+    arrays: Collection[Any],
     *,
-    default: Occupancy = DEFAULT,
+    default: Occupancy = Occupancy(),  # noqa: B008  # frozen
     reasons: Collection[str] = (),
 ) -> KernelRun:
-    """Decides how a kernel runs."""
+    """Decides how a kernel runs; `reasons` say why its own kind of arrays cannot be taken."""
+    check_known(name, "backend", backend, BACKENDS)
     here = place()
-    empty = ["one of the arrays is empty"] if any(0 in x.shape for x in arrays) else []
-    form = choose(name, backend, arrays, here, [*reasons, *empty])
-    return KernelRun(name, form, occupancy or default, here)
+    run = functools.partial(KernelRun, name, knobs=occupancy or default, here=here)
+    if backend == "xla":
+        return run(form="xla")
+    reasons = [*_device_reasons(here, backend), *_array_reasons(arrays), *reasons]
+    if backend == "auto" and (reasons or _may_be_split()):
+        return run(form="xla")
+    if not reasons:
+        return run(form="interpret" if backend == "interpret" else "mosaic")
+    raise KernelError(
+        f"{name} cannot run {'step by step' if backend == 'interpret' else 'on Mosaic GPU'} here.",
+        where=[f"backend={backend!r}", f"device: {here.kind}"],
+        why="\n".join(f"{reason}." for reason in reasons),
+        do='backend="auto" takes the plain form where the kernel cannot run.',
+    )
 
 
-def check_sizes(name: str, arrays: Mapping[str, jax.Array], wrong: Sequence[str], do: str) -> None:
-    """Refuses arrays whose sizes do not go together."""
+def check_known(name: str, argument: str, value: str, known: Collection[str]) -> None:
+    """Refuses an argument of a kernel that is none of those it knows."""
+    if value not in known:
+        raise KernelError(
+            f"{name} does not have this {argument}.",
+            where=f"{argument}={value!r}",
+            why=f"it is one of {', '.join(map(repr, known))}.",
+            do=f'{argument}="{next(iter(known))}"',
+        )
+
+
+def check_shapes(
+    name: str, arrays: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], wrong: Sequence[str] = ()
+) -> None:
+    """Refuses arrays whose shapes do not go together, all at once; `wrong` is what else is."""
+    wrong = [
+        *wrong,
+        *(f"{arg} must be {wanted[arg]}." for arg, x in arrays.items() if x.shape != wanted.get(arg, x.shape)),
+    ]
     if wrong:
         raise KernelError(
             f"{name} cannot take these arrays.",
             where=[f"{argument}: {array.shape}" for argument, array in arrays.items()],
             why="\n".join(wrong),
-            do=do,
+            do=f"help(js.kernels.{name}) has the shapes.",
+        )
+
+
+def refuse_knobs(name: str, knobs: Occupancy, here: TracedDevice, wrong: Sequence[str]) -> None:
+    """Raises where knobs ask for what a GPU has not."""
+    if wrong:
+        raise KernelError(
+            f"The GPU cannot run {name} like this.",
+            where=f"{here.kind}: {knobs}",
+            why="\n".join(wrong),
+            do="smaller tiles, fewer stages, less padding, or fewer reserved_sms; Occupancy() fits.",
         )

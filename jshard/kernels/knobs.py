@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax import lax
@@ -165,11 +164,9 @@ def traffic_ns(num_bytes: int, *, kind: str) -> int:
     return _LAUNCH_NS + int(1e9 * num_bytes / (_REACHED * _facts(kind).hbm_bytes_per_s))
 
 
-@contextlib.contextmanager
-def stated(latency_ns: int) -> Iterator[None]:
-    """Inside, every operation that is traced carries this latency."""
-    with set_xla_metadata(latency_metadata=str(max(1, latency_ns))):
-        yield
+def stated(latency_ns: int) -> Any:
+    """A context in which every operation that is traced carries this latency."""
+    return set_xla_metadata(latency_metadata=str(max(1, latency_ns)))
 
 
 def _facts(kind: str) -> DeviceFacts:

@@ -1,4 +1,4 @@
-"""A product of matrices with something done to each tile of it before it is stored."""
+"""Products of matrices on Pallas Mosaic GPU, for Hopper, with something done to each tile before it is stored."""
 
 from __future__ import annotations
 
@@ -12,13 +12,28 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
-from jshard.kernels.knobs import LEAST_TILE, WARPGROUP_ROWS, KernelError, Occupancy
+from jshard._text import PRODUCT
+from jshard.kernels.backend import KernelRun, TracedDevice, refuse_knobs
+from jshard.kernels.knobs import (
+    LEAST_TILE,
+    WARPGROUP_ROWS,
+    Occupancy,
+    fitted,
+    product_ns,
+    stated,
+    vary,
+    varying_over,
+)
 
 Epilogue = Callable[..., tuple[jax.Array, ...]]
 _MOST_SUMS = 128 * 128  # float32 of a warpgroup's tile: half of its registers
 _MOST_BARRIERS_BYTES = 1024  # of the pipeline
+WARPGROUPS = 3  # two that multiply, each half of a tile's rows, and one that loads
+_LOADER_REGISTERS = 40  # of the warpgroup that loads; the others share what it leaves
 _GROUP = 8  # tiles along m that blocks visit before they go on along n, so that L2 holds what neighbours share
 
 
@@ -39,10 +54,6 @@ class Product:
         """m, n and k of two operands as they are stored."""
         m, k = a.shape[::-1] if self.a_transposed else a.shape
         return m, b.shape[0] if self.b_transposed else b.shape[1], k
-
-    def plain(self) -> Product:
-        """The same for operands that are stored untransposed."""
-        return dataclasses.replace(self, a_transposed=False, b_transposed=False)
 
 
 def padded(x: jax.Array, multiples: Sequence[int]) -> jax.Array:
@@ -73,50 +84,18 @@ def pieces(knobs: Occupancy) -> tuple[int, int, int]:
     return piece_m, piece_n, min(2, rows * knobs.tile_n // (piece_m * piece_n))
 
 
-def check_fits(product: Product, knobs: Occupancy, dtype: Any, *, smem_limit_bytes: int, sms: int, title: str) -> None:
+def check_fits(product: Product, knobs: Occupancy, dtype: Any, here: TracedDevice) -> None:
     """Refuses knobs that a GPU cannot give."""
     wrong = []
     need = smem_bytes(product, knobs, dtype) + _MOST_BARRIERS_BYTES
-    if need > smem_limit_bytes:
-        wrong.append(f"{need:,} bytes of shared memory, where a block has {smem_limit_bytes:,} at most.")
-    if _sums(product, knobs) > _MOST_SUMS:
-        sums = f"{_sums(product, knobs):,} sums in the registers of a warpgroup"
-        wrong.append(f"{sums}, which takes {_MOST_SUMS:,} without spilling.")
-    if knobs.reserved_sms >= sms:
-        wrong.append(f"reserved_sms={knobs.reserved_sms} leaves none of {sms} multiprocessors.")
-    if wrong:
-        raise KernelError(
-            f"The GPU cannot run {product.name} like this.",
-            where=f"{title}: {knobs}",
-            why="\n".join(wrong),
-            do=_advice(product, knobs, dtype, smem_limit_bytes, sms),
-        )
-
-
-def _sums(product: Product, knobs: Occupancy) -> int:
-    """Float32 numbers that a computing warpgroup holds of its tile."""
-    return product.num_b * knobs.tile_m * knobs.tile_n // (2 if knobs.persistent else 1)
-
-
-def _advice(product: Product, knobs: Occupancy, dtype: Any, smem_limit_bytes: int, sms: int) -> str:
-    """Knobs near these that the GPU can give: the largest tiles of their kind, then fewer stages, then less padding."""
-    changed: dict[str, int] = {}
-    if knobs.reserved_sms >= sms:
-        changed["reserved_sms"] = 16
-    if _sums(product, knobs) > _MOST_SUMS:
-        changed |= {"tile_m": (2 if knobs.persistent else 1) * 128 // product.num_b, "tile_n": 128}
-    bare = dataclasses.replace(knobs, **changed, smem_pad_bytes=0)
-    most = smem_limit_bytes - _MOST_BARRIERS_BYTES
-    for short in (bare, dataclasses.replace(bare, tile_k=LEAST_TILE)):
-        for stages in range(short.stages, 1, -1):
-            room = most - smem_bytes(product, dataclasses.replace(short, stages=stages), dtype)
-            if room < 0:
-                continue
-            changed |= {"stages": stages, "tile_k": short.tile_k}
-            changed["smem_pad_bytes"] = min(knobs.padded_bytes, room // 1024 * 1024)
-            shown = {name: each for name, each in changed.items() if each != getattr(knobs, name)}
-            return f"dataclasses.replace(occupancy, {', '.join(f'{name}={each}' for name, each in shown.items())})"
-    return "Occupancy(), whose tiles fit."
+    if need > here.smem_limit_bytes:
+        wrong.append(f"{need:,} bytes of shared memory, where a block has {here.smem_limit_bytes:,} at most.")
+    sums = product.num_b * knobs.tile_m * knobs.tile_n // (2 if knobs.persistent else 1)
+    if sums > _MOST_SUMS:
+        wrong.append(f"{sums:,} sums in the registers of a warpgroup, which takes {_MOST_SUMS:,} without spilling.")
+    if knobs.reserved_sms >= here.sms:
+        wrong.append(f"reserved_sms={knobs.reserved_sms} leaves none of {here.sms} multiprocessors.")
+    refuse_knobs(product.name, knobs, here, wrong)
 
 
 class Refs(NamedTuple):
@@ -209,7 +188,7 @@ def spread(refs: Refs, first: jax.Array, shape: tuple[int, int], *, interpret: b
     """A part of each vector in device memory, from the element `first` on, as every row of a tile."""
     cols = pl.ds(first, shape[1])
     parts = [_compat.pallas_load(vector, cols, interpret=interpret).astype(jnp.float32) for vector in refs.vectors]
-    return [jax.lax.broadcast_in_dim(part, shape, (1,)) for part in parts]
+    return [lax.broadcast_in_dim(part, shape, (1,)) for part in parts]
 
 
 def launched(
@@ -232,3 +211,178 @@ def launched(
     out_type = [jax.ShapeDtypeStruct((m, n), a.dtype)] * product.num_out
     kernel = _compat.mosaic_kernel(body, name=f"{product.name}_{form}", out_type=out_type, scratch=scratch, **how)
     return kernel(a, *bs, *vectors)
+
+
+def persistent(
+    product: Product,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    knobs: Occupancy,
+    *,
+    blocks: int,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Makes the outputs, (m, n) each, of whole tiles: one block on each of so many multiprocessors walks over them."""
+    m, n, k = product.sizes(a, bs[0])
+    tiles = m // knobs.tile_m, n // knobs.tile_n
+    operands = Operands(product, knobs, a.dtype)
+
+    def pipeline(step: Callable[..., Any], compute: Callable[..., Any]) -> Any:
+        return plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(k // knobs.tile_k,),
+            memory_registers=_LOADER_REGISTERS,
+            in_specs=operands.specs(),
+            wg_axis="warpgroup",
+            num_compute_wgs=WARPGROUPS - 1,
+            max_concurrent_steps=knobs.stages,
+            compute_context=compute,
+        )
+
+    def step(_: Any, a: Any, *rest: Any) -> Any:
+        bs, totals = rest[: product.num_b], rest[product.num_b]
+        rows = _half(knobs)
+        operands.multiply(a.at[:, rows] if product.a_transposed else a.at[rows], bs, totals)
+        return totals
+
+    def body(*given: Any) -> None:
+        refs = Refs.of(product, given, len(vectors))
+        nothing = lambda *_, **__: None
+
+        def walk(allocations: Any) -> None:
+            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
+            def _(loop: Any) -> None:
+                tile = Tile.at(loop.index[0], tiles, knobs)
+                compute = lambda run: _compute(operands, refs, tile, run, interpret=interpret)
+                pipeline(step, compute)(*operands.windows(refs, tile), allocations=allocations)
+
+            plgpu.wait_smem_to_gmem(0)
+
+        # What the pipeline needs does not depend on what it does.
+        allocations = pipeline(nothing, nothing).get_allocations(refs.a, *refs.bs)
+        pl.run_scoped(walk, allocations=allocations, collective_axes="warpgroup")
+
+    how = {"grid": (min(blocks, tiles[0] * tiles[1]),), "grid_names": ("block",), "interpret": interpret}
+    threads = {"num_threads": WARPGROUPS, "thread_name": "warpgroup"}
+    return launched(product, body, a, bs, vectors, knobs, form="persistent", **how, **threads)
+
+
+def _half(knobs: Occupancy) -> Any:
+    """The rows of a tile that a computing warpgroup makes."""
+    rows = knobs.tile_m // 2
+    return pl.ds(lax.axis_index("warpgroup") * rows, rows)
+
+
+def _compute(operands: Operands, refs: Refs, tile: Tile, run: Callable[[Any], Any], *, interpret: bool) -> None:
+    """What a computing warpgroup does of a tile; `run` is the pipeline."""
+
+    def sums(*totals: Any) -> None:
+        run(totals)
+        plgpu.wgmma_wait(0)
+        _store(operands, refs, tile, [total[...] for total in totals], interpret=interpret)
+
+    pl.run_scoped(sums, *operands.accumulators(operands.knobs.tile_m // 2))
+
+
+def _store(operands: Operands, refs: Refs, tile: Tile, products: Sequence[jax.Array], *, interpret: bool) -> None:
+    """Finishes a warpgroup's half of the tiles piece by piece, and writes one piece while the next is made.
+
+    In pieces, as what the epilogue makes of a whole tile would not fit into the registers beside it.
+    """
+    knobs, stage = operands.knobs, refs.stage
+    outs = [out.at[tile.rows, tile.cols].at[_half(knobs)] for out in refs.outs]
+    piece_m, piece_n, slots = pieces(knobs)
+    warpgroup = lax.axis_index("warpgroup")
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    count = 0
+    for col in range(0, knobs.tile_n, piece_n):
+        vectors = spread(refs, tile.first_col + col, (piece_m, piece_n), interpret=interpret)
+        for row in range(0, knobs.tile_m // 2, piece_m):
+            part = slice(row, row + piece_m), slice(col, col + piece_n)
+            results = operands.product.epilogue(*(each[part] for each in products), *vectors)
+            for result, out in zip(results, outs, strict=True):
+                slot = count % slots
+                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                stage[warpgroup, slot] = result.astype(stage.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(stage.at[warpgroup, slot], out.at[part])
+                count += 1
+
+
+def tiled(
+    product: Product,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    knobs: Occupancy,
+    *,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Makes the outputs of whole tiles by one block of one warpgroup for each: several share a multiprocessor."""
+    m, n, k = product.sizes(a, bs[0])
+    shape = knobs.tile_m, knobs.tile_n
+    tiles = m // shape[0], n // shape[1]
+    operands = Operands(product, knobs, a.dtype)
+
+    def body(*given: Any) -> None:
+        refs, tile = Refs.of(product, given, len(vectors)), Tile.at(lax.axis_index("tile"), tiles, knobs)
+        products = _products(operands, refs, tile, steps=k // knobs.tile_k)
+        results = product.epilogue(*products, *spread(refs, tile.first_col, shape, interpret=interpret))
+        for result, out in zip(results, refs.outs, strict=True):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            refs.stage[...] = result.astype(refs.stage.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(refs.stage, out.at[tile.rows, tile.cols])
+        plgpu.wait_smem_to_gmem(0)
+
+    how = {"grid": (tiles[0] * tiles[1],), "grid_names": ("tile",), "interpret": interpret}
+    return launched(product, body, a, bs, vectors, knobs, form="tiled", **how)
+
+
+def _products(operands: Operands, refs: Refs, tile: Tile, *, steps: int) -> tuple[jax.Array, ...]:
+    """A tile of each product, in registers."""
+
+    def sums(*totals: Any) -> tuple[jax.Array, ...]:
+        plgpu.emit_pipeline(
+            lambda _, a, *bs: operands.multiply(a, bs, totals),
+            grid=(steps,),
+            max_concurrent_steps=operands.knobs.stages,
+            in_specs=operands.specs(),
+        )(*operands.windows(refs, tile))
+        plgpu.wgmma_wait(0)
+        return tuple(total[...] for total in totals)
+
+    return pl.run_scoped(sums, *operands.accumulators(operands.knobs.tile_m))
+
+
+def run(
+    call: KernelRun, product: Product, a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
+    """Makes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles."""
+    here, interpret = call.here, call.interpret
+    m, n, k = product.sizes(a, bs[0])
+    knobs = fitted(call.knobs, m, n, k)
+    check_fits(product, knobs, a.dtype, here)
+    if interpret and not _compat.interpreter_transposes():
+        a = a.T if product.a_transposed else a
+        bs = [b.T if product.b_transposed else b for b in bs]
+        product = dataclasses.replace(product, a_transposed=False, b_transposed=False)
+    a_tiles, b_tiles = (knobs.tile_m, knobs.tile_k), (knobs.tile_k, knobs.tile_n)
+    a = padded(a, a_tiles[::-1] if product.a_transposed else a_tiles)
+    bs = [padded(b, b_tiles[::-1] if product.b_transposed else b_tiles) for b in bs]
+    vectors = [padded(vector, (knobs.tile_n,)) for vector in vectors]
+    latency_ns = knobs.latency_ns or product_ns(m, n, k, kind=here.kind, products=len(bs))
+
+    @jax.custom_batching.sequential_vmap  # else all kernels of a batch would run at once, also where none is to run
+    def launch(a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        if knobs.persistent:
+            blocks = here.sms - knobs.reserved_sms
+            return persistent(product, a, bs, vectors, knobs, blocks=blocks, interpret=interpret)
+        return tiled(product, a, bs, vectors, knobs, interpret=interpret)
+
+    with stated(latency_ns):
+        outs = launch(a, bs, vectors)
+    # The kernel's own type does not say over which axes of a mesh its results differ.
+    axes = varying_over(a, *bs, *vectors)
+    return [checkpoint_name(vary(out[:m, :n], axes), PRODUCT) for out in outs]

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._kernel_names import PREFIX
+from jshard import _compat
+from jshard._text import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import Backend, KernelRun, check_sizes, decide
-from jshard.kernels.knobs import KernelError, Occupancy, as_matrix, as_row, vary_alike
+from jshard.kernels.backend import Backend, KernelRun, check_shapes, decide, refuse_knobs
+from jshard.kernels.knobs import (
+    KernelError,
+    Occupancy,
+    as_matrix,
+    as_row,
+    stated,
+    traffic_ns,
+    vary,
+    vary_alike,
+    varying_over,
+)
 
 Arrays = tuple[jax.Array, ...]
 
@@ -123,8 +135,9 @@ def _norm(
     given = {name: array for name, array in named.items() if array is not None}
     _check(kind, given, occupancy)
     call = decide(kind.name, backend, occupancy, given.values(), default=_SMALL, reasons=_row_reasons(x.shape[-1]))
-    if not call.is_plain:
-        _check_padding(call)
+    if not call.is_plain and call.knobs.padded_bytes + _OWN_BYTES > call.here.smem_limit_bytes:
+        why = f"smem_pad_bytes={call.knobs.smem_pad_bytes:_} and {_OWN_BYTES:,} bytes of its own are more than a block"
+        refuse_knobs(call.name, call.knobs, call.here, [f"{why} can have: {call.here.smem_limit_bytes:,}."])
     with call.named():
         if call.is_plain:
             return plain_norm(kind, x, scale, bias, residual)
@@ -149,14 +162,13 @@ def plain_norm(kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | No
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[jax.Array, jax.Array]:
     """The norm of the sum of some rows, and that sum."""
-    from jshard.kernels.mosaic_run import run_rows  # slow to import, and only where a kernel runs
 
     def row(*held: jax.Array) -> tuple[Arrays, Arrays]:
         h, (scale, *bias) = sum(held[1 : len(xs)], start=held[0]), held[len(xs) :]
         y = kind.normal(h)[0] * scale
         return (sum(bias, start=y), *([h] if len(xs) > 1 else [])), ()
 
-    y, *h = run_rows(call, f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs))
+    y, *h = _run_rows(call, f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs))
     return y, h[0] if h else xs[0]
 
 
@@ -168,8 +180,6 @@ def _forward(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple
 def _backward(
     call: KernelRun, kind: _Kind, kept: tuple, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Arrays, Arrays]:
-    from jshard.kernels.mosaic_run import run_rows
-
     h_RD, vectors, num_x = kept
     dy_RD, dh_RD = cotangents
     rows = [h_RD, dy_RD] + ([dh_RD] if num_x > 1 else [])
@@ -184,25 +194,13 @@ def _backward(
         return (sum(dh, start=dx * inverse),), (dy * normal, dy)[: len(vectors)]
 
     with call.named():
-        dx, *sums = run_rows(
+        dx, *sums = _run_rows(
             call, f"{PREFIX}{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors)
         )
         return (dx,) * num_x, tuple(each.astype(like.dtype) for each, like in zip(sums, vectors, strict=True))
 
 
 _rows.defvjp(_forward, _backward)
-
-
-def _check_padding(call: KernelRun) -> None:
-    """Refuses padding beyond what a block can have."""
-    most = call.here.smem_limit_bytes - _OWN_BYTES
-    if call.knobs.padded_bytes > most:
-        raise KernelError(
-            f"The GPU cannot run {call.name} like this.",
-            where=f"{call.here.kind}: smem_pad_bytes={call.knobs.smem_pad_bytes:_}",
-            why=f"a block has {call.here.smem_limit_bytes:,} bytes of shared memory, and needs {_OWN_BYTES:,} itself.",
-            do=f"dataclasses.replace(occupancy, smem_pad_bytes={most // 1024 * 1024})",
-        )
 
 
 def _row_reasons(width: int) -> list[str]:
@@ -216,13 +214,7 @@ def _check(kind: _Kind, given: dict[str, jax.Array], occupancy: Occupancy | None
     """Refuses sizes that do not go together, and knobs that a norm has not."""
     shape = given["x"].shape
     wanted = {"scale": shape[-1:], "bias": shape[-1:], "residual": shape}
-    wrong = [
-        f"{name} is {wanted[name]} for an x of {shape}."
-        for name, array in given.items()
-        if name != "x" and array.shape != wanted[name]
-    ]
-    wrong += [] if shape else ["x has rows: it is (..., D)."]
-    check_sizes(kind.name, given, wrong, f"js.kernels.{kind.name}(x, ..., residual=x_before)")
+    check_shapes(kind.name, given, wanted, [] if shape else ["x has rows: it is (..., D)."])
     if occupancy is not None and occupancy.persistent:
         raise KernelError(
             f"{kind.name} has no persistent form.",
@@ -230,3 +222,68 @@ def _check(kind: _Kind, given: dict[str, jax.Array], occupancy: Occupancy | None
             why="its blocks are small and end soon; which multiprocessors they run on is the GPU's to say.",
             do="Occupancy(persistent=False, smem_pad_bytes=56_320)",
         )
+
+
+# Rows of outputs from rows of inputs, on Pallas Mosaic GPU: one warpgroup holds a row in its registers.
+
+_ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks by multiprocessor where each keeps a sum
+
+RowFunction = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
+
+
+def _run_rows(
+    call: KernelRun,
+    name: str,
+    row: RowFunction,
+    xs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    *,
+    num_out: int,
+    num_sums: int = 0,
+) -> list[jax.Array]:
+    """Runs a function of rows; gives the outputs (R, D) in the dtype of `xs`, then the sums (D,) in float32.
+
+    `row` takes a row of each of `xs`, (R, D) with D a multiple of 128, then the vectors (D,), in float32; it gives
+    rows of the outputs, and what is added to each of the sums over all rows.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu  # slow to import, and only where a kernel runs
+
+    here, knobs, interpret = call.here, call.knobs, call.interpret
+    rows, width = xs[0].shape
+    blocks = min(rows, _BLOCKS_BACKWARD * here.sms) if num_sums else -(-rows // _ROWS_FORWARD)
+    load = lambda ref, index: _compat.pallas_load(ref, index, interpret=interpret).astype(jnp.float32)
+    like = jax.ShapeDtypeStruct((rows, width), xs[0].dtype)
+
+    def body(*refs: Any) -> None:
+        """Each row of a block, one after another; its part of the sums stays in registers until the end."""
+        x_refs, v_refs, rest = refs[: len(xs)], refs[len(xs) :][: len(vectors)], refs[len(xs) + len(vectors) :]
+        out_refs, sum_refs = rest[:num_out], rest[num_out:][:num_sums]
+        held = [load(ref, slice(None)) for ref in v_refs]
+
+        def step(loop: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            at = loop.index[0]
+            outs, terms = row(*(load(ref, at) for ref in x_refs), *held)
+            for ref, out in zip(out_refs, outs, strict=True):
+                ref[at] = out.astype(ref.dtype)
+            return tuple(total + term for total, term in zip(carry, terms, strict=True))
+
+        start = tuple(jnp.zeros((width,), jnp.float32) for _ in sum_refs)
+        totals = plgpu.nd_loop((rows,), collective_axes="block", init_carry=start)(step)
+        for ref, total in zip(sum_refs, totals, strict=True):
+            ref[lax.axis_index("block")] = total
+
+    kernel = _compat.mosaic_kernel(
+        body,
+        name=name,
+        out_type=[like] * num_out + [jax.ShapeDtypeStruct((blocks, width), jnp.float32)] * num_sums,
+        scratch=[plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else [],
+        grid=(blocks,),
+        grid_names=("block",),
+        interpret=interpret,
+    )
+    moved_bytes = (len(xs) + num_out) * rows * width * xs[0].dtype.itemsize
+    with stated(knobs.latency_ns or traffic_ns(moved_bytes, kind=here.kind)):
+        results = jax.custom_batching.sequential_vmap(lambda *arrays: kernel(*arrays))(*xs, *vectors)
+    axes = varying_over(*xs, *vectors)
+    results = [vary(result, axes) for result in results]
+    return [*results[:num_out], *(each.sum(0) for each in results[num_out:])]

@@ -1,61 +1,52 @@
-"""Annotating a Linen module: a copy of it whose calls go through jshard.
+"""Annotating a Linen module: a copy of it whose calls go to the engine, as the outermost call or as a unit's.
 
 A Linen module is a frozen dataclass that is made before its parameters. The annotation is therefore a set of settings
 and choices; the layout follows when `init` or `apply` is traced, and is kept with the annotation.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import flax.linen as nn
+import jax
+from flax.linen.transforms import get_module_scopes
+from jax import lax
+from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard._compat import LINEN_CALL
-from jshard.errors import AnnotationError
-from jshard.linen.layout import Layout, Leaf, Seen
+from jshard.engine.context import in_global_view
+from jshard.engine.region import run_call
+from jshard.errors import AnnotationError, CallError
+from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested
+from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit
 from jshard.plans import checks
-from jshard.plans.moved import OF_A_UNIT, check_placement
+from jshard.plans.mesh import is_concrete
+from jshard.plans.moved import placement_of
 from jshard.plans.placement import ShardPlacement
 from jshard.plans.plan import root_forgotten
-from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import LogicalOptimizer, Path, Unit, UnitChoice, chosen, dotted
 
 L = TypeVar("L", bound=nn.Module)
 
 _OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "placement")
+_OWN_PLACEMENT = ("shard_dim", "min_size", "offload")
 
 
 @dataclasses.dataclass(eq=False)
 class Annotation:
-    """What `fully_shard` records of a Linen module, and the layouts found since.
+    """What `fully_shard` records of a Linen module, and the layouts found since."""
 
-    Args:
-        base: the class that the user wrote.
-        root: the record of the root, without parameters.
-        choices: which submodules are units, each with the record of its units.
-        layouts: what `init` has shown, by the shapes of the parameters.
-        specs: the mesh axes that the model names for its parameters, as `init` has shown them.
-        latest: the layout that was made or used last.
-    """
-
-    base: type[nn.Module]
-    root: Unit
-    choices: tuple[tuple[UnitChoice, Unit], ...]
-    layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
-    specs: dict[tuple[Path, tuple[int, ...]], tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    base: type[nn.Module]  # the class that the user wrote
+    root: Unit  # without parameters
+    choices: tuple[tuple[UnitChoice, Unit], ...]  # which submodules are units, each with the record of its units
+    layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)  # from `init`, by the parameters' shapes
+    specs: dict[tuple[Path, tuple[int, ...]], tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # from `init`
     latest: Layout | None = None
-
-    @property
-    def gathers_all(self) -> bool:
-        """Whether every unit is gathered."""
-        return all(record.placement.gathered for record in (self.root, *(record for _, record in self.choices)))
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        """The choices of units, as text."""
-        return tuple(_text(choice) for choice, _ in self.choices)
 
     def match(self, path: Path, module: nn.Module) -> int | None:
         """Which choice makes a submodule a unit: the first that it matches."""
@@ -75,46 +66,31 @@ class Annotation:
         key = frozenset(leaves.items())
         found = None if keep else self.layouts.get(key)
         if found is None:
-            found = Layout.make(self.base.__name__, self.root, survey(), leaves)
+            found = Layout.make(dataclasses.replace(self.root, kind=self.base.__name__), survey(), leaves)
         if keep:
             self.layouts[key] = found
         self.latest = found
         return found
 
-    def known_layout(self, leaves: Mapping[Path, Leaf]) -> Layout:
-        """The layout that `init` has shown for these parameters.
-
-        Raises:
-            AnnotationError: it was not traced.
-        """
-        return self.layout_of(leaves, self._unknown)
-
     def plain(self, module: nn.Module) -> nn.Module:
         """An annotated module as it was before."""
-        return _plain(module, self.base)
+        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+        return self.base(**(fields | {"parent": None}))
 
     def _boxed(self, path: Path, leaf: Leaf) -> Leaf:
         return leaf if any(leaf.spec) else dataclasses.replace(leaf, spec=self.specs.get((path, leaf.shape), leaf.spec))
 
     @property
     def layout(self) -> Layout:
-        """The latest layout.
-
-        Raises:
-            AnnotationError: the parameters are not known yet.
-        """
+        """The latest layout; an error if the parameters are not known yet."""
         if self.latest is None:
-            self._unknown()
-        assert self.latest is not None
+            raise AnnotationError(
+                "The parameters of a Linen module are not known yet.",
+                where=self.base.__name__,
+                why="they are made by init, from its inputs; it has not been called since fully_shard.",
+                do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
+            )
         return self.latest
-
-    def _unknown(self) -> NoReturn:
-        raise AnnotationError(
-            "The parameters of a Linen module are not known yet.",
-            where=self.base.__name__,
-            why="they are made by init, from its inputs; it has not been called since fully_shard.",
-            do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
-        )
 
 
 def annotation_of(model: Any) -> Annotation | None:
@@ -130,33 +106,33 @@ def annotation_for(model: Any) -> Annotation:
     return annotation
 
 
-def annotated(module: L, root: Unit, units: Any, unit: Unit, call: Callable[..., Any]) -> L:
-    """A copy of the module whose calls go through `call(module, method, *args, **kwargs)`."""
-    _check(module, units, unit)
+def annotated(module: L, root: Unit, units: Any, unit: Unit) -> L:
+    """A copy of the module whose calls go through `call_annotated`."""
+    _check(module, unit.placement)
     optimizer = LogicalOptimizer("tx = js.shard_optimizer(model, tx)  # around the whole chain")
     root, unit = (dataclasses.replace(one, optimizer=optimizer) for one in (root, unit))
     annotation = Annotation(type(module), root, tuple(_choices(units, unit)))
-    return _annotated_again(module.clone(), annotation, call)  # type: ignore[return-value]
+    return _annotated_again(module.clone(), annotation)  # type: ignore[return-value]
 
 
-def relaid(module: nn.Module, changed: Callable[[Layout], Layout], call: Callable[..., Any]) -> nn.Module:
+def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
     """An annotated module whose layouts are changed: other settings for the units that it has shown."""
     annotation = annotation_for(module)
     assert annotation.latest is not None, "its parameters are known"
     layouts = {key: changed(layout) for key, layout in annotation.layouts.items()}
     again = dataclasses.replace(annotation, layouts=layouts, latest=changed(annotation.latest))
-    return _annotated_again(annotation.plain(module), again, call)
+    return _annotated_again(annotation.plain(module), again)
 
 
-def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[nn.Module]:
+def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     base = annotation.base
 
     @nn.nowrap
     def routed(self: nn.Module, *args: Any) -> Any:
-        return call(self, getattr(base, LINEN_CALL), *args)
+        return call_annotated(self, getattr(base, LINEN_CALL), *args)
 
     def through(method: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(method)(lambda self, *args, **kwargs: call(self, method, *args, **kwargs))
+        return functools.wraps(method)(lambda self, *args, **kwargs: call_annotated(self, method, *args, **kwargs))
 
     body: dict[str, Any] = {
         **{name: through(method) for name, method in _compat.transformed_methods(base).items()},
@@ -164,7 +140,7 @@ def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[n
         "_jshard_plan": staticmethod(lambda wrt: annotation.layout.plan_for(wrt)),
         LINEN_CALL: routed,
         "__init__": base.__init__,
-        "__reduce__": nn.nowrap(lambda self: (_annotated_again, (annotation.plain(self), annotation, call))),
+        "__reduce__": nn.nowrap(lambda self: (_annotated_again, (annotation.plain(self), annotation))),
         "__hash__": base.__hash__,
         "__annotations__": {},
         "__module__": base.__module__,
@@ -174,52 +150,31 @@ def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[n
     return type(base.__name__, (base,), body)
 
 
-def _annotated_again(plain: nn.Module, annotation: Annotation, call: Callable[..., Any]) -> nn.Module:
+def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
     """What pickle calls; the class of an annotated module is made at run time."""
-    object.__setattr__(plain, "__class__", _annotated_class(annotation, call))
+    object.__setattr__(plain, "__class__", _annotated_class(annotation))
     return plain
 
 
-def _plain(module: nn.Module, base: type[nn.Module]) -> nn.Module:
-    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
-    return base(**(fields | {"parent": None}))
-
-
-def _check(module: nn.Module, units: Any, unit: Unit) -> None:
+def _check(module: nn.Module, placement: ShardPlacement) -> None:
     found = [name for name, child in _modules(module) if annotation_of(child) is not None]
-    if found:
+    if found or module.scope is not None:
         raise AnnotationError(
-            "A module is annotated twice.",
-            where=f"{type(module).__name__}: {', '.join(found)}",
-            why="it is annotated already; the settings of a Linen model are those of one fully_shard.",
-            do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}, "head": {}})',
+            "A module is annotated twice, or while it is bound to variables.",
+            where=f"{type(module).__name__}: {', '.join(found) or 'bound'}",
+            why="the settings of a Linen model are those of one fully_shard, before init and apply.",
+            do='js.fully_shard(Model(), mesh=mesh, units={Block: {"remat": "full"}, "head": {}})',
         )
-    if module.scope is not None:
+    if alone := [n for n in ("stacked", "gathered") if getattr(placement, n) != getattr(ShardPlacement(), n)]:
         raise AnnotationError(
-            "A bound module cannot be annotated.",
-            where=type(module).__name__,
-            why="it holds variables already, of a call that is under way.",
-            do="annotate the model before init and apply: model = js.fully_shard(Model(), mesh=mesh)",
-        )
-    if units is not None and not unit.placement.gathered:
-        raise AnnotationError(
-            "A unit that is never gathered has units inside.",
-            where=f"fully_shard(units={units!r}, placement=js.ShardPlacement(gathered=False))",
-            why="its whole call runs as written, and so would they.",
-            do='js.fully_shard(model, mesh=mesh, units={"tables": {"placement": js.ShardPlacement(gathered=False)},'
-            " Block: {}})  # only the tables",
-        )
-    if unit.placement.stacked:
-        raise AnnotationError(
-            "stacked is not for Linen modules.",
-            where=f"fully_shard({type(module).__name__}, stacked={unit.placement.stacked})",
-            why="how many dims of layers nn.scan adds is found when the model is initialised.",
+            f"{' and '.join(alone)} of a placement cannot be set for Linen modules.",
+            where=f"fully_shard({type(module).__name__}, {', '.join(f'{n}={getattr(placement, n)}' for n in alone)})",
+            why="init shows which layers nn.scan stacks, and every unit is gathered.",
             do="js.fully_shard(model, mesh=mesh, units=Block)",
         )
 
 
 def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module, and those in its fields."""
     yield "(root)", module
     for field in dataclasses.fields(module):
         value = getattr(module, field.name, None) if field.name not in ("parent", "name") else None
@@ -229,7 +184,6 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _choices(units: Any, record: Unit) -> Iterator[tuple[UnitChoice, Unit]]:
-    """The choices with the record of the units that each names."""
     if isinstance(units, Mapping):
         yield from ((choice, _with_settings(record, choice, settings)) for choice, settings in units.items())
     elif units is not None:
@@ -239,27 +193,28 @@ def _choices(units: Any, record: Unit) -> Iterator[tuple[UnitChoice, Unit]]:
 
 def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) -> Unit:
     """The record with what one choice sets otherwise."""
-    where, plain = check_placement(settings.get("placement")), ShardPlacement()
-    of_all = [field.name for field in dataclasses.fields(where) if field.name not in OF_A_UNIT]
-    unknown = [name for name in settings if name not in _OWN_SETTINGS]
-    unknown += [name for name in of_all if getattr(where, name) != getattr(plain, name)]
+    own = {name: value for name, value in settings.items() if name in _OWN_SETTINGS}
+    old = {name: value for name, value in settings.items() if name in _OWN_PLACEMENT}
+    inherited = ShardPlacement(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
+    asked = placement_of(checks.check_placement(own.pop("placement", inherited)), old, '{{"placement": {}}}')
+    fields = [field.name for field in dataclasses.fields(asked) if field.name not in _OWN_PLACEMENT]
+    unknown = [name for name in settings if name not in (*_OWN_SETTINGS, *_OWN_PLACEMENT)]
+    unknown += [name for name in fields if getattr(asked, name) != getattr(ShardPlacement(), name)]
     if unknown:
-        own = [*_OWN_SETTINGS[:-1], f"placement with {', '.join(OF_A_UNIT)}"]
         raise AnnotationError(
             "A unit has no such setting of its own.",
             where=f"fully_shard(units={{{_text(choice)}: {dict(settings)!r}}})",
-            why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(own)}.",
+            why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(_OWN_SETTINGS)} with"
+            f" {', '.join(_OWN_PLACEMENT)}.",
             do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
         )
-    common = unit.policy if where.gathered else UnitPolicy()  # what is said for all units is not for this one
-    policy = common.changed(unit.mesh, **{name: x for name, x in settings.items() if name != "placement"})
-    placing = {name: getattr(where, name) for name in OF_A_UNIT} if "placement" in settings else {}
-    made = dataclasses.replace(unit, policy=policy, placement=dataclasses.replace(unit.placement, **placing))
+    placement = dataclasses.replace(unit.placement, **{name: getattr(asked, name) for name in _OWN_PLACEMENT})
+    made = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **own), placement=placement)
     checks.check_unit(made)
     return made
 
 
-def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf]) -> None:
+def _check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf]) -> None:
     """Raises for a choice of units, or a pattern in `ignored`, that nothing in the initialised model matches."""
     used = {unit.choice for unit in seen.units.values()}
     unused = [choice for i, (choice, _) in enumerate(annotation.choices) if i not in used]
@@ -272,3 +227,224 @@ def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf])
 
 def _text(choice: UnitChoice) -> str:
     return repr(choice) if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
+
+
+# What a trace of a Linen model shows: which chosen submodules it calls, and with which parameters.
+
+
+def _note(seen: Seen, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Notes a call that has just run: an inner call of the same module, in a loop or a checkpoint, came before."""
+    path = module.path[len(seen.prefix) :]
+    seen.called.add(path)
+    seen.kinds.setdefault(type(module).__name__, dotted(path))
+    assert module.scope is not None, "a call that runs the model"
+    if any("scan(" in part for part in tuple(module.scope.debug_path)[-1:]):  # Flax's own note of a loop
+        _note_shapes(seen.loops.setdefault(path, {}), module, path)
+    choice = seen.annotation.match(path, module)
+    if choice is None:
+        return
+    if path not in seen.units:
+        record = dataclasses.replace(seen.annotation.choices[choice][1], kind=type(module).__name__)
+        seen.units[path] = SeenUnit(record, choice)
+    unit = seen.units[path]
+    _note_shapes(unit.shapes, module, path)
+    scopes = {tuple(s.path)[len(seen.prefix) :] for s in get_module_scopes(module, args, kwargs)[0]}
+    unit.borrowed |= {p for p in scopes if p[: len(path)] != path}
+
+
+def _note_shapes(shapes: dict[Path, tuple[int, ...]], module: nn.Module, path: Path) -> None:
+    for inner, leaf in flat(module.variables.get(PARAMS, {})):
+        shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
+
+
+# Where a call into an annotated Linen module goes: the engine, as the outermost call or as a unit's, or plain Flax.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Inside:
+    annotation: Annotation
+    layout: Layout
+    prefix: Path  # of the model
+    unit: Path = ()  # that runs
+
+    def path(self, module: nn.Module) -> Path:
+        """Path of a module from the annotated one."""
+        return tuple(module.path)[len(self.prefix) :]
+
+
+_where: contextvars.ContextVar[_Inside | Seen | None] = contextvars.ContextVar("where", default=None)
+_intercepting: contextvars.ContextVar[bool] = contextvars.ContextVar("intercepting", default=False)
+# The survey or the layout, as part of jit's cache key: a trace that nn.jit has kept would hide its units from another
+# survey, and run them as another annotation says.
+_tracing = jax.make_user_context(default_value=None)
+
+
+def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a method of an annotated module with the interceptor in place.
+
+    Flax intercepts no call of a method that one of its transformations made, only that of the method inside.
+    """
+    with _interception():
+        if not _compat.is_transformed(method):
+            return method(module, *args, **kwargs)
+        plain = functools.partial(method, module)
+        return _intercept(plain, args, kwargs, nn.module.InterceptorContext(module, method.__name__, plain))
+
+
+def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
+    """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
+    with _interception():
+        return _initialise(annotation_for(module), module, run)
+
+
+@contextlib.contextmanager
+def _interception() -> Iterator[None]:
+    """Inside, Flax asks `_intercept` about every method call; once is enough."""
+    if _intercepting.get():
+        yield
+        return
+    token = _intercepting.set(True)
+    try:
+        with nn.intercept_methods(_intercept):
+            yield
+    finally:
+        _intercepting.reset(token)
+
+
+@contextlib.contextmanager
+def _context(where: _Inside | Seen) -> Iterator[None]:
+    """The surroundings of a method, which the engine runs when it likes."""
+    token = _where.set(where)
+    try:
+        with _interception(), _tracing(where.layout if isinstance(where, _Inside) else where):
+            yield
+    finally:
+        _where.reset(token)
+
+
+def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context: nn.module.InterceptorContext) -> Any:
+    """One method call of any module in or around an annotated one."""
+    module, where = context.module, _where.get()
+    run = lambda: plain(*args, **kwargs)
+    if not _is_call(module, context.method_name):
+        return run()
+    if isinstance(where, Seen):
+        out = run()
+        _note(where, module, args, dict(kwargs))
+        return out
+    function = context.orig_method.func  # type: ignore[attr-defined]  (a partial of the plain method)
+    if where is None:
+        annotation = annotation_of(module)
+        if annotation is None:
+            return run()
+        if module.is_initializing():
+            return _initialise(annotation, module, run)
+        return _open(annotation, module, function, args, kwargs)
+    _refuse_other(where, module)
+    return _call_unit(where, module, function, args, kwargs) if _is_unit(where, module) else run()
+
+
+def _is_call(module: nn.Module, name: str) -> bool:
+    """Whether a method runs the model, as `__call__` and the public ones that Flax's base class lacks."""
+    public = not name.startswith("_") and hasattr(type(module), name) and not hasattr(nn.Module, name)
+    return module.scope is not None and (public or name == "__call__")
+
+
+def _open(annotation: Annotation, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    prefix = tuple(module.path)
+
+    def run(call: LinenCall) -> tuple[Any, Lifted]:
+        call.optimizer = annotation.root.optimizer
+        if in_global_view():
+            return _plain(call)
+        layout = annotation.layout_of(call.leaves, lambda: _surveyed(annotation, call))
+        unit = call.place(layout)
+        call.store()
+        checks.check_replicated(layout.root, layout.root.kind)
+        return _through_engine(call, unit, _Inside(annotation, layout, prefix))
+
+    return call_lifted(module, function, args, kwargs, prefix=prefix, interceptor=_intercept, run=run)
+
+
+def _leaves(module: nn.Module) -> dict[Path, Leaf]:
+    return {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
+
+
+def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+
+    def run(call: LinenCall) -> tuple[Any, Lifted]:
+        return _through_engine(call, call.place(inside.layout), dataclasses.replace(inside, unit=call.path))
+
+    return call_lifted(module, function, args, kwargs, prefix=inside.prefix, interceptor=_intercept, run=run)
+
+
+def _through_engine(call: LinenCall, unit: Unit, inside: _Inside) -> tuple[Any, Lifted]:
+    call.context = lambda: _context(inside)
+    return run_call(call, dotted(call.path), unit)
+
+
+def _plain(call: LinenCall) -> tuple[Any, Lifted]:
+    """The call in global view: as written, its parameters on the device."""
+    outs, state = call.body(call.logical(call.guarded(call.params)), call.inputs)
+    assert call.result is not None, "it has run"
+    return call.finish([*outs, *state], call.result)
+
+
+def _is_unit(inside: _Inside, module: nn.Module) -> bool:
+    """Whether a call is that of a unit; not if the unit runs already, or if all layers of a loop are still there."""
+    path = inside.path(module)
+    if path in ((), inside.unit) or path not in inside.layout.records:
+        return False
+    layers = inside.layout.records[path].placement.stacked
+    for inner, leaf in flat(module.variables.get(PARAMS, {})) if layers else ():
+        placed = inside.layout.leaves.get((*path, *inner))
+        if placed is not None:
+            return len(described(leaf, inner).shape) == len(placed.placement.shape) - layers
+    return True
+
+
+def _surveyed(annotation: Annotation, call: LinenCall) -> Seen:
+    """The units that a call reaches, from a trace of shapes; for parameters that no `init` has shown.
+
+    A method other than `__call__` need not reach them all.
+    """
+    seen = Seen(annotation, call.prefix)
+    call.context = lambda: _context(seen)
+    jax.eval_shape(lambda: call.body(call.logical(call.params), call.inputs))
+    if call.function.__name__ == "__call__":
+        _check_found(annotation, seen, call.leaves)
+    return seen
+
+
+def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any]) -> Any:
+    """Lets the model make its variables, plans for the parameters that it made, and places these."""
+    seen = Seen(annotation, tuple(module.path))
+    with _context(seen):
+        out = run()
+    leaves = _leaves(module)
+    _check_found(annotation, seen, leaves)
+    _place(module, annotation.layout_of(leaves, lambda: seen, keep=True))
+    return out
+
+
+def _place(module: nn.Module, layout: Layout) -> None:
+    """Shards the parameters that `init` made. One that would be padded stays as it is: who made it reads its shape."""
+    mesh = layout.root.mesh
+    for path, leaf in flat(module.variables.get(PARAMS, {})) if is_concrete(mesh) else ():
+        placement = layout.leaves[path].placement
+        if not placement.padding:
+            sharding = NamedSharding(mesh, placement.partition_spec)
+            placed = jax.tree.map(lambda x, sharding=sharding: lax.with_sharding_constraint(x, sharding), leaf)
+            assert module.scope is not None, "it is bound"
+            module.scope.put_variable(PARAMS, path[0], nested([(path[1:], placed)]) if path[1:] else placed)
+
+
+def _refuse_other(inside: _Inside, module: nn.Module) -> None:
+    other = annotation_of(module)
+    if other is not None and other is not inside.annotation:
+        raise CallError(
+            "An annotated Linen module was called inside another one.",
+            where=f"{inside.annotation.base.__name__}: {other.base.__name__} {dotted(inside.path(module))}",
+            why="the settings of a Linen model are those of one fully_shard, of the outermost module.",
+            do='js.fully_shard(model, mesh=mesh, units={Inner: {"remat": "full"}})',
+        )

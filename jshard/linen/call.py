@@ -20,12 +20,11 @@ from jshard import _compat
 from jshard.engine.context import guard
 from jshard.engine.trace import merged, others, picked
 from jshard.errors import AnnotationError, CallError
-from jshard.linen.layout import Layout, Leaf
-from jshard.linen.padded import is_padded, padding_in
+from jshard.linen.layout import Layout, Leaf, is_padded, padding_in
 from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
-from jshard.plans.units import OUTER, LogicalOptimizer, Member, Path, Unit, dotted, inside, role
+from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, role
 
 PARAMS = "params"
 """The collection of the parameters."""
@@ -80,61 +79,37 @@ Lifted = tuple[tuple[Mapping[str, Any], ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a call returned and changed, but for the arrays: equal calls share it.
+    """What a call returned and changed, but for the arrays: equal calls share it."""
 
-    Args:
-        tree: the structure of the result and the changed variables.
-        is_array: which of its leaves are arrays; the others are `static`.
-        places: of each changed variable: the number of its scope, and its path from there.
-        counts: how many keys each scope has made.
-    """
-
-    tree: Any
-    is_array: tuple[bool, ...]
+    tree: Any  # the structure of the result and the changed variables
+    is_array: tuple[bool, ...]  # which of its leaves are arrays; the others are `static`
     static: tuple[Any, ...]
-    places: tuple[tuple[int, Path], ...]
-    counts: tuple[dict[Any, Any], ...]
+    places: tuple[tuple[int, Path], ...]  # of each changed variable: the number of its scope, and its path from there
+    counts: tuple[dict[Any, Any], ...]  # how many keys each scope has made
 
 
 @dataclasses.dataclass(eq=False)
 class LinenCall:
-    """One method call of a bound module: a `jshard.engine.trace.Call`.
-
-    Args:
-        module: the module.
-        function: the method as its class defines it.
-        args: its arguments, and `kwargs`; modules and variables among them are in `scopes`.
-        scopes: all scopes that the call reads.
-        scope_fn: makes scopes of variables and keys; `repack` takes the variables out of them again.
-        groups: the variables of each outermost scope, by collection, and `rngs` its keys.
-        prefix: path of the annotated module.
-        interceptor: of its calls, in which this call is taken apart.
-
-    Attributes:
-        path: of the module, from the annotated one.
-        context: entered while the method runs.
-        optimizer: that of the model, which sees padded parameters as logical ones.
-        result: what the latest run of the method returned, but for the arrays.
-    """
+    """One method call of a bound module: a `jshard.engine.trace.Call`."""
 
     module: nn.Module
-    function: Callable[..., Any]
-    args: tuple
+    function: Callable[..., Any]  # the method as its class defines it
+    args: tuple  # modules and variables among them are in `scopes`
     kwargs: Mapping[str, Any]
-    scopes: Sequence[Scope]
-    scope_fn: Callable[..., Any]
-    repack: Callable[..., Any]
-    groups: Lifted
-    rngs: Lifted
-    prefix: Path
-    interceptor: Callable[..., Any]
+    scopes: Sequence[Scope]  # all that the call reads
+    scope_fn: Callable[..., Any]  # makes scopes of variables and keys
+    repack: Callable[..., Any]  # takes the variables out of them again
+    groups: Lifted  # the variables of each outermost scope, by collection
+    rngs: Lifted  # their keys
+    prefix: Path  # of the annotated module
+    interceptor: Callable[..., Any]  # of its calls, in which this call is taken apart
 
     def __post_init__(self) -> None:
         self.path: Path = tuple(self.module.path)[len(self.prefix) :]
         self.where = f"{type(self.module).__name__}.{self.function.__name__}"
-        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered while the method runs
         self.optimizer: LogicalOptimizer | None = None
-        self.result: Result | None = None
+        self.result: Result | None = None  # of the latest run
         self.written: Sequence[str] = ()  # a parameter that Flax lets a call write is an output of it
         self._outermost = _outermost(self.scopes)
         self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
@@ -187,12 +162,11 @@ class LinenCall:
 
     def place(self, layout: Layout) -> Unit:
         """Takes over where the parameters of the call are stored, and who gathers them; returns the unit's record."""
-        around = self.path if self.path in layout.units else ()
-        mine = [layout.leaves.get(dotted(path)) for path in self._paths]
+        around = self.path if self.path in layout.records else ()
+        mine = [layout.leaves.get(path) for path in self._paths]
         self.placements = [leaf and leaf.placement for leaf in mine]
         self.owners = [OUTER if leaf is None else role(inside(around, leaf.owner)) for leaf in mine]
-        rows = zip(self.names, self.placements, self.owners, strict=True)
-        return layout.record(around, (Member((n,), p, o) for n, p, o in rows if p is not None))
+        return layout.records[around]
 
     @property
     def key(self) -> Hashable:
@@ -208,11 +182,7 @@ class LinenCall:
         return type(self.module), self.function, self._tree, self._params_tree, repr((scopes, around)), static
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs the method on a copy of the module that holds these arrays, its parameters logical.
-
-        Returns:
-            The arrays in its result, and those in the variables that it changed or made.
-        """
+        """Runs the method on a copy that holds these arrays, logical; the arrays of its result, and what it changed."""
         for scope, counts in zip(self.scopes, self._counts, strict=True):
             _restore(scope.rng_counters, counts)
         leaves = merged(self._is_input, inputs, others(self._is_input, self._leaves))
@@ -269,17 +239,7 @@ def call_lifted(
     interceptor: Callable[..., Any],
     run: Callable[[LinenCall], tuple[Any, Lifted]],
 ) -> Any:
-    """Calls a method of a bound module out of its scopes.
-
-    Args:
-        module: the module.
-        function: the plain method, as the class defines it.
-        args: its arguments after self.
-        kwargs: its keyword arguments.
-        prefix: path of the annotated module.
-        interceptor: of its calls, from which this is called.
-        run: runs the call, and returns what its `finish` does.
-    """
+    """Calls a method of a bound module out of its scopes; `run` returns what the `finish` of the call does."""
     scopes, args, kwargs = get_module_scopes(module, args, dict(kwargs))
 
     def inner(scope_fn: Callable, repack: Callable, groups: Lifted, rngs: Lifted) -> tuple[Any, Lifted]:
@@ -291,7 +251,6 @@ def call_lifted(
 
 
 def _array_fields(module: nn.Module) -> dict[str, Any]:
-    """The fields of a module that hold arrays."""
     return {name: x for name, x in _fields(module) if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
 
 

@@ -1,112 +1,83 @@
-"""Where the parameters of a Linen model are stored, which unit gathers each, and which of them are trained."""
+"""Where the parameters of a Linen model are stored, which unit gathers each, and boxes for those that are padded."""
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
-from flax import nnx
+from flax import nnx, serialization
+from flax.core import meta
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jshard.errors import AnnotationError
 from jshard.plans.checks import check_patterns_used
 from jshard.plans.memories import StatePlaces, key_texts, tail_in
+from jshard.plans.padding import OF_STORAGE, Padding
 from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan
 from jshard.plans.policies import UnitPolicy
-from jshard.plans.units import Member, Path, Unit, as_filter, dotted
+from jshard.plans.units import Path, Unit, as_filter, dotted, with_views
 
 
 @dataclasses.dataclass
 class SeenUnit:
-    """A chosen submodule, as a trace showed it.
+    """A chosen submodule, as a trace showed it."""
 
-    Args:
-        kind: class of the module.
-        choice: which of the annotation's choices it is.
-        settings: the record of that choice.
-        shapes: of its parameters, as its innermost call saw them: a scan has taken the dim of layers away.
-        borrowed: paths of modules elsewhere that it was given and may use.
-    """
-
-    kind: str
-    choice: int
-    settings: Unit
-    shapes: dict[Path, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    borrowed: set[Path] = dataclasses.field(default_factory=set)
+    record: Unit
+    choice: int  # which of the annotation's choices it is
+    shapes: dict[Path, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # one layer of its parameters
+    borrowed: set[Path] = dataclasses.field(default_factory=set)  # modules elsewhere that it was given and may use
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Seen:
-    """What a trace of a model showed: its units by path, a path of each class of module, and every path called.
+    """What a trace of a model at a path showed: its units, loops and every module called."""
 
-    And of the modules that `nn.scan` runs the shapes of their parameters as one layer sees them.
-    """
-
+    annotation: Any
+    prefix: Path
     units: dict[Path, SeenUnit] = dataclasses.field(default_factory=dict)
-    loops: dict[Path, dict[Path, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
-    kinds: dict[str, str] = dataclasses.field(default_factory=dict)
+    loops: dict[Path, dict[Path, tuple[int, ...]]] = dataclasses.field(default_factory=dict)  # of one layer of them
+    kinds: dict[str, str] = dataclasses.field(default_factory=dict)  # a path of each class of module
     called: set[Path] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The units and parameters of a Linen model.
+    """The units of a Linen model: their records by path, the root first, each with its view of the plan."""
 
-    Args:
-        root: the record of its root, with the plan.
-        units: what was seen of the units inside, by path.
-        layers: leading dims of layers in the parameters of each unit that a scan runs over.
-    """
-
-    root: Unit
-    units: dict[Path, SeenUnit]
-    layers: dict[Path, int]
+    records: dict[Path, Unit]
 
     @classmethod
-    def make(cls, kind: str, root: Unit, seen: Seen, leaves: Mapping[Path, Leaf]) -> "Layout":
-        """Plans for parameters, with the units that a trace showed.
-
-        Raises:
-            AnnotationError: a parameter cannot be placed as asked; all bad ones in one message.
-        """
-        found = _twins(seen, leaves) | seen.units
-        units = {path: found[path] for path in sorted(found, key=_in_order)}
-        check_alone(kind, units)
-        layers = {path: _layers(path, unit, leaves) for path, unit in units.items()}
-        for path, unit in units.items():
-            placement = dataclasses.replace(unit.settings.placement, stacked=layers[path])
-            record = dataclasses.replace(unit.settings, kind=unit.kind, placement=placement)
-            units[path] = dataclasses.replace(unit, settings=record)
-        made = cls(dataclasses.replace(root, kind=kind), units, layers)
-        used = {path: made._used(path, leaves[path], seen) for path in sorted(leaves, key=_in_order)}
-        plan = make_plan(used, made.records)
-        check_beside(kind, units, plan.leaves)
-        return made._with(plan)
+    def make(cls, root: Unit, seen: Seen, leaves: Mapping[Path, Leaf]) -> "Layout":
+        """Plans for parameters, with the units that a trace showed."""
+        units = _twins(seen, leaves) | seen.units
+        records = {(): root}
+        for path in sorted(units, key=_in_order):
+            record = units[path].record
+            placement = dataclasses.replace(record.placement, stacked=_layers(path, units[path], leaves))
+            records[path] = dataclasses.replace(record, placement=placement, nested=True)
+        used = {path: _used(path, leaves[path], units, seen) for path in sorted(leaves, key=_in_order)}
+        return cls(with_views(make_plan(used, records), records))
 
     def with_policies(self, policies: Mapping[Path, UnitPolicy]) -> "Layout":
         """The same with other settings of the units, by path."""
-        changed = lambda path, unit: dataclasses.replace(unit, policy=policies[path])
-        units = {p: dataclasses.replace(unit, settings=changed(p, unit.settings)) for p, unit in self.units.items()}
-        made = dataclasses.replace(self, root=changed((), self.root), units=units)
-        return made._with(self.plan.seen_from((), made.records))
+        records = {path: dataclasses.replace(unit, policy=policies[path]) for path, unit in self.records.items()}
+        return Layout(with_views(self.plan, records))
 
     @property
-    def kind(self) -> str:
-        """Class of the model."""
-        return self.root.kind
+    def root(self) -> Unit:
+        """The record of the root."""
+        return self.records[()]
 
     @property
     def plan(self) -> ShardPlan:
-        """Where its parameters are."""
+        """Where the parameters are."""
         assert self.root.plan is not None, "a layout is made with it"
         return self.root.plan
-
-    @property
-    def records(self) -> dict[Path, Unit]:
-        """The records of the units by path, that of the root first."""
-        return {(): self.root} | {path: unit.settings for path, unit in self.units.items()}
 
     @functools.cached_property
     def places(self) -> StatePlaces:
@@ -114,37 +85,24 @@ class Layout:
         return StatePlaces(self.plan)
 
     @functools.cached_property
-    def leaves(self) -> dict[str, LeafPlan]:
-        """The parameters by path as text."""
-        return {leaf.path: leaf for leaf in self.plan.leaves}
-
-    def record(self, path: Path, members: Iterable[Member]) -> Unit:
-        """The record of the unit at a path, for a call that sees these parameters."""
-        settings = self.records[path]
-        name = "" if settings.placement.gathered else dotted(path)
-        return dataclasses.replace(settings, plan=None, members=tuple(members), nested=bool(path), name=name)
-
-    @functools.cached_property
-    def around(self) -> frozenset[Path]:
-        """Paths of the modules that run in global view, as a unit inside is never gathered."""
-        return modules_around(self.units)
+    def leaves(self) -> dict[Path, LeafPlan]:
+        """The parameters by path."""
+        return {leaf.keys[0]: leaf for leaf in self.plan.leaves}
 
     def plan_for(self, wrt: Any) -> ShardPlan:
         """The plan of a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
-        names = Trained(self, wrt).names
-        leaves = tuple(dataclasses.replace(leaf, trained=leaf.path in names) for leaf in self.plan.leaves)
+        trained = Trained(self, wrt).parameters
+        leaves = tuple(dataclasses.replace(leaf, trained=trained[leaf.keys[0]]) for leaf in self.plan.leaves)
         return dataclasses.replace(self.plan, leaves=leaves)
 
-    def _with(self, plan: ShardPlan) -> "Layout":
-        return dataclasses.replace(self, root=self.root.with_plan(plan))
 
-    def _used(self, path: Path, leaf: Leaf, seen: Seen) -> Leaf:
-        """A parameter with the units around its uses: where it is, and in units that borrow its module."""
-        within = lambda place: tuple(sorted((p for p in self.units if place[: len(p)] == p), key=len))
-        borrowers = [p for p, unit in self.units.items() if any(path[: len(b)] == b for b in unit.borrowed)]
-        around = tuple(map(within, (path, *borrowers)))
-        stack, num_stacked = _stack(path, leaf, seen)
-        return dataclasses.replace(leaf, around=around, stack=stack, num_stacked=num_stacked)
+def _used(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], seen: Seen) -> Leaf:
+    """A parameter with the units around its uses: where it is, and in units that borrow its module."""
+    within = lambda place: tuple(sorted((p for p in units if place[: len(p)] == p), key=len))
+    borrowers = [p for p, unit in units.items() if any(path[: len(b)] == b for b in unit.borrowed)]
+    stack, num_stacked = _stack(path, leaf, seen)
+    around = tuple(map(within, (path, *borrowers)))
+    return dataclasses.replace(leaf, around=around, stack=stack, num_stacked=num_stacked)
 
 
 def _twins(seen: Seen, leaves: Mapping[Path, Leaf]) -> dict[Path, SeenUnit]:
@@ -169,10 +127,7 @@ def _in_order(path: Path) -> list[list[Any]]:
 
 
 def _stack(path: Path, leaf: Leaf, seen: Seen) -> tuple[Path, int]:
-    """The path of the outermost loop that takes leading dims of a parameter, and how many all loops take.
-
-    Empty if none does, or if what a layer sees are not its last dims.
-    """
+    """The path of the outermost loop that takes leading dims of a parameter, and how many all loops take, if any do."""
     loops = [loop for loop in sorted(seen.loops, key=len) if path in seen.loops[loop]]
     row = min((seen.loops[loop][path] for loop in loops), key=len, default=leaf.shape)
     num = len(leaf.shape) - len(row)
@@ -188,68 +143,20 @@ def _layers(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:
     if len(counts) > 1 or bad:
         raise AnnotationError(
             "The layers of a unit are not stacked along the first dim.",
-            where=[f"{unit.kind} {dotted(path)}: {dotted(p)}  {found[p][0]}, a layer {found[p][1]}" for p in found][:4],
+            where=[
+                f"{unit.record.kind} {dotted(path)}: {dotted(p)}  {found[p][0]}, a layer {found[p][1]}" for p in found
+            ][:4],
             why="a scan over them leaves one layer, and the sharded dim is counted from the end.",
             do='nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)',
         )
     return counts.pop() if counts else 0
 
 
-# Units of a Linen model that are never gathered: what is around them runs as written, in global view.
-
-
-def modules_around(units: Mapping[Path, SeenUnit]) -> frozenset[Path]:
-    """Paths of the modules around units that are never gathered; the model's own is `()`."""
-    return frozenset(path[:i] for path in _ungathered(units) for i in range(len(path)))
-
-
-def check_alone(kind: str, units: Mapping[Path, SeenUnit]) -> None:
-    """Raises for a unit around one that is never gathered, or inside.
-
-    Args:
-        kind: class of the model.
-        units: what was seen of the units.
-    """
-    never = _ungathered(units)
-    wrong = [path for path in units if any(path != outer and path[: len(outer)] == outer for outer in never)]
-    wrong = sorted(wrong) + sorted(modules_around(units) & units.keys())
-    if wrong:
-        raise AnnotationError(
-            "A unit is around one that is never gathered, or inside.",
-            where=[f"{kind}: {dotted(path)}" for path in wrong],
-            why=f"the call of {', '.join(map(dotted, sorted(never)))} runs as written, in global view, and so does what"
-            " is around it.",
-            do='units beside it: js.fully_shard(model, mesh=mesh, units={"tables": {"placement":'
-            " js.ShardPlacement(gathered=False)}, Block: {}})",
-        )
-
-
-def check_beside(kind: str, units: Mapping[Path, SeenUnit], leaves: Iterable[LeafPlan]) -> None:
-    """Raises for sharded parameters of a module around a unit that is never gathered."""
-    around = modules_around(units)
-    beside = [leaf for leaf in leaves if leaf.placement.dim is not None and leaf.keys[0][:-1] in around]
-    if beside:
-        raise AnnotationError(
-            "A module around a unit that is never gathered has parameters of its own.",
-            where=[f"{kind}: {leaf.path}  {list(leaf.placement.shape)}" for leaf in beside],
-            why="its call runs as written, in global view, and the compiler would gather them as it likes.",
-            do="put them into a submodule, or leave them whole on every device: js.fully_shard(..., placement="
-            f"js.ShardPlacement(ignored={beside[0].path!r})).",
-        )
-
-
-def _ungathered(units: Mapping[Path, SeenUnit]) -> set[Path]:
-    return {path for path, unit in units.items() if not unit.settings.placement.gathered}
-
-
 # Which parameters of a Linen model are trained, in any tree that has them: parameters, gradients, updates.
 
 
 class Frozen(optax.MaskedNode):
-    """The gradient and the update of a parameter that is frozen: none. The parameter stays as it is.
-
-    Maps over trees pass it by, as they do what Optax has masked.
-    """
+    """The gradient and the update of a frozen parameter: none. Maps over trees pass it by; the parameter stays."""
 
     __slots__ = ()
     __array_ufunc__ = None  # an array of numpy leaves the sum to it, too
@@ -258,55 +165,45 @@ class Frozen(optax.MaskedNode):
         return parameter
 
 
-def is_masked(x: Any) -> bool:
-    """Whether something stands for an array that is left out, of jshard's or of Optax."""
-    return isinstance(x, optax.MaskedNode)
-
-
 class Trained:
-    """The parameters that are trained.
-
-    Args:
-        layout: of the model.
-        wrt: which, as in `js.value_and_grad`.
-
-    Raises:
-        AnnotationError: none is, or a pattern matches none.
-    """
+    """The parameters of a layout that are trained; `wrt` as in `js.value_and_grad`."""
 
     def __init__(self, layout: Layout, wrt: Any) -> None:
-        trained = as_filter(wrt)
-        self._predicate = nnx.filterlib.to_predicate(trained)
-        placed = {leaf.keys[0]: leaf.placement for leaf in layout.plan.leaves}
-        self._parameters = {path: self._chosen(path, p.shape, p.dtype) for path, p in placed.items()}
-        if wrt is not nnx.Param:
-            _check(layout, wrt, trained, self.names)
-
-    @property
-    def names(self) -> set[str]:
-        """Their paths from the model, as text."""
-        return {dotted(path) for path, is_trained in self._parameters.items() if is_trained}
+        chosen = as_filter(wrt)
+        self._predicate = nnx.filterlib.to_predicate(chosen)
+        placed = {path: leaf.placement for path, leaf in layout.leaves.items()}
+        self.parameters = {path: self._chosen(path, p.shape, p.dtype) for path, p in placed.items()}
+        if wrt is nnx.Param:
+            return
+        names = set(map(dotted, placed))
+        check_patterns_used(chosen, names, "wrt")
+        if not any(self.parameters.values()):
+            raise AnnotationError(
+                "No parameter of the Linen model is trained.",
+                where=f"{layout.root.kind}: wrt={wrt!r}",
+                why=f"it chooses none of {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}; they have"
+                " no types of their own.",
+                do='wrt="*/lora_*", a pattern of paths, or a function: lambda path, x: "lora_a" in path.',
+            )
 
     def mask(self, tree: Any) -> Any:
         """Whether each array in a tree is that of a trained parameter; what is none of the model's has its own path."""
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)
 
         def one(path: tuple, x: Any) -> bool:
             if is_masked(x):
                 return False
             keys = key_texts(path)
-            tail = tail_in(self._parameters, keys)
-            return self._chosen(keys, x.shape, x.dtype) if tail is None else self._parameters[tail]
+            tail = tail_in(self.parameters, keys)
+            return self._chosen(keys, x.shape, x.dtype) if tail is None else self.parameters[tail]
 
         return jax.tree.map_with_path(one, tree, is_leaf=is_masked)
 
-    def part(self, tree: Any) -> Any:
-        """A tree with nothing in the places of frozen parameters."""
-        return jax.tree.map(lambda keep, x: x if keep else Frozen(), self.mask(tree), tree)
-
     def split(self, tree: Any) -> tuple[Any, Any]:
         """A tree as two: the trained parameters, and the frozen ones."""
-        rest = jax.tree.map(lambda keep, x: Frozen() if keep else x, self.mask(tree), tree)
-        return self.part(tree), rest
+        mask = self.mask(tree)
+        part = lambda wanted: jax.tree.map(lambda trained, x: x if trained == wanted else Frozen(), mask, tree)
+        return part(True), part(False)
 
     def _chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
         return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
@@ -318,14 +215,110 @@ def joined(trained: Any, frozen: Any) -> Any:
     return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
 
 
-def _check(layout: Layout, wrt: Any, trained: Any, names: set[str]) -> None:
-    paths = set(layout.leaves)
-    check_patterns_used(trained, paths, "wrt")
-    if not names:
-        raise AnnotationError(
-            "No parameter of the Linen model is trained.",
-            where=f"{layout.kind}: wrt={wrt!r}",
-            why=f"it chooses none of {', '.join(sorted(paths)[:4])}{', ...' if len(paths) > 4 else ''}; they have no"
-            " types of their own.",
-            do='wrt="*/lora_*", a pattern of paths, or a function: lambda path, x: "lora_a" in path.',
-        )
+# A Linen parameter is an array in the user's own tree. One that no dim divides is there in a box of Flax, as that of
+# `nn.Partitioned` is: the model, plain Flax and whoever reads the box see the logical array; trees are mapped over the
+# stored one, whose padding is zero and has no gradient.
+
+
+class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
+    """A parameter that is stored padded: read, indexed and computed with as the logical array."""
+
+    def __init__(self, value: Any, padding: Padding) -> None:
+        self.value, self.padding = value, padding
+
+    def unbox(self) -> Any:
+        """The logical array."""
+        return self.padding.cut(self.value)
+
+    def replace_boxed(self, val: Any) -> "Padded":
+        """A box of another array, logical or padded."""
+        return Padded(self.padding.pad(val), self.padding)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Padded":
+        """The same: the padded dim is counted from the end, and layers come first."""
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Padded":
+        """The same."""
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return self.padding.logical_shape(self.value.shape)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.unbox()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.unbox(), dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """What operators come to."""
+        if method != "__call__" or kwargs:
+            return NotImplemented
+        return getattr(jnp, ufunc.__name__)(*[x.unbox() if isinstance(x, Padded) else x for x in inputs])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.unbox()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbox())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("value", "padding"):  # asked for before they are there, as by copy
+            raise AttributeError(name)
+        return getattr(self.value if name in OF_STORAGE else self.unbox(), name)
+
+    def __repr__(self) -> str:
+        dtype, stored = (getattr(self.value, name, None) for name in ("dtype", "shape"))
+        return f"Padded({dtype}{list(self.padding.logical_shape(stored or ()))}, stored {list(stored or ())})"
+
+
+jax.tree_util.register_pytree_with_keys(
+    Padded,
+    lambda box: (((jax.tree_util.GetAttrKey("value"), box.value),), box.padding),
+    lambda padding, children: Padded(next(iter(children)), padding),
+    lambda box: ((box.value,), box.padding),
+)
+serialization.register_serialization_state(
+    Padded,
+    lambda box: serialization.to_state_dict(box.unbox()),
+    lambda box, state: box.replace_boxed(serialization.from_state_dict(box.unbox(), state)),
+)
+
+
+def is_padded(x: Any) -> bool:
+    """Whether something is the box of an array that is stored padded."""
+    return isinstance(x, Padded)
+
+
+def padding_in(leaf: Any) -> Padding | None:
+    """The padding of the array in a box, which may be in another one; None if there is none."""
+    while isinstance(leaf, meta.AxisMetadata) and not is_padded(leaf):
+        leaf = getattr(leaf, "value", None)
+    return leaf.padding if isinstance(leaf, Padded) else None
+
+
+def boxed(tree: Any, places: StatePlaces) -> Any:
+    """A tree whose arrays are stored padded, in their boxes, where their parameters are."""
+
+    def one(path: tuple, x: Any) -> Any:
+        padding = None if is_padded(x) else places.padding(key_texts(path), getattr(x, "shape", ()))
+        return x if padding is None else Padded(padding.pad(x), padding)
+
+    return jax.tree.map_with_path(one, tree, is_leaf=is_padded)
+
+
+def unboxed(tree: Any) -> Any:
+    """A tree with logical arrays for the boxes."""
+    return jax.tree.map(lambda x: x.unbox() if isinstance(x, Padded) else x, tree, is_leaf=is_padded)
+
+
+def boxed_like(old: Any, tree: Any) -> Any:
+    """A tree in the form of the one that it replaces."""
+    one = lambda before, x: before.replace_boxed(x) if isinstance(before, Padded) else x
+    return jax.tree.map(one, old, tree, is_leaf=is_padded)

@@ -1,6 +1,6 @@
-"""The state of a Linen model: born in place, held to the plan by its transformation, differentiated in microbatches."""
+"""The state of a Linen model: optimizer state that follows the plan, its loss, and arrays born in place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import flax.linen as nn
@@ -14,8 +14,8 @@ from jshard import _compat
 from jshard.engine.accumulate import Loss
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_for
-from jshard.linen.layout import Layout, Trained, joined
-from jshard.linen.padded import boxed, boxed_like, unboxed
+from jshard.linen.layout import Layout, Trained, boxed, boxed_like, joined, unboxed
+from jshard.plans.checks import check_replicated
 from jshard.plans.memories import (
     Keys,
     StatePlaces,
@@ -30,7 +30,8 @@ from jshard.plans.memories import (
     to_host,
 )
 from jshard.plans.placement import Placement
-from jshard.plans.replicated import check_replicated
+
+# Optimizer state.
 
 
 def linen_optimizer(
@@ -39,9 +40,6 @@ def linen_optimizer(
     """The transformation for the `TrainState` of an annotated Linen model; see `js.shard_optimizer`.
 
     Its parameters may be unknown yet: where the state is is looked up when it is made and updated.
-
-    Raises:
-        AnnotationError: the model is not annotated, or a setting is for nnx models.
     """
     annotation = annotation_for(model)
     if shard_replicated:
@@ -55,82 +53,61 @@ def linen_optimizer(
     annotation.root.optimizer.exists = True
     all_are, trained = wrt is nnx.Param, lambda: Trained(annotation.layout, wrt)
     tx = optax.with_extra_args_support(tx if all_are else optax.masked(tx, lambda tree: trained().mask(tree)))
+    held = lambda tree: annotation.layout.places.held(tree, annotation.root.mesh, as_given=True)
 
     def init(params: Any) -> Any:
         places, logical = annotation.layout.places, unboxed(params)
         state, has_boxes = tx.init(to_device(logical)), jax.tree.structure(params) != jax.tree.structure(logical)
-        state = places.held(boxed(state, places) if has_boxes else state, annotation.root.mesh, as_given=True)
         there = lambda path, x: to_host(x) if places.on_host(key_texts(path), x.shape) else x
-        return jax.tree.map_with_path(there, state)  # shard_init reads from its type where it is to be
+        return jax.tree.map_with_path(there, held(boxed(state, places) if has_boxes else state))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        rule = _Update(tx, annotation.layout, unboxed(to_device(extra)))
-        grads = grads if all_are else trained().part(grads)
-        return rule.streamed(grads, state, params) if rule.places.offloaded else rule(grads, state, params)
+        """Updates and the next state, each placed as what it replaces."""
+        extra = unboxed(to_device(extra))
+
+        def on_device(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            given = held((grads, state))
+            plain_grads, plain_state = unboxed(given)
+            return held(boxed_like(given, tx.update(plain_grads, plain_state, unboxed(params), **extra)))
+
+        places, grads = annotation.layout.places, grads if all_are else trained().split(grads)[0]
+        if not places.offloaded:
+            return on_device(grads, state, params)
+        return _streamed(on_device, held, places, grads, state, params)
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
-class _Update:
-    """An update by a transformation that sees logical arrays.
+def _streamed(
+    rule: Callable[..., Any], held: Callable[[Any], Any], places: StatePlaces, grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """An update of arrays in host memory, which come to the device and go back a part at a time.
 
-    Args:
-        tx: the transformation.
-        layout: of the model.
-        extra: further arguments of the update.
+    With the update of a parameter there comes its sum with it.
     """
+    given, tree = jax.tree.flatten((grads, state, params))
+    of_grads, of_state, of_params = map(paths_of, (grads, state, params))
+    parameters = dict(zip(of_params, jax.tree.leaves(params), strict=True))
+    away = {path: x for path in of_grads if (x := parameters.get(path)) is not None and _compat.on_host(x)}
 
-    def __init__(self, tx: optax.GradientTransformationExtraArgs, layout: Layout, extra: dict[str, Any]) -> None:
-        self.places = layout.places
-        self._tx, self._mesh, self._extra = tx, layout.root.mesh, extra
+    def update(*arrays: jax.Array) -> list[jax.Array]:
+        grads, state, params = jax.tree.unflatten(tree, arrays)
+        updates, state = rule(grads, state, params)
+        sums = held(optax.apply_updates(params, updates)) if away else ()
+        sums = dict(zip(paths_of(sums), jax.tree.leaves(sums), strict=True))
+        return [*jax.tree.leaves((updates, state)), *(sums[path] for path in away)]
 
-    def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Updates and the next state of arrays on the device, each placed as what it replaces."""
-        held = self._held((grads, state))
-        plain_grads, plain_state = unboxed(held)
-        made = self._tx.update(plain_grads, plain_state, unboxed(params), **self._extra)
-        return self._held(boxed_like(held, made))
+    made = [*of_grads, *of_state]
+    parts = parts_of(places.offloaded, [*made, *of_params], [*made, *away], of_grads)
+    found = streamed(update, given, parts, [*[None] * len(of_grads), *jax.tree.leaves(state), *away.values()])
+    updates, state = jax.tree.unflatten(jax.tree.structure((grads, state)), found[: len(made)])
+    sums = dict(zip(away, found[len(made) :], strict=True))
 
-    def _held(self, tree: Any) -> Any:
-        return self.places.held(tree, self._mesh, as_given=True)
-
-    def streamed(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """The same of arrays in host memory, which come to the device and go back a part at a time.
-
-        With the update of a parameter there comes its sum with it.
-        """
-        given, tree = jax.tree.flatten((grads, state, params))
-        of_grads, of_state, of_params = map(paths_of, (grads, state, params))
-        parameters = dict(zip(of_params, jax.tree.leaves(params), strict=True))
-        away = {path: x for path in of_grads if (x := parameters.get(path)) is not None and _compat.on_host(x)}
-
-        def update(*arrays: jax.Array) -> list[jax.Array]:
-            grads, state, params = jax.tree.unflatten(tree, arrays)
-            updates, state = self(grads, state, params)
-            sums = self._sums(params, updates) if away else {}
-            return [*jax.tree.leaves((updates, state)), *(sums[path] for path in away)]
-
-        made = [*of_grads, *of_state]
-        parts = parts_of(self.places.offloaded, [*made, *of_params], [*made, *away], of_grads)
-        like = [*[None] * len(of_grads), *jax.tree.leaves(state), *away.values()]
-        found = streamed(update, given, parts, like)
-        updates, state = jax.tree.unflatten(jax.tree.structure((grads, state)), found[: len(made)])
-        return _with_sums(updates, away, dict(zip(away, found[len(made) :], strict=True))), state
-
-    def _sums(self, params: Any, updates: Any) -> dict[Keys, jax.Array]:
-        """The parameters after the update, by path."""
-        sums = self._held(optax.apply_updates(params, updates))
-        return dict(zip(paths_of(sums), jax.tree.leaves(sums), strict=True))
-
-
-def _with_sums(updates: Any, parameters: Mapping[Keys, Any], sums: Mapping[Keys, Any]) -> Any:
-    """Updates; those of parameters in host memory with what the sums with them are."""
-
-    def one(path: tuple, x: Any) -> Any:
+    def with_sum(path: tuple, x: Any) -> Any:
         keys = key_texts(path)
-        return HostUpdate(x, (parameters[keys], sums[keys])) if keys in sums else x
+        return HostUpdate(x, (away[keys], sums[keys])) if keys in sums else x
 
-    return jax.tree.map_with_path(one, updates)
+    return jax.tree.map_with_path(with_sum, updates), state
 
 
 class HostUpdate:
@@ -138,16 +115,12 @@ class HostUpdate:
 
     The update streams such sums, so it has this one already. It holds for that very array only, and is lost where the
     update is changed: then the parameter is fetched, and the sum made anew.
-
-    Args:
-        value: the update, on the device.
-        made: the parameter and the sum.
     """
 
     __array_ufunc__ = None
 
     def __init__(self, value: Any, made: tuple[Any, Any] | None = None) -> None:
-        self.value, self._made = value, made
+        self.value, self._made = value, made  # the update on the device; the parameter and the sum
 
     def __radd__(self, parameter: Any) -> Any:
         if self._made is not None and self._made[0] is parameter:
@@ -179,7 +152,7 @@ def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has
         return found if found is not None and found.stored_shape == jnp.shape(x) else None
 
     placed = [[placement(path, x) for path, x in jax.tree.leaves_with_path(tree)] for tree in (trained, frozen)]
-    return Loss(run, trained, frozen, (), (placed[0], placed[1]), layout.root, layout.kind)
+    return Loss(run, trained, frozen, (), (placed[0], placed[1]), layout.root, layout.root.kind)
 
 
 # Deferred initialisation of a Linen model: what `build` returns, such as a TrainState, its arrays born in place.
@@ -194,11 +167,11 @@ def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
     annotation = annotation_for(model)
     traced, shapes = jax.make_jaxpr(build, return_shape=True)()
     layout = annotation.layout
-    check_replicated(layout.root, layout.kind)
+    check_replicated(layout.root, layout.root.kind)
     places, mesh = layout.places, layout.root.mesh
     away, offloaded = [_compat.on_host(aval) for aval in traced.out_avals], _offloaded(shapes, places)
     if not any(away):
-        _check_offloaded(offloaded, layout.kind)
+        _check_offloaded(offloaded, layout.root.kind)
     parameters = {its for its, *_ in offloaded if places.on_host_itself(its)}
 
     def one(path: tuple, x: Any, on_host: bool) -> jax.ShapeDtypeStruct:
@@ -222,7 +195,7 @@ def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
 
 
 def _offloaded(shapes: Any, places: StatePlaces) -> list[list[Keys]]:
-    """The paths of the arrays that belong to each offloaded parameter, its own first: that is the shortest."""
+    """The paths of the arrays that belong to each offloaded parameter, its own, the shortest, first."""
     found: dict[Any, list[Keys]] = {}
     for path, x in jax.tree.leaves_with_path(shapes):
         if places.on_host(keys := key_texts(path), x.shape):

@@ -1,19 +1,21 @@
-"""Which thread blocks one multiprocessor holds at once, alone and beside a block of communication.
+"""Which thread blocks one multiprocessor holds at once, alone and beside one of communication, and what leaves room.
 
 The rules of NVIDIA's `cuda_occupancy.h`, and the same taken on to blocks of two kernels. Shared memory is one pool.
 Registers are not: they are given to whole warps, and a warp is in one partition of the multiprocessor. The warps of a
 block are taken to be spread evenly over the partitions, as those of a warpgroup must be. So what a block leaves is not
 one sum: where 17 warps are spread 5, 4, 4 and 4, four more warps have only what the first partition has left. For one
-kernel this is what `cuda_occupancy.h` computes; for two it is an assumption, `GpuFacts.placement`.
+kernel this is what `cuda_occupancy.h` computes; for two it is an assumption, which `benchmarks.overlap` will measure.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jshard.facts.gpus import GpuFacts, OccupancyError
+
+if TYPE_CHECKING:
+    from jshard.occupancy.footprints import CommFootprint
 
 PAD_UNIT_BYTES = 1024
 """Padding is a whole number of these: Mosaic aligns every buffer in shared memory to it."""
@@ -101,9 +103,9 @@ def check(gpu: GpuFacts, block: Block) -> None:
     if found:
         raise OccupancyError(
             f"The thread block cannot run on {gpu.title}.",
-            where=_pasted(block),
+            where=f"Block(threads={block.threads}, registers={block.registers}, smem_bytes={block.smem_bytes:_})",
             why="\n".join(found),
-            do=f"{_nearest(gpu, block)}: smaller tiles, fewer pipeline stages or less padding.",
+            do="smaller tiles, fewer pipeline stages or less padding.",
         )
 
 
@@ -123,26 +125,11 @@ def resident(gpu: GpuFacts, block: Block) -> int:
     return 0 if refusals(gpu, block) else min(limits(gpu, block).values())
 
 
-def fits(gpu: GpuFacts, *parts: tuple[Block, int]) -> bool:
-    """Whether one multiprocessor holds so many blocks of each of several kernels at the same time.
-
-    Args:
-        gpu: the GPU.
-        *parts: a block and how many of it, for each kernel.
-    """
-    if any(count > resident(gpu, block) for block, count in parts):
-        return False
-    kinds = [(cost(gpu, block), count) for block, count in parts if count]
-    if sum(count for _, count in kinds) > gpu.blocks_per_sm:
-        return False
-    if sum(taken.smem_bytes * count for taken, count in kinds) > gpu.smem_per_sm_bytes:
-        return False
-    return _pooled(gpu, kinds) if gpu.placement == "pooled" else _spread(gpu, kinds)
-
-
 def room_beside(gpu: GpuFacts, block: Block, comm: Block) -> int:
     """The most blocks of a kernel beside which a multiprocessor still takes one block of communication; 0: none."""
-    return max((n for n in range(1, resident(gpu, block) + 1) if fits(gpu, (block, n), (comm, 1))), default=0)
+    if refusals(gpu, comm):
+        return 0
+    return next((n for n in range(resident(gpu, block), 0, -1) if _fit(gpu, block, n, comm)), 0)
 
 
 def drain(gpu: GpuFacts, block: Block, comm: Block) -> int:
@@ -152,34 +139,6 @@ def drain(gpu: GpuFacts, block: Block, comm: Block) -> int:
     on the same multiprocessor, while others may take their places.
     """
     return resident(gpu, block) - room_beside(gpu, block, comm)
-
-
-def pad_for(gpu: GpuFacts, block: Block, blocks_per_sm: int) -> int:
-    """The least padding, in bytes and a multiple of 1,024, with which exactly so many blocks are resident.
-
-    Args:
-        gpu: the GPU.
-        block: as it is without padding.
-        blocks_per_sm: at least 1.
-
-    Raises:
-        OccupancyError: no padding does that; the error names the numbers that there are.
-
-    Example:
-        >>> pad_for(gpu("h200"), Block(threads=128, registers=58, smem_bytes=41_024), 2)
-        35840
-    """
-    check(gpu, block)
-    found = dict(paddings(gpu, block))
-    if blocks_per_sm not in found:
-        raise OccupancyError(
-            f"No padding leaves {blocks_per_sm} blocks on a multiprocessor.",
-            where=f"blocks_per_sm={blocks_per_sm}",
-            why=f"{resident(gpu, block)} are resident without padding; with at most {gpu.smem_per_block_bytes:,} bytes"
-            f" of shared memory in a block there can be {', '.join(map(str, found))}.",
-            do=f"blocks_per_sm={min(found, key=lambda n: (abs(n - blocks_per_sm), n))}",
-        )
-    return found[blocks_per_sm]
 
 
 def paddings(gpu: GpuFacts, block: Block) -> tuple[tuple[int, int], ...]:
@@ -195,28 +154,6 @@ def paddings(gpu: GpuFacts, block: Block) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def split_bytes(gpu: GpuFacts, *parts: tuple[Block, int]) -> int:
-    """The least split of the cache that has the shared memory of these blocks; the largest if none has.
-
-    The driver chooses it by the kernel that begins first, and changes it only on an idle multiprocessor: a block of
-    communication that fits by the numbers waits all the same if the split is too small for both.
-    """
-    needed = sum(cost(gpu, block).smem_bytes * count for block, count in parts)
-    return next((split for split in gpu.splits_bytes if split >= needed), gpu.splits_bytes[-1])
-
-
-def _nearest(gpu: GpuFacts, block: Block) -> str:
-    """The block cut down to the limits."""
-    registers = min(block.registers, gpu.registers_per_thread)
-    slots = _register_slots(gpu, cost(gpu, Block(1, registers)).warp_registers)
-    threads = min(block.threads, gpu.threads_per_block, slots * gpu.warp_size)
-    return _pasted(Block(threads, registers, min(block.smem_bytes, gpu.smem_per_block_bytes)))
-
-
-def _pasted(block: Block) -> str:
-    return f"Block(threads={block.threads}, registers={block.registers}, smem_bytes={block.smem_bytes:_})"
-
-
 def _register_slots(gpu: GpuFacts, warp_registers: int) -> int:
     """Warps of one kernel whose registers a multiprocessor has."""
     return gpu.registers_per_sm // gpu.partitions // warp_registers * gpu.partitions
@@ -226,59 +163,124 @@ def _rounded(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _pooled(gpu: GpuFacts, kinds: Sequence[tuple[BlockCost, int]]) -> bool:
-    warps = sum(taken.warps * count for taken, count in kinds)
-    registers = sum(taken.warps * taken.warp_registers * count for taken, count in kinds)
-    return warps <= gpu.warps_per_sm and registers <= gpu.registers_per_sm
-
-
-def _spread(gpu: GpuFacts, kinds: Sequence[tuple[BlockCost, int]]) -> bool:
-    """Whether the partitions have room for blocks whose warps are spread evenly.
-
-    Every partition has the same number of whole rounds of warps. What is left of each block, fewer warps than there are
-    partitions, goes into that many different ones.
-    """
-    rounds = [(taken.warps // gpu.partitions * count, taken.warp_registers) for taken, count in kinds]
-    slots = gpu.warps_per_sm // gpu.partitions - sum(warps for warps, _ in rounds)
-    registers = gpu.registers_per_sm // gpu.partitions - sum(warps * size for warps, size in rounds)
-    rest = tuple(
-        (taken.warp_registers, taken.warps % gpu.partitions * count, count)
-        for taken, count in kinds
-        if taken.warps % gpu.partitions
-    )
-    return slots >= 0 and registers >= 0 and _placed(rest, gpu.partitions, slots, registers)
-
-
-_Rest = tuple[tuple[int, int, int], ...]  # of each kernel: registers of a warp, warps, and the most in one partition
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _placed(rest: _Rest, partitions: int, slots: int, registers: int) -> bool:
-    """Whether warps of several kernels find places in so many equal partitions."""
-    if any(warps > most * partitions for _, warps, most in rest):
+def _fit(gpu: GpuFacts, block: Block, count: int, comm: Block) -> bool:
+    """Whether so many blocks of a kernel, and one of communication, are on a multiprocessor at once."""
+    kernel, other = cost(gpu, block), cost(gpu, comm)
+    if count + 1 > gpu.blocks_per_sm or kernel.smem_bytes * count + other.smem_bytes > gpu.smem_per_sm_bytes:
         return False
-    if not any(warps for _, warps, _ in rest):
-        return True
-    return any(
-        _placed(
-            tuple((size, warps - n, most) for (size, warps, most), n in zip(rest, here, strict=True)),
-            partitions - 1,
-            slots,
-            registers,
+    # Every partition has the same number of whole rounds of warps.
+    mine, its = kernel.warps // gpu.partitions * count, other.warps // gpu.partitions
+    slots = gpu.warps_per_sm // gpu.partitions - mine - its
+    registers = gpu.registers_per_sm // gpu.partitions - mine * kernel.warp_registers - its * other.warp_registers
+    # What is left of a block, fewer warps than there are partitions, goes into that many different ones.
+    left, its_left = kernel.warps % gpu.partitions, other.warps % gpu.partitions
+    shared = slots - 1, registers - other.warp_registers
+    if min(slots, registers) < 0 or (its_left and min(shared) < 0):
+        return False
+    room = lambda slots, registers: min(count, slots, registers // kernel.warp_registers)
+    return left * count <= its_left * room(*shared) + (gpu.partitions - its_left) * room(slots, registers)
+
+
+# The distinct ways to leave room for a collective beside a kernel.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to run a kernel beside a collective.
+
+    Attributes:
+        how: "as it is"; "co-resident", beside the collective's blocks; "drain", these wait for blocks to end; or
+            "reserve", multiprocessors are left to them.
+        blocks_per_sm: of the kernel.
+        smem_pad_bytes: shared memory that a block asks for and does not touch.
+        reserved_sms: multiprocessors that a persistent kernel leaves alone.
+        drain: blocks that must end on a multiprocessor before one of the collective begins there; None: it begins only
+            when the kernel has ended.
+        why: what speaks for it or against it.
+    """
+
+    how: str
+    blocks_per_sm: int
+    smem_pad_bytes: int = 0
+    reserved_sms: int = 0
+    drain: int | None = 0
+    why: str = ""
+
+
+def plans(gpu: GpuFacts, block: Block, comm: CommFootprint, *, persistent: bool = False) -> tuple[Plan, ...]:
+    """Every distinct way that is worth a measurement; the first is the favourite of the model.
+
+    Of a kernel whose blocks come and go that is the most blocks on a multiprocessor with a drain of at most 1: with a
+    higher priority a collective has the place of the next block that ends. If no padding does that, the least drain. A
+    persistent kernel leaves whole multiprocessors.
+
+    Args:
+        gpu: the GPU.
+        block: of the kernel, without padding.
+        comm: what runs beside it.
+        persistent: whether one block is on each multiprocessor until the kernel ends.
+
+    Raises:
+        OccupancyError: the kernel or the collective cannot run, or the collective would take every multiprocessor.
+
+    Example:
+        >>> plans(gpu("h200"), Block(128, 58, 41_024), COPY_ENGINE)[0].how
+        'as it is'
+    """
+    check(gpu, block)
+    beside, top = comm.block, 1 if persistent else resident(gpu, block)
+    if beside is None:
+        return (Plan(how="as it is", blocks_per_sm=top, why="the collective takes no multiprocessor."),)
+    check(gpu, beside)
+    if not persistent:
+        found = [_padded(gpu, block, n, pad, beside) for n, pad in paddings(gpu, block)]
+        best = min(found, key=lambda plan: (max(plan.drain or 0, 1), -plan.blocks_per_sm))
+        return (best, *(plan for plan in found if plan is not best))
+    reserved = reserved_for(gpu, comm)
+    why = f"its blocks end only with the kernel, so {reserved} of {gpu.num_sms} multiprocessors are left to"
+    why += f" {comm.ctas} blocks of the collective."
+    reserve = Plan(how="reserve", blocks_per_sm=top, reserved_sms=reserved, why=why)
+    if room_beside(gpu, block, beside):
+        return Plan(how="co-resident", blocks_per_sm=top, why=_fitting(top)), reserve
+    why = "the collective begins when the kernel has ended."
+    return reserve, Plan(how="as it is", blocks_per_sm=top, drain=None, why=why)
+
+
+def reserved_for(gpu: GpuFacts, comm: CommFootprint) -> int:
+    """Multiprocessors that a collective fills if nothing else runs on them.
+
+    Raises:
+        OccupancyError: it fills all of them.
+    """
+    beside = comm.block
+    if beside is None:
+        return 0
+    found = -(-comm.ctas // resident(gpu, beside))
+    if found >= gpu.num_sms:
+        raise OccupancyError(
+            "No multiprocessor would be left for the kernel.",
+            where=f"{comm}: ctas={comm.ctas}",
+            why=f"they fill {found} multiprocessors, and {gpu.title} has {gpu.num_sms}.",
+            do=f"ctas={resident(gpu, beside) * (gpu.num_sms - 1)} at most.",
         )
-        for here in _fillings(rest, slots, registers)
+    return found
+
+
+def _padded(gpu: GpuFacts, block: Block, blocks: int, pad: int, beside: Block) -> Plan:
+    """A kernel whose blocks come and go, so many of them on a multiprocessor."""
+    left = drain(gpu, block.padded(pad), beside)
+    how = "with padding" if pad else "without padding"
+    why = f"{how} {left} blocks must end on one multiprocessor, while others may take their places."
+    if left == 1:
+        why = f"{how} the next block that ends makes room, with a higher priority for the collective."
+    return Plan(
+        how="drain" if left else "co-resident",
+        blocks_per_sm=blocks,
+        smem_pad_bytes=pad,
+        drain=left,
+        why=why if left else _fitting(blocks),
     )
 
 
-def _fillings(rest: _Rest, slots: int, registers: int) -> list[tuple[int, ...]]:
-    """What one partition can take; of the last kernel always as much as there is room for."""
-    if not rest:
-        return [()]
-    (size, warps, most), *others = rest
-    most = min(warps, most, slots, registers // size)
-    fewest = 0 if others else most
-    return [
-        (here, *more)
-        for here in range(most, fewest - 1, -1)
-        for more in _fillings(tuple(others), slots - here, registers - here * size)
-    ]
+def _fitting(blocks: int) -> str:
+    return f"beside {blocks} of them fits a block of the collective, if the L1 cache leaves the shared memory of both."

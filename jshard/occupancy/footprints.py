@@ -47,8 +47,7 @@ class CommFootprint:
         return Block(self.threads, self.registers, self.smem_bytes) if self.ctas else None
 
     def __str__(self) -> str:
-        version = f"NCCL {self.version} " if self.version else ""
-        return f"{version}{self.name}"
+        return f"NCCL {self.version} {self.name}" if self.version else self.name
 
 
 COPY_ENGINE = CommFootprint(
@@ -61,47 +60,27 @@ COPY_ENGINE = CommFootprint(
 )
 """Collectives by the copy engines: no multiprocessor is taken."""
 
-_READ = "read with cuobjdump from the released NCCL {} for {}"
+# Read with cuobjdump from the released NCCL: static shared memory of the kernels for sm_80, and for later GPUs; and the
+# most registers of a kernel over symmetric memory.
+_RELEASES: Mapping[tuple[int, ...], tuple[int, int, int]] = types.MappingProxyType(
+    {(2, 28, 9): (7_104, 22_592, 128), (2, 30, 7): (14_144, 37_824, 128), (2, 32, 3): (14_144, 37_824, 128)}
+)
+RING_THREADS = 512 + 32  # NCCL_NTHREADS by default, and a warp that synchronises
 _DYNAMIC_BYTES = 20 * 4112  # ncclShmemDynamicSize: so much for each of 640 / 32 warps
 _REGISTERS = 96  # of every ncclDevKernel_*
-
-
-@dataclasses.dataclass(frozen=True)
-class _Release:
-    """Static shared memory of the kernels of a release, by the major number of the architecture."""
-
-    static_bytes: Mapping[int, int]
-    symmetric_registers: tuple[int, int]
-    dynamic_known: bool = True
-
-
-def _static(sm80: int, later: int) -> Mapping[int, int]:
-    return types.MappingProxyType({8: sm80, 9: later, 10: later})
-
-
-_RELEASES: Mapping[tuple[int, ...], _Release] = types.MappingProxyType(
-    {
-        (2, 28, 9): _Release(_static(7_104, 22_592), (56, 128)),
-        (2, 30, 7): _Release(_static(14_144, 37_824), (64, 128)),
-        (2, 32, 3): _Release(_static(14_144, 37_824), (64, 128), dynamic_known=False),
-    }
+_SOURCE = (
+    "registers and static shared memory: cuobjdump of the released NCCL {}; dynamic: src/include/device.h of 2.30.7,"
+    " and assumed of others; threads: "
 )
-
-_ENQUEUE = "NVIDIA/nccl 2.30.7: src/enqueue.cc"
 _THREADS: Mapping[str, tuple[int, str]] = types.MappingProxyType(
     {
-        "ring": (512 + 32, f"{_ENQUEUE}, ring with the simple protocol: 512 and a warp that synchronises"),
-        "tree": (640, f"{_ENQUEUE}, tree"),
-        "nvls": (640, "NVIDIA/nccl 2.30.7: src/graph/tuning.cc, maxThreads of NVLS"),
-        "pat": (640, f"{_ENQUEUE}, PAT"),
-        "p2p": (640, f"{_ENQUEUE}, scheduleP2pTasksToPlan"),
-        "symmetric": (512, "NVIDIA/nccl 2.30.7: src/include/sym_kernels.h, ncclSymkMaxThreads"),
+        "ring": (RING_THREADS, "src/enqueue.cc of 2.30.7, the simple protocol: 512 and a warp that synchronises"),
+        "tree": (640, "src/enqueue.cc of 2.30.7; the same for PAT, NVLS and point to point"),
+        "symmetric": (512, "ncclSymkMaxThreads; kernels that load by TMA take all of the shared memory besides"),
     }
 )
 FOOTPRINTS = (*_THREADS, COPY_ENGINE.name)
 """The kinds of footprints: algorithms of NCCL, its kernels over symmetric memory, and copy engines."""
-
-_warned: set[str] = set()
 
 
 def footprint(
@@ -115,63 +94,49 @@ def footprint(
     """What a collective takes on a GPU.
 
     Args:
-        kind: one of `FOOTPRINTS`.
+        kind: one of `FOOTPRINTS`. PAT, NVLS and point to point take what "tree" does.
         gpu: the GPU.
         version: of the NCCL that is loaded, e.g. "2.30.7"; the newest known by default. Of one that is not known the
             numbers are those of the nearest older one, with a warning.
         ctas: blocks that it runs in, as `xla_gpu_nccl_collective_max_nchannels` bounds them; by default an assumption.
-        nccl_nthreads: what NCCL_NTHREADS is, from 64 to 512 in whole warps; only rings heed it.
+        nccl_nthreads: what NCCL_NTHREADS is, from 64 to 512 in whole warps, which only rings heed; 512 by default.
 
     Raises:
-        OccupancyError: the kind, version or number of threads is not known, or the GPU has no NVLS.
+        OccupancyError: the kind or version is not known, or NCCL has not so many blocks or threads.
     """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
-            f"There is no footprint {kind!r}.",
+            f"The footprint {kind!r} is not known.",
             where="footprint",
             why=f"there are {', '.join(FOOTPRINTS)}.",
-            do='footprint("ring", gpu=gpu)',
+            do="ring, what FSDP's collectives run as by default.",
         )
+    wrong = []
+    if ctas is not None and not 1 <= ctas <= 64:
+        wrong.append((f"ctas={ctas}", "NCCL has from 1 to 64 channels."))
+    if nccl_nthreads is not None and (kind != "ring" or nccl_nthreads not in range(64, 513, 32)):
+        wrong.append((f"nccl_nthreads={nccl_nthreads}", "it is a multiple of 32 from 64 to 512, for rings alone."))
+    if wrong:
+        where, why = zip(*wrong, strict=True)
+        do = f'footprint("ring", gpu=gpu, ctas={ASSUMED_CTAS}, nccl_nthreads=256)'
+        raise OccupancyError("The collective cannot be.", where=where, why="\n".join(why), do=do)
     if kind == COPY_ENGINE.name:
         return COPY_ENGINE
-    if kind == "nvls" and gpu.major < 9:
-        raise OccupancyError(
-            f"{gpu.title} has no NVLS.",
-            where="footprint='nvls'",
-            why=f"NVLink SHARP begins with sm_90, and this GPU is {gpu.arch}.",
-            do='footprint("ring", gpu=gpu)',
-        )
-    _check_numbers(kind, ctas, nccl_nthreads)
     found = _release(version)
-    number = ".".join(map(str, found))
-    release, (threads, threads_source) = _RELEASES[found], _THREADS[kind]
-    registers, smem_bytes, source = _of_kernel(kind, release, gpu, number)
-    if ctas is None:
-        ctas, source = ASSUMED_CTAS, f"{source}; ctas: an assumption"
+    sm_80_bytes, later_bytes, symmetric_registers = _RELEASES[found]
+    number, (threads, threads_source) = ".".join(map(str, found)), _THREADS[kind]
     if nccl_nthreads is not None:
         threads, threads_source = nccl_nthreads + 32, f"{threads_source}; NCCL_NTHREADS={nccl_nthreads}"
+    is_symmetric = kind == "symmetric"
     return CommFootprint(
         name=kind,
-        ctas=ctas,
+        ctas=ASSUMED_CTAS if ctas is None else ctas,
         threads=threads,
-        registers=registers,
-        smem_bytes=smem_bytes,
-        source=f"{source}; threads: {threads_source}",
+        registers=symmetric_registers if is_symmetric else _REGISTERS,
+        smem_bytes=0 if is_symmetric else (sm_80_bytes if gpu.major == 8 else later_bytes) + _DYNAMIC_BYTES,
+        source=_SOURCE.format(number) + threads_source + ("; ctas: an assumption" if ctas is None else ""),
         version=number,
     )
-
-
-def _of_kernel(kind: str, release: _Release, gpu: GpuFacts, number: str) -> tuple[int, int, str]:
-    """Registers by thread, shared memory, and the source of both."""
-    if kind == "symmetric":
-        least, most = release.symmetric_registers
-        source = _READ.format(number, "sm_90") + f": {least} to {most} registers by kernel, of which the most is taken"
-        return most, 0, f"{source}; kernels that load by TMA launch with all the shared memory a block can have besides"
-    arch = "sm_80" if gpu.major == 8 else gpu.arch
-    source = f"{_READ.format(number, arch)}; dynamic shared memory: 20 x 4,112 bytes, src/include/device.h of 2.30.7"
-    if not release.dynamic_known:
-        source += f", assumed to be the same in {number}"
-    return _REGISTERS, release.static_bytes[gpu.major] + _DYNAMIC_BYTES, source
 
 
 def parsed_version(version: str) -> tuple[int, ...]:
@@ -183,15 +148,11 @@ def parsed_version(version: str) -> tuple[int, ...]:
 
 def _release(version: str | None) -> tuple[int, ...]:
     """The newest release whose numbers are known and that is not newer than what is asked for."""
-    if version is None:
-        return max(_RELEASES)
-    asked = parsed_version(version)
-    older = [known for known in _RELEASES if known <= asked]
-    if not older:
-        raise _bad_version(version, "it is older than any whose kernels were read.")
-    found = max(older)
-    if found != asked and version not in _warned:
-        _warned.add(version)
+    asked = max(_RELEASES) if version is None else parsed_version(version)
+    found = max((known for known in _RELEASES if known <= asked), default=None)
+    if found is None:
+        raise _bad_version(str(version), "it is older than any whose kernels were read.")
+    if found != asked:
         warnings.warn(
             f"The kernels of NCCL {version} were not read: its footprint is taken to be that of"
             f" {'.'.join(map(str, found))}, the nearest older one that was.",
@@ -211,26 +172,7 @@ def _bad_version(version: str, why: str) -> OccupancyError:
     )
 
 
-def _check_numbers(kind: str, ctas: int | None, nccl_nthreads: int | None) -> None:
-    wrong = []
-    if ctas is not None and not 1 <= ctas <= 64:
-        wrong.append((f"ctas={ctas}", "NCCL has from 1 to 64 channels.", f"ctas={ASSUMED_CTAS}"))
-    if nccl_nthreads is not None and kind != "ring":
-        wrong.append((f"nccl_nthreads={nccl_nthreads}", f"{kind} does not heed NCCL_NTHREADS.", "leave it away."))
-    elif nccl_nthreads is not None and not (64 <= nccl_nthreads <= 512 and nccl_nthreads % 32 == 0):
-        why = "NCCL_NTHREADS is a multiple of 32 from 64 to 512."
-        wrong.append((f"nccl_nthreads={nccl_nthreads}", why, "nccl_nthreads=256"))
-    if wrong:
-        where, why, do = zip(*wrong, strict=True)
-        raise OccupancyError(
-            "The collective cannot be.", where=where, why="\n".join(why), do="\n".join(dict.fromkeys(do))
-        )
-
-
 # The kernels of jshard as they were compiled: what a block of each takes.
-
-# By `python -m benchmarks.kernels.table`, as is the table below; a test compiles them again.
-_SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +185,6 @@ class ShippedKernel:
     registers: int  # of a thread, as the assembler reports them
     smem_bytes: int  # of a block, without padding
     persistent: bool  # whether its blocks stay until the kernel ends
-    source: str = _SOURCE  # where the numbers are from
 
     @property
     def label(self) -> str:
@@ -260,19 +201,15 @@ class ShippedKernel:
         return name in (self.name, self.label) or self.name.startswith(f"{name}_")
 
 
-_KERNELS = (
+# By `python -m benchmarks.kernels.table`, as is the table below; a test compiles them again. Products of transposed
+# operands take the same, and the other products of an MLP are those of matmul.
+SHIPPED_SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
+
+SHIPPED = (
     ShippedKernel("matmul_nn_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    ShippedKernel("matmul_nt_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    ShippedKernel("matmul_tn_persistent", "256x128x64/4", 384, 168, 229_441, True),
     ShippedKernel("matmul_nn_tiled", "128x128x64/4", 128, 154, 163_873, False),
-    ShippedKernel("matmul_nt_tiled", "128x128x64/4", 128, 154, 163_873, False),
-    ShippedKernel("matmul_tn_tiled", "128x128x64/4", 128, 154, 163_873, False),
     ShippedKernel("matmul_nn_tiled", "64x128x64/3", 128, 90, 90_137, False),
-    ShippedKernel("matmul_nt_tiled", "64x128x64/3", 128, 90, 90_137, False),
-    ShippedKernel("matmul_tn_tiled", "64x128x64/3", 128, 90, 90_137, False),
     ShippedKernel("matmul_nn_tiled", "64x64x64/2", 128, 58, 40_977, False),
-    ShippedKernel("matmul_nt_tiled", "64x64x64/2", 128, 58, 40_977, False),
-    ShippedKernel("matmul_tn_tiled", "64x64x64/2", 128, 58, 40_977, False),
     ShippedKernel("mlp_gelu_persistent", "256x128x64/4", 384, 168, 229_441, True),
     ShippedKernel("mlp_gelu_tiled", "128x128x64/4", 128, 194, 163_873, False),
     ShippedKernel("mlp_silu_persistent", "128x128x64/4", 384, 168, 229_441, True),
@@ -286,12 +223,3 @@ _KERNELS = (
     ShippedKernel("layer_norm", "4096", 128, 167, 2_049, False),
     ShippedKernel("layer_norm_backward", "4096", 128, 254, 2_049, False),
 )
-# The other products of an MLP are those of matmul.
-
-
-def shipped_kernels(gpu: GpuFacts) -> tuple[ShippedKernel, ...]:
-    """The kernels, as compiled for a GPU; for one that they were not compiled for, as for sm_90a."""
-    if gpu.arch == "sm_90":
-        return _KERNELS
-    source = f"{_SOURCE}; not compiled for {gpu.arch}"
-    return tuple(dataclasses.replace(kernel, source=source) for kernel in _KERNELS)

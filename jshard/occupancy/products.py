@@ -12,13 +12,11 @@ import jax
 from flax import nnx
 from jax.extend import core as jex
 
-from jshard._kernel_names import kernels_of
+from jshard._text import kernels_of
 from jshard.engine.context import shapes_only
-from jshard.inspect.hlo.forms import unit_and_phase
+from jshard.inspect.hlo.collectives import unit_and_phase
 from jshard.plans.mesh import data_shards
 from jshard.plans.plan import plan as plan_of
-
-SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
@@ -37,6 +35,11 @@ class MatrixProduct:
     def flops(self) -> float:
         """Of all of them, in forward."""
         return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def is_16_bits(self) -> bool:
+        """Whether the kernels take it."""
+        return self.dtype in ("bfloat16", "float16")
 
     @property
     def shape(self) -> str:

@@ -1,21 +1,44 @@
-"""What an annotation may say: each check raises an error that names what is wrong."""
+"""What an annotation may say, and what every device would hold whole: errors and warnings that name what is wrong."""
 
 import dataclasses
 import fnmatch
+import functools
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
-from jshard.plans.placement import PARAMS
-from jshard.plans.policies import UnitPolicy
-from jshard.plans.remat import OFFLOADED
-from jshard.plans.replicated import ARRAY, Other, others_of
-from jshard.plans.units import PathPattern, Unit, dotted, nested_units, occurrences, plain_class, unit_of
-from jshard.plans.units import modules as modules_of
+from jshard.plans.mesh import FSDP, degree
+from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement
+from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
+from jshard.plans.units import (
+    Path,
+    PathPattern,
+    Unit,
+    dotted,
+    is_named,
+    nested_units,
+    numberless,
+    occurrences,
+    plain_class,
+    unit_of,
+    walk,
+)
+
+_LARGE_SHARE = 0.01
+_LISTED = 10
+
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+ARRAY = "array"
+"""The kind of one that is a plain attribute."""
 
 
 def check_modules(modules: list[Any]) -> None:
@@ -30,41 +53,26 @@ def check_modules(modules: list[Any]) -> None:
         )
 
 
+def check_placement(placement: Any) -> ShardPlacement:
+    """The placement; the usual one for None. Raises for what is none."""
+    good = placement is None or isinstance(placement, ShardPlacement)
+    line = "js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))"
+    check_setting(good, f"fully_shard(placement={placement!r})", "a js.ShardPlacement", line)
+    return placement or ShardPlacement()
+
+
 def check_has_parameters(modules: list[nnx.Module]) -> None:
     """Raises if nothing would be sharded, though there are float arrays: they are not in an `nnx.Param`."""
     if any(True for module in modules for _ in occurrences(module)):
         return
-    found = [(module, other) for module in modules for other in others_of(module)]
-    if not found:
-        return
-    found.sort(key=lambda item: -item[1].bytes)
-    raise nothing_to_shard(
-        [f"{plain_class(module).__name__}: {other}" for module, other in found],
-        sum(other.bytes for _, other in found),
-        needed="an nnx.Param",
-        do=_as_parameter(*found[0]),
-    )
-
-
-def _as_parameter(module: nnx.Module, other: Other) -> str:
-    """The line that makes a parameter of an array, and the class that it belongs into."""
-    around = [m for p, m in modules_of(module) if p == other.path[: len(p)] and not isinstance(m, (nnx.List, nnx.Dict))]
-    name = "self." + next((key for key in reversed(other.path) if isinstance(key, str)), "array")
-    value = lambda held: held if other.kind == ARRAY else f"{held}[...]"
-    one = f"nnx.Param({value(name)})"
-    made = f"nnx.List([nnx.Param({value('x')}) for x in {name}])" if isinstance(other.path[-1], int) else one
-    return f"{name} = {made}  # in {plain_class(around[-1]).__name__}.__init__"
-
-
-def nothing_to_shard(where: list[str], held: int, *, needed: str, do: str) -> AnnotationError:
-    """The error for a model whose arrays are no parameters."""
-    return AnnotationError(
-        "The model has no parameters to shard.",
-        where=where,
-        why=f"none of its {len(where)} float array(s), {held} bytes, is in {needed}: each would be whole on every"
-        " device, and no optimizer would train it.",
-        do=do,
-    )
+    if found := [f"{plain_class(module).__name__}: {other}" for module in modules for other in others_of(module)]:
+        raise AnnotationError(
+            "The model has no parameters to shard.",
+            where=found,
+            why=f"none of its {len(found)} float array(s) is in an nnx.Param: each would be whole on every device, and"
+            " no optimizer would train it.",
+            do="self.kernel = nnx.Param(kernel)  # in place of a plain array, or of nnx.Variable(kernel)",
+        )
 
 
 def check_unit(unit: Unit) -> None:
@@ -121,14 +129,7 @@ def check_new_unit(module: nnx.Module, unit: Unit) -> None:
 
 
 def no_unit_chosen(kind: str, units: str, kinds: Mapping[str, str], pattern: str) -> AnnotationError:
-    """The error for a choice of units that no submodule matches.
-
-    Args:
-        kind: class of the model.
-        units: the choice, as text.
-        kinds: the classes of its submodules, each with the path of one.
-        pattern: one that would match.
-    """
+    """The error for a choice of units that no submodule, of classes `kinds` at paths such as these, matches."""
     return AnnotationError(
         "No submodule is chosen as a unit.",
         where=f"fully_shard({kind}, units={units})",
@@ -137,13 +138,6 @@ def no_unit_chosen(kind: str, units: str, kinds: Mapping[str, str], pattern: str
         + ".",
         do=f'name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="{pattern}".',
     )
-
-
-def check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:
-    """Raises for a pattern in `ignored` that no parameter of the modules matches."""
-    if ignored is not False:
-        names = {dotted(p) for m in modules for _, unit in nested_units(m) for _, p, _ in occurrences(unit)}
-        check_patterns_used(ignored, names)
 
 
 def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") -> None:
@@ -157,3 +151,103 @@ def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") 
             why=f"the parameters are {', '.join(sorted(paths)[:6])}{', ...' if len(paths) > 6 else ''}.",
             do=f'give a path from the module{from_unit}, e.g. {setting}="*/bias".',
         )
+
+
+# What every device holds whole: parameters that could not be sharded, and arrays that are no parameters.
+
+# State that nobody takes for parameters: statistics, caches, what is collected, random numbers.
+_ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """A float array of a model that is no parameter, so that it is not sharded."""
+
+    path: Path
+    kind: str  # class of its variable, or `ARRAY`
+    form: str  # dtype and dims
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}  {self.kind} {self.form}"
+
+
+def others_of(module: nnx.Module) -> Iterator[Other]:
+    """The float arrays of a model that are no parameters, but for the state of Flax's own classes."""
+    for path, x in walk(module):
+        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *_ORDINARY_STATE)):
+            continue
+        is_variable = isinstance(x, nnx.Variable)
+        for leaf in jax.tree.leaves(x.get_raw_value() if is_variable else x):
+            if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                size = math.prod(leaf.shape) * leaf.dtype.itemsize
+                yield Other(path, type(x).__name__ if is_variable else ARRAY, f"{leaf.dtype}{list(leaf.shape)}", size)
+
+
+def check_replicated(root: Unit, name: str) -> None:
+    """Refuses large parameters that no dim divides, and warns of small ones; once per model and process.
+
+    Called when the root is known: by `shard_init`, and by the first call into a model.
+    """
+    placed = tuple((leaf.path, leaf.placement) for leaf in root.members)
+    allowed, precision = root.placement.allow_replicated, root.policy.mixed_precision
+    _check_once(name, placed, tuple(allowed), precision, degree(root.mesh, FSDP))
+
+
+@functools.cache
+def _check_once(
+    name: str, placed: tuple[tuple[str, Placement], ...], allowed: tuple, precision: MixedPrecision, degree: int
+) -> None:
+    _check_kept(name, [path for path, _ in placed], precision)
+    odd = {path: p for path, p in placed if p.because.startswith(INDIVISIBLE) and not is_named(path, allowed)}
+    held, total = (sum(p.logical_bytes for p in some) for some in (odd.values(), dict(placed).values()))
+    large = {path: p for path, p in odd.items() if p.logical_bytes >= max(PADDED_FROM_BYTES, _LARGE_SHARE * total)}
+    axis = f"{FSDP}={degree}"
+    if large:
+        raise AnnotationError(
+            f"{len(large)} large parameter(s) of {name} would be replicated.",
+            where=[_describe(*one) for one in large.items()],
+            why=f"no dim divides by {axis}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
+            f" model's {total} bytes.",
+            do=f"accept it: {_accepted(large)},\nor have it padded: placement=js.ShardPlacement(shard_dim=0).",
+        )
+    if odd:
+        listed = [f"\n  {_describe(*one)}" for one in list(odd.items())[:_LISTED]]
+        listed += [f"\n  ... and {len(odd) - _LISTED} more"] * (len(odd) > _LISTED)
+        _compat.warn_user(
+            f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axis}. Each device holds all"
+            f" {held} bytes of them, {held / total:.1%} of the model:{''.join(listed)}\n  To accept it:"
+            f" {_accepted(odd)}. To pad them: placement=js.ShardPlacement(shard_dim=0).",
+        )
+
+
+def _accepted(named: Iterable[str]) -> str:
+    """The line that accepts replicated arrays: by their paths, or with `*` for the numbers of many layers."""
+    paths = list(named)
+    paths = paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))
+    return f"js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(allow_replicated={paths!r}))"
+
+
+def _check_kept(name: str, paths: list[str], precision: MixedPrecision) -> None:
+    unused = [p for p in precision.keep if not any(map(dataclasses.replace(precision, keep=(p,)).keeps, paths))]
+    if unused:
+        raise AnnotationError(
+            "No parameter matches what should keep its dtype.",
+            where=f"{name}: MixedPrecision(keep={precision.keep!r})",
+            why=f"{', '.join(map(repr, unused))}; paths are {', '.join(paths[:4])}{' ...' if paths[4:] else ''}.",
+            do='js.MixedPrecision(param="bfloat16", keep=("norm/*",))',
+        )
+
+
+def warn_of_unplanned(paths: list[str], where: str) -> None:
+    """Warns of parameters that the annotation never saw: they are right, but whole on every device."""
+    if paths:
+        listed = "".join(f"\n  {path}" for path in paths)
+        _compat.warn_user(
+            f"{where}: {len(paths)} parameter(s) came after the annotation and stay replicated:{listed}\n"
+            "  Change the model first, then js.fully_shard it.",
+        )
+
+
+def _describe(path: str, placement: Placement) -> str:
+    return f"{path}  {placement.dtype}{list(placement.shape)}  {placement.logical_bytes} bytes"

@@ -21,11 +21,7 @@ HOST_KIND = "pinned_host"
 
 
 def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = False) -> None:
-    """Raises for an offload, of arrays or of activations, that the devices of the mesh have no memory for.
-
-    Those of an abstract mesh cannot be asked, and those of a cluster that is not there do not say: their compiler has
-    the last word.
-    """
+    """Raises for an offload, of arrays or of activations, that devices of the mesh say they have no memory for."""
     if not (offload or activations) or not isinstance(mesh, Mesh):
         return
     asked = f"offload={offload!r}" if offload else 'remat="offload"'
@@ -79,9 +75,7 @@ Keys = tuple[str, ...]
 class StatePlaces:
     """Where each array of an optimizer's state is; from shapes and paths alone.
 
-    Args:
-        plan: where the parameters are.
-        over_replica: whether the state of replicated parameters is sharded over `replica`.
+    With `over_replica` the state of replicated parameters is sharded over `replica`.
     """
 
     def __init__(self, plan: ShardPlan, *, over_replica: bool = False) -> None:
@@ -134,10 +128,7 @@ class StatePlaces:
     def held(self, tree: Any, mesh: AnyMesh, *, as_given: bool = False) -> Any:
         """A tree whose arrays are padded and held to where their parameters are: else the compiler picks anew.
 
-        Args:
-            tree: parameters, gradients or state.
-            mesh: of the model.
-            as_given: arrays of other models, and logical ones of what is stored padded, stay as they are.
+        With `as_given` arrays of other models, and logical ones of what is stored padded, stay as they are.
         """
 
         def hold(path: tuple, x: Any) -> Any:
@@ -191,11 +182,8 @@ def parts_of(
 ) -> list[Part]:
     """Parameters with their gradients and their state, several together, those first whose gradients come first.
 
-    Args:
-        offloaded: the parameters whose state is on the host, by path.
-        arguments: paths of what the update takes; each ends in that of a parameter, or belongs to none.
-        results: the same of what it makes.
-        gradients: paths of the gradients; what has none is frozen, and in no part.
+    A path of an argument or a result ends in that of a parameter, or belongs to none. What has no gradient is frozen,
+    and in no part.
     """
     found: dict[Keys, Part] = {path: ([], []) for path in offloaded}
     for number, paths in enumerate((arguments, results)):
@@ -215,13 +203,10 @@ def parts_of(
 
 
 def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence[Part], like: Sequence) -> list:
-    """The results of a function of arrays, those of each part put where their like is before a later part begins.
+    """The results of a function of arrays on the device, those of each part put where their like is before a later one.
 
-    Args:
-        function: takes arrays on the device and returns a list of arrays.
-        arguments: what it takes; what is on the host is fetched when its part begins.
-        parts: in their order. Results in none of them come at the end; what is only passed on stays where it is.
-        like: for each result, an array whose memory it goes to; None for the device.
+    What is on the host is fetched when its part begins. Results in no part come at the end; what is only passed on
+    stays where it is. The like of a result is an array whose memory it goes to, or None for the device.
     """
     lazy = _Lazy(function, arguments)
     results = lazy.unchanged(like)

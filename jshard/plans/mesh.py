@@ -56,7 +56,6 @@ def mesh(
     """
     asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, TENSOR: tensor}
     found: list[Any] | None = None
-    _check_devices(devices)
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
@@ -71,67 +70,36 @@ def mesh(
     return Mesh(np.array(ordered).reshape(sizes), axes, axis_types=types)
 
 
-def _check_devices(devices: Any) -> None:
-    number = isinstance(devices, int) and not isinstance(devices, bool)
-    listed = isinstance(devices, (Sequence, np.ndarray)) and all(hasattr(d, "process_index") for d in devices)
-    if devices is not None and not number and not listed:
-        raise MeshError(
-            "These are not devices.",
-            where=f"js.mesh(devices={devices!r})",
-            why="a list of jax devices is needed, or how many devices a plan is for.",
-            do="js.mesh(devices=jax.devices()[:4])",
-        )
-
-
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
     """The degrees in axis order, with -1 replaced by what is left."""
     named = {k: v for k, v in asked.items() if k != EXPERT or type(v) is not int or v != 1}
-    where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (named | unknown).items()) + ")"
-    known = ", ".join(AXES)
-    if unknown:
-        names = ", ".join(repr(k) for k in unknown)
-        raise MeshError(
-            f"The mesh has no axis {names}.",
-            where=where,
-            why=f"the axes are {known}.",
-            do=_nearest_call(asked, count, devices),
-        )
-    bad = [k for k, v in asked.items() if not isinstance(v, int) or isinstance(v, bool) or (v < 1 and v != -1)]
-    if bad:
-        raise MeshError(
-            f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number.",
-            where=where,
-            why=", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree is 1 or more, or -1 for the rest.",
-            do=_nearest_call(asked, count, devices),
-        )
+    bad = [k for k, v in asked.items() if type(v) is not int or (v < 1 and v != -1)]
     open_axes = [k for k, v in asked.items() if v == -1]
-    fixed = math.prod(v for v in asked.values() if v != -1)
-    if len(open_axes) > 1:
-        raise MeshError(
-            f"More than one mesh axis is -1: {', '.join(open_axes)}.",
-            where=where,
-            why=f"only one axis can take the rest of the {count} devices.",
-            do=_nearest_call(asked, count, devices),
-        )
-    if count < 1 or count % fixed or (not open_axes and fixed != count):
+    fixed = 1 if bad else math.prod(v for v in asked.values() if v != -1)
+    what, why, more = "", "", ""
+    if unknown:
+        what = f"The mesh has no axis {', '.join(map(repr, unknown))}."
+        why = f"the axes are {', '.join(AXES)}."
+    elif bad:
+        what = f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number."
+        why = ", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree is 1 or more, or -1 for the rest."
+    elif len(open_axes) > 1:
+        what = f"More than one mesh axis is -1: {', '.join(open_axes)}."
+        why = f"only one axis can take the rest of the {count} devices."
+    elif count < 1 or count % fixed or (not open_axes and fixed != count):
+        what = "The mesh does not match the devices."
         product = " x ".join(str(v) for v in named.values() if v != -1)
         does = "does not divide" if open_axes and count > 0 else "is not"
-        raise MeshError(
-            "The mesh does not match the devices.",
-            where=where,
-            why=f"{product} = {fixed} {does} {count}, the number of devices.",
-            do=_nearest_call(asked, count, devices) + _other_devices(fixed, count, devices),
-        )
+        why = f"{product} = {fixed} {does} {count}, the number of devices."
+        more = _other_devices(fixed, count, devices)
+    if what:
+        where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (named | unknown).items()) + ")"
+        raise MeshError(what, where=where, why=why, do=_nearest_call(asked, count, devices) + more)
     return {k: count // fixed if v == -1 else v for k, v in asked.items()}
 
 
 def nearest_degrees(asked: Mapping[str, Any], count: int) -> dict[str, int]:
-    """Degrees that so many devices have, like those that were asked for: one axis takes the rest.
-
-    Args:
-        asked: degree of each axis; what is no axis, or no degree, is left out.
-        count: devices.
-    """
+    """Degrees that so many devices have, like those that were asked for: one axis takes the rest."""
     degrees = {axis: n for axis, n in asked.items() if axis in AXES and type(n) is int and (n > 0 or n == -1)}
     rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
     found, left = {rest: -1}, max(count, 1)
@@ -163,30 +131,20 @@ def _other_devices(wanted: int, count: int, devices: Any) -> str:
 
 def check_mesh(value: Any) -> AnyMesh:
     """The mesh that an annotation was given, or a MeshError if jshard cannot shard over it."""
+    what, where, do = "", f"mesh={value!r}", "mesh = js.mesh(fsdp=-1)"
     if not isinstance(value, (Mesh, AbstractMesh)):
-        raise MeshError(
-            "This is not a mesh.",
-            where=f"mesh={value!r}",
-            why=f"a jax.sharding.Mesh is needed, not {type(value).__name__}.",
-            do="mesh = js.mesh(fsdp=-1)",
-        )
-    shape = dict(zip(value.axis_names, value.axis_sizes, strict=True))
-    if FSDP not in shape:
-        raise MeshError(
-            "The mesh has no axis to shard over.",
-            where=f"mesh axes {shape}",
-            why=f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}.",
-            do="mesh = js.mesh(fsdp=-1)",
-        )
-    wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t != AxisType.Auto]
-    if wrong:
-        raise MeshError(
-            "The mesh has axes that are not Auto.",
-            where=f"mesh axes {shape}",
-            why=f"{', '.join(map(repr, wrong))}: jax.make_mesh makes Explicit axes by default, and with"
-            " them the model's own code must carry shardings.",
-            do="mesh = js.mesh(...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names).",
-        )
+        what, why = "This is not a mesh.", f"a jax.sharding.Mesh is needed, not {type(value).__name__}."
+    else:
+        where = f"mesh axes {dict(zip(value.axis_names, value.axis_sizes, strict=True))}"
+        wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t != AxisType.Auto]
+        if FSDP not in value.axis_names:
+            what = "The mesh has no axis to shard over."
+            why = f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}."
+        elif wrong:
+            what, do = "The mesh has axes that are not Auto.", "mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
+            why = f"{', '.join(map(repr, wrong))}: with Explicit axes the model's own code must carry shardings."
+    if what:
+        raise MeshError(what, where=where, why=why, do=do)
     return value
 
 
@@ -257,8 +215,17 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """
     sharding, shards, processes = _batch_layout(mesh if isinstance(mesh, Mesh) else check_mesh(mesh))
     leaves, tree = jax.tree.flatten(batch)
-    if any(not np.ndim(x) or _rows(x, processes) % shards for x in leaves):
-        raise _not_split(batch, mesh, shards, processes)
+    splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * processes % shards == 0
+    if not all(map(splits, leaves)):
+        axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
+        bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in jax.tree.leaves_with_path(batch) if not splits(x)]
+        raise CallError(
+            "The batch cannot be split over the data shards.",
+            where=[f"batch{p}  shape {s}" for p, s in bad],
+            why=f"that many rows{f' from each of {processes} processes' if processes > 1 else ''}"
+            f" over {shards} data shards ({axes}).",
+            do=f"use a global batch that is a multiple of {shards}.",
+        )
     if processes == 1:
         return jax.device_put(batch, sharding)
     placed = [jax.make_array_from_process_local_data(sharding, np.asarray(x)) for x in leaves]
@@ -270,24 +237,3 @@ def _batch_layout(mesh: Mesh) -> tuple[NamedSharding, int, int]:
     """Where batches are, over how many shards and processes. Kept: a run asks before every step."""
     check_mesh(mesh)
     return batch_sharding(mesh), data_degree(mesh), num_processes(mesh)
-
-
-def _not_split(batch: Any, mesh: AnyMesh, shards: int, processes: int) -> CallError:
-    flat, _ = jax.tree_util.tree_flatten_with_path(batch)
-    bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in flat if not np.ndim(x) or _rows(x, processes) % shards]
-    return CallError(
-        "The batch cannot be split over the data shards.",
-        where=[f"batch{p}  shape {s}" for p, s in bad],
-        why=f"that many rows{f' from each of {processes} processes' if processes > 1 else ''}"
-        f" over {shards} data shards {_sizes(mesh)}.",
-        do=f"use a global batch that is a multiple of {shards}.",
-    )
-
-
-def _rows(x: Any, processes: int) -> int:
-    shape = np.shape(x)
-    return shape[0] * processes if shape else 1
-
-
-def _sizes(mesh: AnyMesh) -> str:
-    return "(" + ", ".join(f"{a}={degree(mesh, a)}" for a in data_axes(mesh)) + ")"

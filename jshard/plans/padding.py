@@ -31,19 +31,12 @@ OF_STORAGE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """The padded dim of an array.
+    """The padded dim of an array."""
 
-    Args:
-        from_end: the dim, counted from the end: right also where a scan took leading dims away.
-        size: its logical size.
-        stored: its size in the stored array.
-        ndim: dims of the array.
-    """
-
-    from_end: int
-    size: int
+    from_end: int  # the dim, counted from the end: right also where a scan took leading dims away
+    size: int  # logical
     stored: int
-    ndim: int
+    ndim: int  # of the array
 
     @classmethod
     def of(cls, placement: Placement) -> "Padding | None":
@@ -55,10 +48,11 @@ class Padding:
 
     def cut(self, x: Any) -> Any:
         """The logical array; one that is logical already stays."""
-        if not self._fits(getattr(x, "shape", ()), self.stored):
+        shape = getattr(x, "shape", ())
+        if not self._fits(shape, self.stored):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self._resized(x.shape, self.size), x.dtype)
+            return jax.ShapeDtypeStruct(self._resized(shape, self.size), x.dtype)
         return lax.slice_in_dim(x, 0, self.size, axis=x.ndim + self.from_end)
 
     def pad(self, x: Any) -> Any:
@@ -75,7 +69,6 @@ class Padding:
         return self._resized(shape, self.size) if self._fits(shape, self.stored) else shape
 
     def _resized(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """A shape with another size of the padded dim."""
         return tuple(size if d == len(shape) + self.from_end else n for d, n in enumerate(shape))
 
     def _fits(self, shape: tuple[int, ...], size: int) -> bool:

@@ -19,37 +19,21 @@ OPTIMIZER, PARAMS = "optimizer", "params"  # what `offload` may say
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How one parameter is stored, gathered and reduced; the same value for equal layers.
+    """How one parameter is stored, gathered and reduced; the same value for equal layers."""
 
-    Args:
-        shape: logical shape.
-        dtype: stored dtype.
-        spec: mesh axes per dim of the stored array, as in `PartitionSpec`.
-        dim: the dim sharded over `fsdp`; None if the parameter is replicated over it.
-        degree: pieces over `fsdp`; 1 if replicated.
-        shards: pieces over all axes of `spec`.
-        gathered_dtype: dtype of the all-gather, and of the copy that the model computes with.
-        reduce_dtype: dtype of the gradient's reduction.
-        because: why the parameter is replicated; empty if it is sharded.
-        layers: layers stacked in the leading dims; a scan gathers them one at a time.
-        padding: rows of zeros at the end of `dim` in the stored array, without which it would not divide.
-        offload: what of it is in host memory: "optimizer", its optimizer state; "params", the parameter too.
-        gathered: whether its unit gathers it; False: what uses it works on the shards.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    spec: tuple[Entry, ...]
-    dim: int | None
-    degree: int
-    shards: int
-    gathered_dtype: str
-    reduce_dtype: str
-    because: str = ""
-    layers: int = 1
-    padding: int = 0
-    offload: str | None = None
-    gathered: bool = True
+    shape: tuple[int, ...]  # logical
+    dtype: str  # stored
+    spec: tuple[Entry, ...]  # mesh axes per dim of the stored array, as in `PartitionSpec`
+    dim: int | None  # sharded over `fsdp`; None if the parameter is replicated over it
+    degree: int  # pieces over `fsdp`; 1 if replicated
+    shards: int  # pieces over all axes of `spec`
+    gathered_dtype: str  # of the all-gather, and of the copy that the model computes with
+    reduce_dtype: str  # of the gradient's reduction
+    because: str = ""  # why the parameter is replicated
+    layers: int = 1  # stacked in the leading dims; a scan gathers them one at a time
+    padding: int = 0  # rows of zeros at the end of `dim` in the stored array, without which it would not divide
+    offload: str | None = None  # what of it is in host memory: `OPTIMIZER`, its state; `PARAMS`, the parameter too
+    gathered: bool = True  # by its unit; False: what uses it works on the shards
 
     @property
     def size(self) -> int:
@@ -63,7 +47,7 @@ class Placement:
 
     @property
     def stored_size(self) -> int:
-        """Elements as stored, with padding."""
+        """Elements as stored."""
         return math.prod(self.stored_shape)
 
     @property
@@ -120,7 +104,7 @@ class ShardPlacement:
         ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
             held against the path from the module and from the unit.
         allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
-            whatever their size and without a warning; and of large arrays that are no parameters.
+            whatever their size and without a warning.
         min_size: parameters with fewer elements stay replicated.
         offload: what is in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for the parameters.
             `"params"`: the parameters and their gradients, too: each is brought to the device before it is gathered.
@@ -177,18 +161,10 @@ def place(
     pads: bool = True,
     ignored: bool = False,
 ) -> Placement:
-    """Places one parameter.
+    """Places one parameter of a logical shape, at a path from its unit.
 
-    Args:
-        path: its path from the unit, for messages, `shard_dim` and what keeps its dtype.
-        shape: logical shape.
-        dtype: stored dtype.
-        given: mesh axes that the model itself asked for (a tensor axis), one entry a dim.
-        degrees: size of every mesh axis.
-        asked: the placement of its unit.
-        precision: the dtypes of its unit.
-        pads: a dim that does not divide may be stored padded; else the parameter is replicated.
-        ignored: the annotation leaves this parameter out.
+    `given` are the mesh axes that the model itself asked for, one entry a dim. A dim that does not divide is stored
+    padded if `pads`, else the parameter is replicated, as if the annotation leaves it out (`ignored`).
     """
     named, given = given, tuple(_kept(entry, degrees) for entry in given)
     _check_given(path, shape, named, given, degrees)
@@ -218,10 +194,9 @@ def place(
 
 
 def _kept(entry: Entry, degrees: Mapping[str, int]) -> Entry:
-    """What a model's own annotation says for a dim, without what splits nothing here, so that `fsdp` may have the dim.
+    """What a model's own annotation says for a dim, without axes that split nothing here.
 
-    That is an axis of degree 1, or one that the mesh has not; and `fsdp` itself, which public models name: which dim it
-    takes is decided here.
+    And without `fsdp`, which public models name: which dim it takes is decided here.
     """
     left = tuple(n for n in axes_of(entry) if degrees.get(n, 1) != 1 and n != FSDP)
     return entry if left == axes_of(entry) else left or None
@@ -288,22 +263,16 @@ def _padded_dim(shape: tuple[int, ...], free: list[int], degree: int) -> int | N
 
 
 def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], degree: int, pads: bool) -> int:
-    if not isinstance(asked, int) or isinstance(asked, bool):
-        raise AnnotationError(
-            "shard_dim gave something that is not a dim.",
-            where=f"{path}  shape {tuple(shape)}",
-            why=f"it gave {asked!r}; a dim is a number, or None to choose as usual.",
-            do="js.fully_shard(m, mesh=mesh, placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
-        )
-    dim = asked + len(shape) if asked < 0 else asked
     possible = [d for d in free if shape[d] % degree == 0 or pads]
-    if dim in possible:
+    dim = asked + len(shape) if type(asked) is int and asked < 0 else asked
+    if type(dim) is int and dim in possible:
         return dim
     even = f", and divide by the degree of the fsdp axis, {degree}: it is in allow_replicated, and not padded."
     raise AnnotationError(
-        f"A parameter cannot be sharded along dim {asked}.",
+        f"A parameter cannot be sharded along dim {asked!r}.",
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
-        why="a dim must be free of other axes and of layers" + ("." if pads else even),
+        why="shard_dim is a number, or gives one; that dim must be free of other axes and of layers"
+        + ("." if pads else even),
         do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
         " placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
     )

@@ -12,13 +12,12 @@ from flax import nnx
 
 from jshard.errors import AnnotationError
 from jshard.plans.placement import Entry, Placement, place
-from jshard.plans.replicated import is_named
 from jshard.plans.units import (
-    Member,
     Path,
     Unit,
     dotted,
     inside,
+    is_named,
     nested_units,
     occurrences,
     plain_class,
@@ -29,52 +28,35 @@ from jshard.plans.units import (
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter before it is placed.
+    """A parameter before it is placed."""
 
-    Args:
-        shape: logical shape.
-        dtype: stored dtype.
-        spec: the mesh axes that the model itself names, one entry a dim.
-        aliases: other paths of it, if it is tied.
-        around: the units around each of its uses, by path, outermost first.
-        stack: path of the layers of a loop that it is stacked with.
-        num_stacked: how many leading dims are theirs.
-        variable: what filters look at, if its class or its metadata say more than its shape.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # logical
     dtype: str
-    spec: tuple[Entry, ...] = ()
-    aliases: tuple[Path, ...] = ()
-    around: tuple[tuple[Path, ...], ...] = ()
-    stack: Path = ()
-    num_stacked: int = 0
-    variable: Any = dataclasses.field(default=None, compare=False)
+    spec: tuple[Entry, ...] = ()  # the mesh axes that the model itself names, one entry a dim
+    aliases: tuple[Path, ...] = ()  # of a tied one
+    around: tuple[tuple[Path, ...], ...] = ()  # the units around each of its uses, outermost first
+    stack: Path = ()  # path of the layers of a loop that it is stacked with
+    num_stacked: int = 0  # how many leading dims are theirs
+    variable: Any = dataclasses.field(default=None, compare=False)  # for filters, where its class says more
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """One parameter of the model.
+    """One parameter of the model."""
 
-    Args:
-        path: its path from the root, `blocks/0/attn/kernel`.
-        unit: name of the unit that gathers it.
-        placement: how it is stored, gathered and reduced.
-        aliases: other paths of the same parameter, if it is tied.
-        trained: whether it has a gradient; a frozen one is gathered, and nothing more.
-        stack: path of the layers of a loop that it is stacked with, where no unit is inside the loop.
-        keys: the path and the aliases as keys.
-        owner: path of the module that gathers it; None in the plan of a unit, if one outside of it does.
-    """
-
-    path: str
-    unit: str
+    path: str  # from the root, `blocks/0/attn/kernel`
+    unit: str  # name of the unit that gathers it
     placement: Placement
-    aliases: tuple[str, ...] = ()
-    trained: bool = True
-    stack: str = ""
-    keys: tuple[Path, ...] = ()
-    owner: Path | None = ()
+    aliases: tuple[str, ...] = ()  # other paths of it, if it is tied
+    trained: bool = True  # whether it has a gradient; a frozen one is gathered, and nothing more
+    stack: str = ""  # path of the layers of a loop that it is stacked with, where no unit is inside the loop
+    keys: tuple[Path, ...] = ()  # the path and the aliases as keys
+    owner: Path | None = ()  # path of the module that gathers it; None in the plan of a unit inside of that
+
+    @property
+    def role(self) -> str:
+        """Who gathers it, seen from the unit whose plan this is: `own`, `nested` or `outer`."""
+        return role(self.owner)
 
     @property
     def by_layer(self) -> bool:
@@ -84,28 +66,15 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class UnitPlan:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together."""
 
-    Args:
-        name: path of the unit's module; several joined by `+` if they were given in a list.
-        kind: class of the module.
-        reshard_after_forward: True: gathered again before backward. False: kept. A number: kept in that
-            many pieces, within the fastest links.
-        remat: the activation checkpointing policy.
-        mixed_precision: the dtypes asked for, as text.
-        prefetch: how early it is gathered: so many units ahead, within so many bytes, or as the compiler likes.
-        strategy: of the root: what was chosen for the layers, and why; empty if nothing was.
-        gathered: False: its parameters are sharded, and never gathered; the settings above mean nothing then.
-    """
-
-    name: str
-    kind: str
-    reshard_after_forward: bool | int
+    name: str  # path of the unit's module; several joined by `+` if they were given in a list
+    kind: str  # class of the module
+    reshard_after_forward: bool | int  # gathered again before backward; or kept, in that many pieces
     remat: str
-    mixed_precision: str
-    prefetch: str = "1"
-    strategy: str = ""
-    gathered: bool = True
+    mixed_precision: str  # the dtypes asked for
+    prefetch: str = "1"  # so many units ahead, within so many bytes, or as the compiler likes
+    gathered: bool = True  # False: its parameters are sharded, and never gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,22 +149,16 @@ class ShardPlan:
         """Parameters that every device of the `fsdp` axis holds whole."""
         return tuple(leaf for leaf in self.leaves if leaf.placement.dim is None)
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The parameters by key paths, and who gathers each."""
-        return tuple(Member(leaf.keys[0], leaf.placement, role(leaf.owner)) for leaf in self.leaves)
-
     def seen_from(self, path: Path, units: Mapping[Path, Unit]) -> "ShardPlan":
-        """The plan of the unit at a path: its parameters by their paths from it.
-
-        `units` are the records of the model's units by path, which may have other settings than before.
-        """
+        """The plan of the unit at a path, whose parameters are named from there; `units` are the records of all."""
         within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
         names, leaves = _names(within), []
         for leaf in self.leaves:
             keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
             if keys and (owner or ()) in names:  # else its unit was taken out of the model
-                leaves.append(_leaf_plan(keys, owner, names[owner or ()], leaf.placement, leaf.stack, leaf.trained))
+                unit, (text, *aliases) = names[owner or ()], map(dotted, keys)
+                seen = {"path": text, "unit": unit, "aliases": tuple(aliases), "keys": keys, "owner": owner}
+                leaves.append(dataclasses.replace(leaf, **seen))
         return ShardPlan(self.mesh, _rows(within), tuple(leaves))
 
     def to_json(self) -> str:
@@ -218,13 +181,7 @@ class ShardPlan:
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
     """Places every parameter, and finds the unit that gathers it: the innermost one around all of its uses.
 
-    Args:
-        leaves: the parameters by path, in their order.
-        units: the records of the units by path, the root, `()`, first.
-
-    Raises:
-        AnnotationError: parameters cannot be placed as asked, all in one message; or one of a unit that is never
-            gathered is used elsewhere, too.
+    The records of the units are by path, the root, `()`, first. All parameters that cannot be placed are in one error.
     """
     names = _names(units)
     found, errors, shared = [], [], []
@@ -236,7 +193,8 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
             errors.append(error)
             continue
         stack = dotted(leaf.stack) if leaf.stack and not units[owner].placement.stacked else ""
-        found.append(_leaf_plan(keys, owner, names[owner], placement, stack))
+        text, *aliases = map(dotted, keys)
+        found.append(LeafPlan(text, names[owner], placement, tuple(aliases), stack=stack, keys=keys, owner=owner))
         never = {unit for chain in leaf.around for unit in chain if not units[unit].placement.gathered}
         shared += [dotted(path)] if never - {owner} else []
     if errors:
@@ -253,13 +211,6 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
     return ShardPlan(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), _rows(units), tuple(found))
 
 
-def _leaf_plan(
-    keys: tuple[Path, ...], owner: Path | None, unit: str, placement: Placement, stack: str, trained: bool = True
-) -> LeafPlan:
-    text, *aliases = map(dotted, keys)
-    return LeafPlan(text, unit, placement, tuple(aliases), trained, stack, keys, owner)
-
-
 def resharded(unit: Unit, *, is_root: bool) -> bool | int:
     """What `reshard_after_forward=None` means: True, but False for the root, whose copy backward needs at once."""
     asked = unit.policy.reshard_after_forward
@@ -273,7 +224,6 @@ def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
 
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The paths that are in a module, from it."""
     return tuple(own for path in paths if (own := inside(outer, path)) is not None)
 
 
@@ -322,13 +272,11 @@ def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
         remat=policy.remat if isinstance(policy.remat, str) else getattr(policy.remat, "__name__", repr(policy.remat)),
         mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}{keep}",
         prefetch="compiler" if policy.prefetch is None else str(policy.prefetch),
-        strategy=policy.strategy,
         gathered=unit.placement.gathered,
     )
 
 
 def _tuples(data: Any) -> Any:
-    """What JSON has lists for, as tuples."""
     if isinstance(data, dict):
         return {key: _tuples(value) for key, value in data.items()}
     return tuple(map(_tuples, data)) if isinstance(data, list) else data
@@ -353,9 +301,8 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters are outside of it
     if of_its_own is not None:
         return of_its_own(wrt)
-    root = unit_of(model)
-    if root is None or root.plan is None:
-        raise root_forgotten(model)
+    root = record_of(model)
+    assert root.plan is not None, "an annotated model has one"
     is_trained, trained = nnx.filterlib.to_predicate(wrt), {}
     for variable, path, _ in occurrences(model):
         trained.setdefault(id(variable), (path, is_trained(path, variable)))
@@ -372,21 +319,22 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     return dataclasses.replace(root.plan, leaves=leaves)
 
 
+def record_of(model: Any) -> Unit:
+    """The record of an annotated nnx model; an error for any other object."""
+    if (unit := unit_of(model)) is None:
+        raise root_forgotten(model)
+    return unit
+
+
 def root_forgotten(model: Any) -> AnnotationError:
     """The error for a model whose root is not a unit, or that is no nnx model."""
-    if not isinstance(model, nnx.Module) and getattr(type(model), "_jshard_plan", None) is None:
-        return AnnotationError(
-            "This is not an annotated model.",
-            where=type(model).__name__,
-            why="fully_shard annotates an nnx module in place; of a Linen module it returns a copy.",
-            do="model = js.fully_shard(model, mesh=mesh)",
-        )
     if not isinstance(model, nnx.Module):
         return AnnotationError(
-            "This is for nnx models only.",
+            "This is not an annotated nnx model.",
             where=type(model).__name__,
-            why="the parameters of a Linen model are an argument of its loss, and of what differentiates it.",
-            do="js.value_and_grad(loss_fn, model=model, accumulate=4)(state.params, x)  # loss_fn(params, x)",
+            why="fully_shard annotates an nnx module in place; of a Linen one it returns a copy, whose loss takes its"
+            " parameters.",
+            do="model = js.fully_shard(model, mesh=mesh); Linen: js.value_and_grad(loss_fn, model=model)(params, x)",
         )
     inner = [dotted(p) for p, _ in nested_units(model)]
     listed = f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"

@@ -1,17 +1,24 @@
-"""Policies of a unit as frozen values, and the sharding strategies that are combinations of them."""
+"""Policies of a unit as frozen values: dtypes, prefetch, and remat by name."""
 
 import dataclasses
 import fnmatch
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+from jax import checkpoint_policies as jax_policies
 
+from jshard._text import ATTENTION, CONTEXT, PRODUCT
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
-from jshard.plans.remat import Remat, check_remat
+
+Remat = str | Callable[..., Any]
+"""A name of `KEEPS`, `"names:NAME,..."`, or a policy from `jax.checkpoint_policies`."""
+
+NONE, FULL, OFFLOADED, ATTENTION_AGAIN, SELECTIVE = "none", "full", "offload", "attention", "torchtitan_selective"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +54,12 @@ class MixedPrecision:
                 dtype = jnp.dtype(value)
             except TypeError:
                 dtype = None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
                 raise AnnotationError(
-                    "A mixed-precision dtype is not floating point.",
+                    "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
                     where=f"MixedPrecision({field}={value!r})",
-                    why=f"{value!r} is not the name of a floating dtype.",
-                    do='js.MixedPrecision(param="bfloat16", reduce="float32")',
-                )
-            if dtype.itemsize < 2:
-                raise AnnotationError(
-                    "A mixed-precision dtype has too few bits for a plain cast.",
-                    where=f"MixedPrecision({field}={value!r})",
-                    why=f"a cast has no scale, and {dtype.name} ends at {float(jnp.finfo(dtype).max):g}.",
-                    do='js.MixedPrecision(param="bfloat16", reduce="float32"), and products in fp8 by Flax or qwix:'
-                    " docs/numerics.md.",
+                    why="it is a floating dtype of 16 bits or more: a cast has no scale, as fp8 needs one.",
+                    do='js.MixedPrecision(param="bfloat16", reduce="float32"); fp8: docs/numerics.md.',
                 )
             object.__setattr__(self, field, dtype.name)
 
@@ -71,10 +70,7 @@ class MixedPrecision:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """How far ahead of its use a unit is gathered: so many units, or as many as fit a budget.
-
-    What counts is what is gathered on one device and not yet used, besides the unit that computes.
-    """
+    """How far ahead of its use a unit is gathered: so many units, or as many as fit a budget on one device."""
 
     units: int | None = None
     budget_bytes: int | None = None
@@ -108,26 +104,17 @@ _BYTES = {"B": 1} | {
 
 @dataclasses.dataclass(frozen=True)
 class UnitPolicy:
-    """The settings of one unit.
-
-    `strategy` is of the root: what was chosen for its layers, and why. `group` is shared by modules that were given in
-    one list; None for a module on its own.
-    """
+    """The settings of one unit. `group` is shared by modules that were given in one list."""
 
     reshard_after_forward: bool | int | None = None
     mixed_precision: MixedPrecision = MixedPrecision()
     remat: Remat = "none"
     prefetch: Prefetch | None = Prefetch(units=1)
-    strategy: str = ""
     group: int | None = None
     fallback: str = "warn"
 
     def changed(self, mesh: AnyMesh, **settings: Any) -> "UnitPolicy":
-        """The policy with other settings, each as `js.fully_shard` takes it.
-
-        Raises:
-            AnnotationError: a setting has no such value.
-        """
+        """The policy with other settings, each as `js.fully_shard` takes it, and checked."""
         if "prefetch" in settings:
             settings["prefetch"] = Prefetch.parse(settings["prefetch"])
         if "mixed_precision" in settings:
@@ -151,14 +138,7 @@ class UnitPolicy:
 
 
 def check_setting(good: bool, where: str, wanted: str, do: str) -> None:
-    """Raises for a setting of another type, or another value, than the annotation takes.
-
-    Args:
-        good: whether it is one.
-        where: how it was given: `fully_shard(stacked=-1)`.
-        wanted: what it is instead.
-        do: the line that is right.
-    """
+    """Raises unless a setting, given as `where`, is good; `wanted` is what it may be, and `do` a line that is right."""
     if not good:
         raise AnnotationError("The value of a setting is not allowed.", where=where, why=f"it is {wanted}.", do=do)
 
@@ -174,62 +154,124 @@ def _check_reshard(value: bool | int | None, size: int) -> None:
     )
 
 
-# Sharding strategies as values: what each passes to the API.
+# Remat policies by name: what of a unit's forward is kept for backward, and what is computed again.
 
+_QKV = "query_proj", "key_proj", "value_proj", "qkv_proj"
+_PROJECTIONS = (*_QKV, "out_proj")
+_PRODUCTS = (*_PROJECTIONS, "mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo")
 
-@dataclasses.dataclass(frozen=True)
-class Strategy:
-    """A way to shard a model, as keywords for `js.mesh`, `js.fully_shard` and `js.shard_optimizer`.
+NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "minimal": _PRODUCTS,
+        "minimal_flash": (*_PRODUCTS, CONTEXT),
+        "minimal_with_context": (*_PRODUCTS, CONTEXT),
+        "save_dot_with_context_except_mlp": (*_PROJECTIONS, CONTEXT),
+        "save_dot_except_mlpwi": (*_PROJECTIONS, "mlpwo"),
+        "save_dot_except_mlp": _PROJECTIONS,
+        "save_qkv_proj": _QKV,
+        "save_out_proj": ("out_proj",),
+    }
+)
+"""MaxText's policies: the names that each keeps."""
 
-    Take one of `strategies`, and `dataclasses.replace` what should differ.
+KEEPS: Mapping[str, str] = MappingProxyType(
+    {
+        NONE: "everything",
+        "dots": "the results of matrix products, and of attention by cuDNN",
+        "dots_with_no_batch_dims": "the results of products with weights",
+        ATTENTION_AGAIN: "everything but what js.kernels.attention computes",
+        SELECTIVE: "every second product with weights, and the result of attention",
+        OFFLOADED: "the results of products with weights, in host memory",
+        FULL: "nothing",
+    }
+)
+"""What the other policies keep, in words."""
 
-    Args:
-        name: its key in `strategies`.
-        summary: one line.
-        replica: degree of the replica axis; -1 takes the rest.
-        fsdp: degree of the sharding axis; -1 takes the rest.
-        reshard_after_forward: as in `js.fully_shard`; None keeps only the root's parameters gathered.
-        shard_replicated: as in `js.shard_optimizer`.
+KEPT_PRODUCT = "jshard kept product"
+"""What a product that `SELECTIVE` keeps is called: see `jshard.engine.trace.named_products`."""
 
-    Example:
-        >>> from jshard.plans.policies import strategies
-        >>> strategy = dataclasses.replace(strategies["hsdp"], replica=2)
-        >>> mesh = js.mesh(**strategy.mesh)
-        >>> model = js.fully_shard(model, units=Block, mesh=mesh, **strategy.annotation)
-    """
-
-    name: str
-    summary: str
-    replica: int = 1
-    fsdp: int = -1
-    reshard_after_forward: bool | int | None = None
-    shard_replicated: bool = False
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Keywords for `js.mesh`."""
-        return {"replica": self.replica, "fsdp": self.fsdp}
-
-    @property
-    def annotation(self) -> dict[str, Any]:
-        """Keywords for `js.fully_shard`."""
-        return {"reshard_after_forward": self.reshard_after_forward}
-
-    @property
-    def optimizer(self) -> dict[str, Any]:
-        """Keywords for `js.shard_optimizer`."""
-        return {"shard_replicated": self.shard_replicated}
-
-
-_ALL = (
-    Strategy("replicate", "every device holds the model; gradients are all-reduced (DDP)", replica=-1, fsdp=1),
-    Strategy("zero1", "replicate, with sharded optimizer state", replica=-1, fsdp=1, shard_replicated=True),
-    Strategy("zero2", "sharded; gathered once, kept until backward", reshard_after_forward=False),
-    Strategy("zero3", "sharded; gathered for forward and again for backward (FSDP)"),
-    Strategy("hsdp", "zero3 within a group of devices, replicated across groups", replica=2),
-    Strategy("hsdp_zero2", "zero2 within a group, replicated across groups", replica=2, reshard_after_forward=False),
-    Strategy("hpz", "zero3, but backward gathers from neighbours (ZeRO++ hpZ)", reshard_after_forward=8),
+# A gathered parameter must not be kept for backward under another name: these primitives only rename or recast.
+_FREE = frozenset(
+    "all_gather broadcast_in_dim convert_element_type copy expand_dims name pcast pvary reshape reshard"
+    " sharding_constraint slice split squeeze transpose".split()
 )
 
-strategies: Mapping[str, Strategy] = MappingProxyType({strategy.name: strategy for strategy in _ALL})
-"""The strategies by name."""
+
+def check_remat(remat: Remat) -> None:
+    """Raises for a remat policy that does not exist."""
+    if callable(remat) or (isinstance(remat, str) and (remat in KEEPS or remat in NAMED or kept_names(remat))):
+        return
+    keeps = "; ".join(f'"{name}" keeps {what}' for name, what in KEEPS.items())
+    raise AnnotationError(
+        "The remat policy is not known.",
+        where=f"fully_shard(remat={remat!r})",
+        why=f"{keeps}. Of MaxText: {', '.join(NAMED)}. "
+        '"names:NAME,..." keeps what jax.ad_checkpoint.checkpoint_name has called so.'
+        " Or it is a function from jax.checkpoint_policies.",
+        do='js.fully_shard(block, mesh=mesh, remat="full")',
+    )
+
+
+def kept_names(remat: Remat) -> tuple[str, ...]:
+    """The names that a policy keeps; empty for one that does not go by names."""
+    if not isinstance(remat, str):
+        return ()
+    head, _, rest = remat.partition(":")
+    return tuple(filter(None, map(str.strip, rest.split(",")))) if head == "names" else NAMED.get(remat, ())
+
+
+@functools.cache  # one object for all units of a policy
+def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
+    """The `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
+    if remat == FULL:
+        return None
+    inner = _inner(remat)
+
+    def policy(prim: Any, *args: Any, **params: Any) -> Any:
+        is_free = prim.name in _FREE and params.get("name") != PRODUCT and not _by_name(inner, prim, args, params)
+        return False if is_free else inner(prim, *args, **params)
+
+    return policy
+
+
+def _inner(remat: Remat) -> Callable[..., Any]:
+    if callable(remat):
+        return remat
+    by_name = jax_policies.save_only_these_names
+    match remat:
+        case "none" | "attention":
+            return jax_policies.everything_saveable
+        case "dots":
+            return jax_policies.save_from_both_policies(jax_policies.dots_saveable, _with_context(by_name(PRODUCT)))
+        case "dots_with_no_batch_dims":
+            dots = jax_policies.dots_with_no_batch_dims_saveable
+            return jax_policies.save_from_both_policies(dots, by_name(PRODUCT))
+        case "torchtitan_selective":
+            return _with_context(by_name(KEPT_PRODUCT, CONTEXT))
+        case "offload":
+            return _products_offloaded
+    names = kept_names(remat)
+    return _with_context(by_name(*names)) if CONTEXT in names else by_name(*names)
+
+
+def _with_context(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """A policy that keeps the results of cuDNN's attention, too, so that backward does not run it again."""
+    return lambda prim, *args, **params: prim.name == ATTENTION or policy(prim, *args, **params)
+
+
+_PRODUCTS_BY_NAME = jax_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=[PRODUCT], offload_src="device", offload_dst="pinned_host"
+)
+_DOTS_OFFLOADED = jax_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+def _products_offloaded(prim: Any, *args: Any, **params: Any) -> Any:
+    """Results of matrix products go to host memory; those of our kernels are known by their name."""
+    return (_PRODUCTS_BY_NAME if prim.name == "name" else _DOTS_OFFLOADED)(prim, *args, **params)
+
+
+def _by_name(inner: Callable[..., Any], prim: Any, args: tuple, params: dict[str, Any]) -> bool:
+    """Whether a policy treats a named value by its name: one that keeps any would keep gathered parameters, too."""
+    if prim.name != "name":
+        return False
+    return inner(prim, *args, **params) != inner(prim, *args, **params | {"name": "a name that nothing has"})

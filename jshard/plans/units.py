@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard.plans.mesh import AnyMesh
-from jshard.plans.placement import Placement, ShardPlacement
+from jshard.plans.placement import ShardPlacement
 from jshard.plans.policies import UnitPolicy
 
 if TYPE_CHECKING:
-    from jshard.plans.plan import ShardPlan
+    from jshard.plans.plan import LeafPlan, ShardPlan
 
 
 Path = tuple[Any, ...]
@@ -30,35 +30,15 @@ OWN, NESTED, OUTER = "own", "nested", "outer"
 
 
 def role(owner: Path | None) -> str:
-    """What the owner of a parameter is to a unit, by the path from that unit; None if it is outside of it."""
+    """What gathers a parameter: the unit that looks, one inside, or, as its path from here is None, one around."""
     return OUTER if owner is None else NESTED if owner else OWN
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A parameter of a plan, seen from a unit.
-
-    Args:
-        path: path from the unit's module.
-        placement: how it is stored.
-        owner: `own` if this unit gathers it, `nested` if a unit inside does, `outer` if it is tied to a
-            parameter elsewhere, so that an enclosing unit gathers it.
-    """
-
-    path: Path
-    placement: Placement
-    owner: str
 
 
 @dataclasses.dataclass(eq=False)
 class LogicalOptimizer:
-    """Whether a model has an optimizer that sees logical arrays: one that `js.shard_optimizer` made.
+    """Whether a model has an optimizer that sees logical arrays; the units of the model and of its copies share it.
 
-    The units of a model share it, by reference: it is as good for a copy of the model, or one that was split before.
-
-    Args:
-        do: the line that makes one.
-        exists: whether there is one.
+    `do` is the line that makes one.
     """
 
     do: str
@@ -67,39 +47,26 @@ class LogicalOptimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The record of a unit: equal for equal layers, so it holds no global path.
-
-    Args:
-        mesh: the mesh it is sharded over.
-        policy: what the annotation said.
-        placement: what it said of where the parameters are; `ignored` as a filter.
-        kind: class of the module.
-        plan: where the parameters under the module are; None before they are known.
-        members: the same by key paths, as the engine looks them up.
-        nested: whether an enclosing unit is known.
-        name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
-            knows the others' paths.
-        optimizer: that of the model, where it may have padded parameters; without one their gradients are refused.
-    """
+    """The record of a unit: equal for equal layers, so it holds no global path."""
 
     mesh: AnyMesh
     policy: UnitPolicy
-    placement: ShardPlacement
-    kind: str = ""
-    plan: "ShardPlan | None" = None
-    members: tuple[Member, ...] = ()
-    nested: bool = False
-    name: str = ""
-    optimizer: LogicalOptimizer | None = None
+    placement: ShardPlacement  # `ignored` as a filter
+    kind: str = ""  # class of the module
+    plan: "ShardPlan | None" = None  # of the parameters under the module; None before they are known
+    nested: bool = False  # an enclosing unit is known
+    name: str = ""  # of a unit that is never gathered, whose calls come from outside of the region
+    optimizer: LogicalOptimizer | None = None  # of a model with padded parameters, whose gradients need one
 
-    def with_plan(self, plan: "ShardPlan") -> "Unit":
-        """The record of a unit that sees its parameters as the plan has them."""
-        return dataclasses.replace(self, plan=plan, members=plan.members)
+    @property
+    def members(self) -> tuple["LeafPlan", ...]:
+        """The parameters under the module."""
+        return () if self.plan is None else self.plan.leaves
 
     @functools.cached_property
-    def by_path(self) -> dict[Path, Member]:
-        """The members by their paths."""
-        return {m.path: m for m in self.members}
+    def by_path(self) -> dict[Path, "LeafPlan"]:
+        """The same by their first path as keys."""
+        return {leaf.keys[0]: leaf for leaf in self.members}
 
     def __reduce__(self) -> tuple:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -134,16 +101,15 @@ def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
 
 
 def store_plan(module: nnx.Module, plan: "ShardPlan", units: Mapping[Path, Unit]) -> None:
-    """Gives the units in a module new records, each with its view of the plan. Their calls go where they went before.
-
-    Args:
-        module: what the plan was made of.
-        plan: the plan.
-        units: the new records, by path from the module.
-    """
+    """Gives the units in a module new records, by path, each with its view of the plan of the module."""
+    views = with_views(plan, units)
     for path, one in nested_units(module):
-        unit = units[path].with_plan(plan.seen_from(path, units))
-        attach(one, unit, type(one)._jshard_route)  # type: ignore[attr-defined]
+        attach(one, views[path], type(one)._jshard_route)  # type: ignore[attr-defined]
+
+
+def with_views(plan: "ShardPlan", units: Mapping[Path, Unit]) -> dict[Path, Unit]:
+    """The records of the units of a model, each with its view of the model's plan."""
+    return {path: dataclasses.replace(unit, plan=plan.seen_from(path, units)) for path, unit in units.items()}
 
 
 def detach(module: nnx.Module) -> None:
@@ -197,10 +163,7 @@ def _reduce_class(cls: Any) -> tuple:
 
 
 def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
-    """Every parameter along every path, with the units that enclose it, outermost first.
-
-    A tied parameter comes several times. The order is that of `nnx.iter_graph`.
-    """
+    """Every parameter along every path, so a tied one several times, with the units around it, outermost first."""
 
     def visit(node: Any, path: Path, units: tuple, open_nodes: frozenset[int]) -> Iterator:
         if isinstance(node, nnx.Param):
@@ -218,13 +181,9 @@ def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx
 
 
 def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
-    """Everything in a graph with its first path, outer before inner; nodes and variables once.
+    """Everything in a graph of modules with its first path, outer before inner; nodes and variables once.
 
-    As `nnx.iter_graph` finds it, which also asks of every number and name what it is, and takes several times as long.
-
-    Args:
-        graph: a module, or a tree with modules in it.
-        settings: with numbers, names and functions, which most have no use for.
+    As `nnx.iter_graph` finds it, several times as fast: numbers, names and functions are left out but for `settings`.
     """
     visited: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), graph)]
@@ -259,6 +218,11 @@ def dotted(path: Path) -> str:
 def inside(outer: Path, path: Path | None) -> Path | None:
     """A path from a module in it; None if it does not be inside."""
     return path[len(outer) :] if path is not None and path[: len(outer)] == outer else None
+
+
+def is_named(path: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns matches a path."""
+    return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
 
 
 def numberless(path: str) -> str:

@@ -1,27 +1,38 @@
-"""The annotated model of a recipe, with its arrays or without; nobody else asks whether it is of nnx or Linen."""
+"""The model of a recipe and the state of a run: without arrays, born sharded, or read from a checkpoint.
+
+Nobody else asks whether a model is of nnx or Linen.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard import checkpoint
 from jshard.api.fully_shard import revise
-from jshard.api.init import abstract_init, shard_init
+from jshard.api.init import abstract_init, abstract_optimizer, shard_init, shard_optimizer
+from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.formats import foreign_source
+from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.lookup import checkpoint_at
 from jshard.data import Data, DataError
-from jshard.data.source import first_sample
-from jshard.linen.annotation import annotation_of
-from jshard.linen.route import initialise
+from jshard.data.loader import read_sample
+from jshard.linen.annotation import annotation_of, initialise
 from jshard.plans.mesh import AnyMesh, batch_sharding
+from jshard.plans.plan import plan
 from jshard.plans.units import dotted
 from jshard.recipes.linen_model import Initialising, LinenModel
+from jshard.recipes.loss_scale import LossScale
 from jshard.recipes.model_file import ModelFile, ModelFileError, check_is_text, next_token_loss
 from jshard.recipes.recipe import Recipe
 
@@ -53,18 +64,14 @@ def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None
 
 
 def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings.
-
-    Raises:
-        DataError: the first sample is no dict of arrays of numbers.
-    """
+    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
     sharding = None if mesh is None else batch_sharding(mesh)
 
     def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
         return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
 
-    return {key: stacked(x) for key, x in first_sample(data.train, DataError).items()}
+    return {key: stacked(x) for key, x in read_sample(data.train, "train", 0, DataError).items()}
 
 
 def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
@@ -145,3 +152,75 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn
             do="return js.fully_shard(model, mesh=mesh, units=Block)",
         )
     return found
+
+
+# The state of a run.
+
+
+def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+    """The model of a recipe and its optimizer, every leaf born sharded."""
+    model = new_model(model_file, recipe, mesh)
+    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
+
+
+def optimizer_of(recipe: Recipe, model: nnx.Module) -> optax.GradientTransformation:
+    """The optimizer of a recipe for an annotated model: with a loss scale around it where it needs one."""
+    placements = [leaf.placement for leaf in plan(model).leaves] if recipe.loss_scale == "auto" else []
+    in_half = any("float16" in (p.gathered_dtype, p.reduce_dtype) for p in placements)
+    is_scaled = recipe.loss_scale == "dynamic" or in_half
+    return LossScale().around(recipe.optimizer()) if is_scaled else recipe.optimizer()
+
+
+def restore(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: checkpoint.Checkpointer, step: int | None = None
+) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
+    """The state of a checkpoint (it is in memory once): model, optimizer, and the number of steps that are done.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
+        RunError: all are damaged, or cannot be read.
+    """
+    state = checkpoints.restore(abstract_state(model_file, recipe, mesh), step, fall_back=True)
+    return state["model"], state["optimizer"], int(state["step"])
+
+
+def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
+    """What a checkpoint of a run holds, without values."""
+    model = abstract_model(model_file, recipe, mesh)
+    optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+    """A new model with the parameters of a checkpoint, and a new optimizer for it.
+
+    Where the model file freezes parameters, such as the base of adapters, those that the checkpoint lacks stay as they
+    are made, with a warning.
+
+    Raises:
+        ShardingError: there is no checkpoint, or its parameters do not fit the model.
+        RunError: it is damaged, or cannot be read.
+    """
+    found, names = _source(model_file, recipe, path)
+    model = new_model(model_file, recipe, mesh)
+    missing = "error" if model_file.wrt is nnx.Param else "init"
+    model = checkpoint.restore(found, like={"model": model}, only="params", names=names, missing=missing)["model"]
+    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
+
+
+def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> None:
+    """Raises what `create_from` would raise of a source that does not fit, before there is an array."""
+    found, names = _source(model_file, recipe, path)
+    model = abstract_model(model_file, recipe, mesh)
+    if model_file.wrt is nnx.Param:
+        checkpoint.forecast(found, like={"model": model}, only="params", names=names)
+    else:  # adapters may be missing, and what is frozen may not
+        frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
+        checkpoint.forecast(found, like={"model": frozen}, only="params", names=names, extra="ignore")
+
+
+def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, Names | None]:
+    """The checkpoint that a path means, and what it calls the parameters if others wrote it."""
+    found = checkpoint_at(path)
+    is_foreign = isinstance(found, Path) and foreign_source(found) is not None
+    return found, model_file.names_elsewhere(recipe.model) if is_foreign else None

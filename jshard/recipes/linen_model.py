@@ -17,9 +17,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from jshard.engine.context import in_plain_flax
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_of, relaid
-from jshard.linen.call import as_arrays, flat, raw_of
+from jshard.linen.call import as_arrays, flat, nested, raw_of
 from jshard.linen.layout import Layout
-from jshard.linen.route import call_annotated
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
@@ -28,36 +27,37 @@ from jshard.plans.units import Path, attach, dotted, unit_of
 _STATE = "batch_stats", "cache"  # a run updates them, asked for or not
 
 
-def names_of(mutable: str | Sequence[str]) -> tuple[str, ...]:
-    """The collections that a call asks for."""
+class _Calls:
+    """Calls of a Linen module; with `mutable`, names of collections, one also returns what it put there."""
+
+    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+        return self._run("__call__", args, kwargs, _names(mutable))
+
+    def _named(self, module: nn.Module, name: str) -> Any:
+        """A method that the user wrote, or another attribute of the module."""
+        if not callable(getattr(type(module), name, None)) or hasattr(nn.Module, name):
+            return getattr(module, name)
+        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, _names(mutable))
+
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
+        raise NotImplementedError
+
+
+def _names(mutable: str | Sequence[str]) -> tuple[str, ...]:
     return (mutable,) if isinstance(mutable, str) else tuple(mutable)
 
 
-def is_method(module: nn.Module, name: str) -> bool:
-    """Whether a name of a Linen module is a method that its user wrote."""
-    return callable(getattr(type(module), name, None)) and not hasattr(nn.Module, name)
+class Initialising(_Calls):
+    """A bound Linen module, all its collections mutable, as a loss sees it while its variables are made.
 
-
-class Initialising:
-    """A bound Linen module as a loss sees it while its variables are made: called as a `LinenModel` is.
-
-    Args:
-        bound: the module, with all collections mutable.
-        asked: gets the names of the collections that calls ask for, which are no state of the model.
+    `asked` gets the names of the collections that calls ask for, which are no state of the model.
     """
 
     def __init__(self, bound: nn.Module, asked: set[str]) -> None:
         self._bound, self._asked = bound, asked
 
-    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Calls the module. With `mutable`, names of collections, it also returns what the call put there."""
-        return self._run("__call__", args, kwargs, names_of(mutable))
-
     def __getattr__(self, name: str) -> Any:
-        return self._method(name) if is_method(self._bound, name) else getattr(self._bound, name)
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, names_of(mutable))
+        return self._named(self._bound, name)
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
         self._asked |= set(asked) - set(_STATE)
@@ -69,14 +69,9 @@ class Initialising:
 
 def _since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """A collection without what earlier calls have sown: each call of a `LinenModel` starts anew."""
-    old, found = dict(flat(before)), {}
-    for path, value in flat(after):
-        tree = found
-        for key in path[:-1]:
-            tree = tree.setdefault(key, {})
-        sown = isinstance(value, tuple) and isinstance(old.get(path), tuple)
-        tree[path[-1]] = value[len(old[path]) :] if sown else value
-    return found
+    old = dict(flat(before))
+    is_sown = lambda path, value: isinstance(value, tuple) and isinstance(old.get(path), tuple)
+    return nested((path, x[len(old[path]) :] if is_sown(path, x) else x) for path, x in flat(after))
 
 
 # Evaluation of a Linen model: dropout off, statistics fixed, however the model says it in training.
@@ -90,16 +85,16 @@ _is_on = jax.make_user_context(default_value=False)
 @contextlib.contextmanager
 def inference(is_on: bool) -> Iterator[None]:
     """Inside, modules with a field `deterministic` or `use_running_average` run as if it were True."""
-    if not is_on:
-        yield
-        return
-    with _is_on(True), nn.intercept_methods(_intercept):
+    with contextlib.ExitStack() as stack:
+        if is_on:
+            stack.enter_context(_is_on(True))
+            stack.enter_context(nn.intercept_methods(_intercept))
         yield
 
 
 def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
     module = context.module
-    before = {name: getattr(module, name) for name in _FIELDS if _has_field(module, name)}
+    before = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name in _FIELDS}
     if not before:
         return run(*args, **kwargs)
     args, kwargs = _without(before, context, args, kwargs)
@@ -110,10 +105,6 @@ def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.m
     finally:
         for name, value in before.items():
             object.__setattr__(module, name, value)
-
-
-def _has_field(module: nn.Module, name: str) -> bool:
-    return any(field.name == name for field in dataclasses.fields(module))
 
 
 def _without(
@@ -127,7 +118,7 @@ def _without(
     return given.args[1:], given.kwargs
 
 
-# A Linen model as an nnx model: plans, steps, optimizers and checkpoints are one code for both.
+# The model.
 
 _PARAMS = "params"
 _KINDS: dict[str, type[nnx.Variable]] = {_PARAMS: nnx.Param, "batch_stats": nnx.BatchStat, "cache": nnx.Cache}
@@ -148,7 +139,7 @@ class _Part(nnx.Module):
     """The variables of a Linen module inside the model."""
 
 
-class LinenModel(nnx.Module):
+class LinenModel(_Calls, nnx.Module):
     """A Linen model that holds its variables. It is called as an nnx model is, and as a bound Linen module.
 
     Its methods and fields are those of the Linen module. Each call has random keys of its own, counted in `rngs`. With
@@ -165,38 +156,26 @@ class LinenModel(nnx.Module):
         annotation = annotation_of(module)
         assert annotation is not None, "who makes a LinenModel has checked it"
         _check(module, collections)
-        places = _hold(self, collections, {path: unit.kind for path, unit in annotation.layout.units.items()})
-        self._linen = _Linen(module, annotation.layout, places)
         layout = annotation.layout
-        records = {path: dataclasses.replace(unit, nested=bool(path)) for path, unit in layout.records.items()}
-        for path, unit in records.items():
-            attach(_part(self, path), unit.with_plan(layout.plan.seen_from(path, records)), _as_it_is)
+        places = _hold(self, collections, {path: unit.kind for path, unit in layout.records.items() if path})
+        self._linen = _Linen(module, layout, places)
+        for path, unit in layout.records.items():
+            attach(_part(self, path), unit, _as_it_is)
         for place in places:
-            _store_padded(self._variable(place), annotation.layout, place)
-
-    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """Calls the Linen module. With `mutable`, names of collections, it also returns what the call put there."""
-        return self._run("__call__", args, kwargs, names_of(mutable))
+            _store_padded(self._variable(place), layout, place)
 
     def __getattr__(self, name: str) -> Any:
         linen = vars(self).get("_linen")
         if linen is None or name.startswith("_"):
             raise AttributeError(name)
-        return self._method(name) if is_method(linen.module, name) else getattr(linen.module, name)
+        return self._named(linen.module, name)
 
     @property
     def variables(self) -> dict[str, Any]:
         """The variables as Linen has them, by collection."""
-        found: dict[str, Any] = {}
-        for place in self._linen.places:
-            raw, tree = self._variable(place).get_raw_value(), found
-            for key in (place.collection, *place.path[:-1]):
-                tree = tree.setdefault(key, {})
-            tree[place.path[-1]] = jax.tree.unflatten(place.boxes, jax.tree.leaves(raw))
-        return found
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, names_of(mutable))
+        raw = lambda place: jax.tree.leaves(self._variable(place).get_raw_value())
+        leaf = lambda place: jax.tree.unflatten(place.boxes, raw(place))
+        return nested(((place.collection, *place.path), leaf(place)) for place in self._linen.places)
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
         states = [] if self.deterministic else self._linen.states
@@ -234,26 +213,18 @@ class LinenModel(nnx.Module):
 
     def _policies(self) -> dict[Path, UnitPolicy]:
         """The settings of the units as their records have them now."""
-        records = ((path, unit_of(_part(self, path))) for path in ((), *self._linen.layout.units))
+        records = ((path, unit_of(_part(self, path))) for path in self._linen.layout.records)
         return {path: record.policy for path, record in records if record is not None}
 
 
 @dataclasses.dataclass(eq=False)
 class _Linen:
-    """What a `LinenModel` is made of, but for its arrays; of its graph it is a constant.
+    """What a `LinenModel` is made of, but for its arrays; of its graph it is a constant."""
 
-    Args:
-        module: the annotated Linen module.
-        layout: of its parameters.
-        places: of its variables.
-    """
-
-    module: nn.Module
+    module: nn.Module  # the annotated one
     layout: Layout
     places: tuple[_Place, ...]
-
-    def __post_init__(self) -> None:
-        self._modules: dict[Any, nn.Module] = {}
+    _modules: dict[Any, nn.Module] = dataclasses.field(default_factory=dict)
 
     @property
     def states(self) -> list[str]:
@@ -266,7 +237,7 @@ class _Linen:
             return _plain_flax(self.module, policies)
         key = tuple(policies.items())
         if key not in self._modules:
-            self._modules[key] = relaid(self.module, lambda layout: layout.with_policies(policies), call_annotated)
+            self._modules[key] = relaid(self.module, lambda layout: layout.with_policies(policies))
         return self._modules[key]
 
 
@@ -306,7 +277,7 @@ def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path
 
 def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None:
     """Says of a parameter that is stored padded that it is, so that an optimizer sees the logical one."""
-    leaf = layout.leaves.get(dotted(place.path)) if place.collection == _PARAMS else None
+    leaf = layout.leaves.get(place.path) if place.collection == _PARAMS else None
     padding = None if leaf is None else Padding.of(leaf.placement)
     if padding is not None:
         store(variable, padding, variable.get_raw_value())

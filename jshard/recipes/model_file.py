@@ -47,9 +47,8 @@ from jshard.data.worker_pool import MODEL_FILE
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import as_filter
-from jshard.recipes.mfu import dense_flops
+from jshard.recipes import model_path, shipped_folder, shipped_models
 from jshard.recipes.recipe import Recipe
-from jshard.recipes.shipped_models import model_path, shipped_folder, shipped_models
 
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]
@@ -70,11 +69,7 @@ def next_token_loss(model: Any, batch: Batch) -> jax.Array:
 
 
 def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
-    """Checks that a batch has what the loss of a model file without `loss_fn` reads.
-
-    Raises:
-        ModelFileError: a key is missing.
-    """
+    """Checks that a batch has what the loss of a model file without `loss_fn` reads."""
     missing = [key for key in ("inputs", "targets") if key not in batch]
     if missing:
         raise ModelFileError(
@@ -84,6 +79,20 @@ def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
             "without loss_fn the loss is the cross entropy of model(inputs) with the targets.",
             do="def loss_fn(model, batch): ...  # in the model file: a mean over the batch",
         )
+
+
+def dense_flops(*, num_parameters: int, num_tokens: int, num_frozen: int = 0) -> tuple[float, str]:
+    """Arithmetic of a step of a dense transformer, and its formula as text: 6 x parameters x tokens.
+
+    Each parameter costs a multiplication and an addition per token, once forward and twice backward (Kaplan et al.
+    2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B); a frozen one once backward. Attention over long
+    sequences comes on top, and recomputation does not count. Tied parameters count once.
+    """
+    if not num_frozen:
+        return 6.0 * num_parameters * num_tokens, f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
+    trained = num_parameters - num_frozen
+    formula = f"(6 x {trained:,} trained + 4 x {num_frozen:,} frozen parameters) x {num_tokens:,} tokens"
+    return (6.0 * trained + 4.0 * num_frozen) * num_tokens, formula
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,11 +159,7 @@ class ModelFile:
         return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)
 
     def names_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
-        """What `hf_names` says of a config; None where the file has no such function.
-
-        Raises:
-            ModelFileError: there are no such names for this config.
-        """
+        """What `hf_names` says of a config; None where the file has no such function."""
         if self.hf_names is None:
             return None
         try:
@@ -195,7 +200,16 @@ def load_model_file(path: str | Path) -> ModelFile:
 
 
 def _check_file(path: Path) -> None:
-    why = _unreadable(path)
+    why = ""
+    try:
+        if path.is_dir():
+            why = "it is a folder."
+        elif not path.is_file():
+            why = f"no such file, seen from {Path.cwd()}; with jshard come {', '.join(shipped_models())}."
+        elif ".py" not in (path.suffix, path.resolve().suffix):
+            why = f"a model file is Python and ends in .py; this is {path.name!r}."
+    except OSError as error:
+        why = f"{error.strerror}."
     if why:
         near = next(iter(difflib.get_close_matches(path.stem, shipped_models(), n=1)), "gpt")
         raise ModelFileError(
@@ -207,23 +221,12 @@ def _check_file(path: Path) -> None:
         )
 
 
-def _unreadable(path: Path) -> str | None:
-    try:
-        if not path.is_file():
-            missing = f"no such file, seen from {Path.cwd()}; with jshard come {', '.join(shipped_models())}."
-            return "it is a folder." if path.is_dir() else missing
-        if ".py" not in (path.suffix, path.resolve().suffix):
-            return f"a model file is Python and ends in .py; this is {path.name!r}."
-        return "it is not text: there are zero bytes in it." if b"\0" in path.read_bytes() else None
-    except OSError as error:
-        return f"{error.strerror}."
-
-
 def _module(path: Path) -> types.ModuleType:
     # A name of its own in sys.modules, so that the file's classes can be pickled and that two
     # files called model.py do not meet.
     stem = MODEL_FILE + re.sub(r"\W", "_", path.stem)
-    name = next(name for name in _numbered(stem) if name not in sys.modules)
+    numbered = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+    name = next(name for name in numbered if name not in sys.modules)
     resolved = path.resolve()
     module = types.ModuleType(name)
     module.__file__ = str(resolved)
@@ -240,40 +243,25 @@ def _module(path: Path) -> types.ModuleType:
     return module
 
 
-def _numbered(stem: str) -> Iterator[str]:
-    return itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
-
-
 def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
     """Errors that four parts explain better than a traceback; None for the others."""
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",
-            where=f"{error.filename or path}, line {error.lineno}" if error.lineno else str(error.filename or path),
+            where=f"{error.filename or path}" + (f", line {error.lineno}" if error.lineno else ""),
             why=f"{error.msg}." + (f"\n{error.text.strip()}" if error.text else ""),
             do=f"correct it; python -m py_compile {shlex.quote(str(path))} shows the same.",
         )
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return _not_there(error.name, place_in(path, error), path.resolve().parent)
-    if isinstance(error, SystemExit):
-        return ModelFileError(
-            "The model file ended the process.",
-            where=place_in(path, error),
-            why=f"it called sys.exit({'' if error.code is None else repr(error.code)}) while it was loaded.",
-            do='put what is a program of its own under: if __name__ == "__main__":',
-        )
-    return None
-
-
-def _not_there(module: str, place: str, folder: Path) -> ModelFileError:
-    top = module.partition(".")[0]
-    if top in sys.modules:
-        why = f"there is {top!r}, but not this part of it."
-        do = f"correct the name, or install a version of {top} that has it."
-    else:
-        why = f"no installed package and nothing in {folder} has that name."
+        top = error.name.partition(".")[0]
+        why = f"no installed package and nothing in {path.resolve().parent} has that name."
         do = f"install the package that brings it (often: pip install {top}), or put {top}.py into that folder."
-    return ModelFileError(f"The model file imports {module!r}, which is not there.", where=place, why=why, do=do)
+        if top in sys.modules:
+            why = f"there is {top!r}, but not this part of it."
+            do = f"correct the name, or install a version of {top} that has it."
+        what = f"The model file imports {error.name!r}, which is not there."
+        return ModelFileError(what, where=place_in(path, error), why=why, do=do)
+    return None
 
 
 def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
@@ -327,7 +315,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
     named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
     named = {name: value for name, value in named.items() if value is not None}
     wrt = getattr(module, "wrt", nnx.Param)
-    wrong = [*_not_recipes(module.RECIPES), *_not_functions(named), *_not_filter(wrt)]
+    wrong = list(_wrong_kinds(module.RECIPES, named, wrt))
     if wrong:
         raise ModelFileError(
             "The model file has names that it cannot be used with.",
@@ -338,34 +326,28 @@ def _pick(module: Any, path: Path) -> ModelFile:
     return ModelFile(path=path, recipes=module.RECIPES, wrt=_filter(wrt), **named)
 
 
-def _not_recipes(recipes: Any) -> Iterator[tuple[str, str]]:
+def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(recipes, Mapping):
         yield "RECIPES", f"RECIPES is {_kind(recipes)}, not a dict of functions."
-        return
+        recipes = {}
     for name, make in recipes.items():
         if not isinstance(name, str):
             yield f"RECIPES[{name!r}]", f"the name {name!r} is {_kind(name)}, not text."
         if not callable(make):
             yield f"RECIPES[{name!r}]", f"RECIPES[{name!r}] is {_kind(make)}, not a function that returns a Recipe."
-
-
-def _not_functions(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in named.items():
         if not callable(value):
             yield name, f"{name} is {_kind(value)}, not a function."
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):
+        yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
 
 
 def _filter(wrt: Any) -> Any:
     """The nnx filter that a file's `wrt` means: patterns choose among parameters."""
     has_patterns = any(isinstance(one, str) for one in (wrt if isinstance(wrt, (list, tuple)) else [wrt]))
     return nnx.All(nnx.Param, as_filter(wrt)) if has_patterns else wrt
-
-
-def _not_filter(wrt: Any) -> Iterator[tuple[str, str]]:
-    try:
-        nnx.filterlib.to_predicate(wrt)
-    except (TypeError, ValueError):
-        yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
 
 
 def _kind(value: Any) -> str:

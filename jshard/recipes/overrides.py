@@ -1,18 +1,16 @@
 """`--set key=value`: a recipe with other values in it, and `--unit name=value`. The key of a nested field is dotted.
 
-Tyro reads the values by the types of the recipe's dataclasses, as it reads the other options of a command, with a
-few texts more: `1e6` for an int, `yes` and `off` for a bool, `none`, and `1,2` for a tuple.
+Values are read by the types of the recipe's dataclasses: `1e6` is an int, too, `yes` and `off` are bools, and `1,2` a
+tuple.
 """
 
 from __future__ import annotations
 
 import ast
-import collections
 import contextlib
 import dataclasses
 import difflib
 import enum
-import functools
 import inspect
 import math
 import shlex
@@ -20,28 +18,21 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from jshard.api.fully_shard import SETTINGS
 from jshard.errors import FourPartError, ShardingError
-from jshard.plans.policies import Prefetch
-from jshard.plans.remat import check_remat
+from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.recipe import Recipe
 
-if TYPE_CHECKING:
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
-
 R = TypeVar("R", bound=Recipe)
-Names = tuple[str, ...]
 
-_BOOLS: dict[str, Any] = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
+_NONES = {"none": None, "null": None}
+_BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+_KEYS = "--print-config  # shows the keys, and the values that they have"
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
-_UNIONS = (typing.Union, types.UnionType)
 
 
 class SettingError(ShardingError):
@@ -56,8 +47,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
         settings: texts `key=value`; values are read by the field's annotation.
 
     Raises:
-        SettingError: unknown keys, values of another type, or that the dataclass itself refuses; all of
-            them in one message.
+        SettingError: an unknown key, a value of another type, or one that the dataclass itself refuses.
 
     Returns:
         A new recipe of the same class.
@@ -65,103 +55,52 @@ def override(recipe: R, settings: Sequence[str]) -> R:
     Example:
         override(recipe, ["learning_rate=1e-3", "model.n_layer=4"])
     """
-    table = _table(recipe)
-    given, problems = _split(settings, table)
-    values: dict[Names, tuple[str, Any]] = {}
-    for key, texts in given.items():
-        problem = _wrong_key(key, texts, table, recipe)
-        if problem is None:
-            try:
-                values[table[key].path] = _line(key, texts[0]), read_value(texts[0], table[key].kind)
-            except ValueError:
-                problem = _wrong_value(key, texts[0], table[key])
-        problems += [problem] if problem else []
-    changed = _rebuilt(recipe, (), values, table, problems)
-    if problems:
-        raise _error(problems, table)
-    return changed
+    keys = dict(sorted(_walk(recipe), key=lambda item: item[0].count(".")))  # its own before nested ones
+    values: dict[str, Any] = {}
+    lines: dict[str, str] = {}
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        line = _line(key, text) if equals else f"--set {shlex.quote(setting)}"
+        if not equals or key not in keys:
+            raise _unknown(key, text, line, keys)
+        if key in values:
+            raise _refused(f"{lines[key]} {line}", f"{key} is set twice.", line)
+        try:
+            values[key], lines[key] = read_value(text, keys[key]), line
+        except ValueError:
+            raise _refused(line, f"{key} takes {_described(keys[key])}, not {text!r}.", _KEYS) from None
+    return _rebuilt(recipe, "", values, lines)
 
 
 # Values.
 
 
 def read_value(text: str, kind: Any) -> Any:
-    """The value that a text means for a type.
+    """The value that a text means for a type; a ValueError if it is none.
 
-    Args:
-        text: as typed, e.g. `1e-3`, `yes`, `none`, `1,2`.
-        kind: a type that tyro reads; items of a tuple or a list are separated by commas. `Any` takes a Python literal,
-            true, false and none, and any other text as text; another class takes a Python literal of that class.
-
-    Raises:
-        ValueError: the text is no such value.
+    Items of a tuple or a list are separated by commas. `Any` takes a Python literal, true, false and none, and any
+    other text as text; a class that is not known here takes a Python literal of that class.
     """
-    spec, args = _spec(kind), typing.get_args(kind)
-    if typing.get_origin(kind) in _UNIONS:  # str, which takes everything, comes last, and none after a Literal "none"
-        return _first_that_fits(text, sorted(args, key=lambda kind: (kind is str, kind is types.NoneType)))
-    if spec is None:
-        return _literal(text, kind)
-    parts = [text]
-    if spec.nargs != 1:
-        for opening, closing in ("()", "[]"):
-            if text.startswith(opening) and text.endswith(closing):
-                text = text[1:-1]
-        parts = [part.strip() for part in text.removesuffix(",").split(",")] if text else []
-    if spec.nargs not in ("*", len(parts)) or (spec.choices and not {*parts} <= {*spec.choices}):
-        raise ValueError(f"{text!r} is not {spec.metavar}")
-    return spec.instance_from_str(parts)
-
-
-def written(value: Any) -> str | None:
-    """The text that `read_value` reads as this value; None where there is none, as for a function."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, tuple | list):
-        items = [written(item) for item in value]
-        return None if None in items else ",".join(map(str, items))
-    return str(value) if isinstance(value, str | int | float | Path | dict) else None
-
-
-def _spec(kind: Any) -> PrimitiveConstructorSpec[Any] | None:
-    """How tyro reads a type from its arguments; None where it does not."""
-    from tyro.constructors import PrimitiveTypeInfo, UnsupportedTypeAnnotationError  # here: of the extra "train"
-
-    registry = _registry()
-    with registry:
-        spec = registry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
-    is_plain = kind is Any or kind is object or (typing.get_origin(kind) or kind) is dict
-    return None if isinstance(spec, UnsupportedTypeAnnotationError) or is_plain else spec
-
-
-@functools.cache
-def _registry() -> ConstructorRegistry:
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-    readers: dict[Any, tuple[str, Callable[[str], Any]]] = {
-        int: ("int", _int),
-        float: ("float", _float),
-        bool: ("true|false", lambda text: _word(text, _BOOLS)),
-        types.NoneType: ("none", lambda text: _word(text, {"none": None, "null": None})),
-    }
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def with_more_texts(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        kind: Any = info.type
-        if kind not in readers:
-            return None
-        name, read = readers[kind]
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=name,
-            instance_from_str=lambda args: read(args[0]),
-            is_instance=lambda value: isinstance(value, kind),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
+    kind = getattr(kind, "__supertype__", kind)  # of a NewType
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return read_value(text, args[0])
+    if origin in (typing.Union, types.UnionType):  # str, which takes everything, is last; a Literal "none" before None
+        for each in sorted(args, key=lambda kind: (kind is str, kind is types.NoneType)):
+            with contextlib.suppress(ValueError):
+                return read_value(text, each)
+        raise ValueError(f"{text!r} fits none of {args}")
+    if origin is typing.Literal:
+        return _chosen(text, {str(value): value for value in args})
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _chosen(text, kind.__members__)
+    if (origin or kind) in (tuple, list):
+        inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+        parts = [part.strip() for part in inside.removesuffix(",").split(",")] if inside else []
+        is_open = origin is not tuple or args[-1] is ...
+        kinds = [args[0] if args else Any] * len(parts) if is_open else args
+        return (origin or kind)(read_value(part, each) for part, each in zip(parts, kinds, strict=True))
+    return _READERS[kind](text) if kind in _READERS else _literal(text, kind)
 
 
 def _int(text: str) -> int:
@@ -181,19 +120,10 @@ def _float(text: str) -> float:
     return value
 
 
-def _word(text: str, words: Mapping[str, Any]) -> Any:
-    if text.lower() not in words:
-        raise ValueError(f"{text!r} is not one of {', '.join(words)}")
-    return words[text.lower()]
-
-
-def _first_that_fits(text: str, kinds: Sequence[Any]) -> Any:
-    for kind in kinds:
-        try:
-            return read_value(text, kind)
-        except ValueError:
-            continue
-    raise ValueError(f"{text!r} fits none of {kinds}")
+def _chosen(text: str, choices: Mapping[str, Any]) -> Any:
+    if text not in choices:
+        raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+    return choices[text]
 
 
 def _literal(text: str, kind: Any) -> Any:
@@ -210,30 +140,34 @@ def _literal(text: str, kind: Any) -> Any:
     return value
 
 
+_READERS: dict[Any, Any] = {
+    str: str,
+    Path: Path,
+    int: _int,
+    float: _float,
+    bool: lambda text: _chosen(text.lower(), _BOOLS),
+    types.NoneType: lambda text: _chosen(text.lower(), _NONES),
+}
+
+
+def _described(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
+    return "true|false" if kind is bool else getattr(kind, "__name__", str(kind))
+
+
 # Keys.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    path: Names
-    kind: Any
-    value: Any
-
-
-def _table(recipe: Recipe) -> dict[str, _Key]:
-    """The keys, those of the recipe itself before nested ones."""
-    found = sorted(_walk(recipe, ()), key=lambda key: len(key.path))
-    return {".".join(key.path): key for key in found}
-
-
-def _walk(node: Any, path: Names) -> Iterator[_Key]:
+def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys and their types."""
     hints = _hints(type(node))
     for field in filter(lambda field: field.init, dataclasses.fields(node)):
-        value = getattr(node, field.name)
+        value, name = getattr(node, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _walk(value, (*path, field.name))
+            yield from _walk(value, f"{name}.")
         else:
-            yield _Key((*path, field.name), hints.get(field.name, Any), value)
+            yield name, hints.get(field.name, Any)
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -250,106 +184,47 @@ def _hints(cls: type) -> dict[str, Any]:
     return hints
 
 
-def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """The key that was meant: one with the most similar last name, and of several the most similar as a whole."""
-    last = {other: other.rpartition(".")[2] for other in known}
-    names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
-    same = [other for other in known if last[other] in names]
-    return next(iter(difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None)
-
-
-def _split(settings: Sequence[str], table: Mapping[str, _Key]) -> tuple[dict[str, list[str]], list[_Problem]]:
-    given: dict[str, list[str]] = collections.defaultdict(list)
-    problems: list[_Problem] = []
-    for setting in settings:
-        key, equals, text = (part.strip() for part in setting.partition("="))
-        if equals and key:
-            given[key].append(text)
-        else:
-            near = _nearest(setting.strip(), list(table)) or next(iter(table))
-            why = f"{setting!r} is not key=value."
-            problems.append(_Problem((), f"--set {shlex.quote(setting)}", why, _present(near, table[near])))
-    return given, problems
-
-
-def _rebuilt(
-    node: Any, path: Names, values: Mapping[Names, tuple[str, Any]], table: Mapping[str, _Key], problems: list[_Problem]
-) -> Any:
-    """The dataclass with the values that belong to it and below; what it refuses goes to `problems`."""
-    here = {at: value for at, value in values.items() if at[: len(path)] == path}
+def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[str, str]) -> Any:
+    """The dataclass with the values that belong to it and below."""
+    here = [key for key in values if key.startswith(prefix)]
     if not here:
         return node
-    changes = {at[-1]: value for at, (_, value) in here.items() if len(at) == len(path) + 1}
-    for name in dict.fromkeys(at[len(path)] for at in here if len(at) > len(path) + 1):
-        changes[name] = _rebuilt(getattr(node, name), (*path, name), values, table, problems)
-    if any(problem.owner[: len(path)] == path for problem in problems):
-        return node  # it would be judged by values that were not meant
+    changes: dict[str, Any] = {}
+    for key in here:
+        name, nested, _ = key.removeprefix(prefix).partition(".")
+        if not nested:
+            changes[name] = values[key]
+        elif name not in changes:
+            changes[name] = _rebuilt(getattr(node, name), f"{prefix}{name}.", values, lines)
     try:
         # All at once: one value may be right only with the other.
         return dataclasses.replace(node, **changes)
+    except SettingError:
+        raise
     except (ValueError, AssertionError) as error:
         text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
         why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
-        asked = " ".join(line for line, _ in here.values())
-        now = " ".join(_present(name, table[name]) for name in map(".".join, here))
-        problems.append(_Problem(path, asked, why, f"{now}  # the recipe's own"))
-        return node
+        raise _refused(" ".join(lines[key] for key in here), why, _KEYS) from error
 
 
-# What is wrong with them.
+def _unknown(key: str, text: str, line: str, keys: Mapping[str, Any]) -> SettingError:
+    last = {other: other.rpartition(".")[2] for other in keys}
+    names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
+    same = [other for other in keys if last[other] in names]  # by their last names, then as a whole
+    fields = [other for other in keys if other.startswith(f"{key}.")]
+    why = f"the recipe has no key {key!r}."
+    if key in keys or fields:
+        why = "it is not key=value." if key in keys else f"{key} is set field by field."
+    near, do = next(iter(difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None), _KEYS
+    if near is not None and not fields:
+        with contextlib.suppress(ValueError):
+            read_value(text, keys[near])
+            do = _line(near, text)
+    return _refused(line, "\n".join([why, *textwrap.wrap(f"its keys: {', '.join(keys)}", width=100)]), do)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    owner: Names  # of the dataclass that cannot be built because of it
-    where: str
-    why: str
-    do: str
-
-
-def _wrong_key(key: str, texts: list[str], table: Mapping[str, _Key], recipe: Recipe) -> _Problem | None:
-    owner, lines = tuple(key.split(".")[:-1]), [_line(key, text) for text in texts]
-    if key in table:
-        why = f"{key} is set {len(texts)} times."
-        return _Problem(owner, " ".join(lines), why, lines[-1]) if len(texts) > 1 else None
-    why, near = f"the recipe has no key {key!r}.", _nearest(key, list(table))
-    fields = [other for other in table if other.startswith(f"{key}.")]
-    if fields:
-        node = functools.reduce(getattr, key.split("."), recipe)
-        why, near = f"{key} is a {type(node).__name__}, which is set field by field.", fields[0]
-    if near is None:
-        return _Problem(owner, lines[-1], why, f"take one of its keys, for example {next(iter(table))}.")
-    try:
-        read_value(texts[-1], table[near].kind)
-        fits = not fields
-    except ValueError:
-        fits = False
-    return _Problem(owner, lines[-1], why, _line(near, texts[-1]) if fits else _present(near, table[near]))
-
-
-def _wrong_value(key: str, text: str, known: _Key) -> _Problem:
-    spec = _spec(known.kind)
-    name = getattr(known.kind, "__name__", known.kind) if spec is None else spec.metavar
-    do = "change it in the model file: it has no text form." if written(known.value) is None else _present(key, known)
-    return _Problem(known.path[:-1], _line(key, text), f"{key} takes {name}, not {text!r}.", do)
-
-
-def _error(problems: Sequence[_Problem], table: Mapping[str, _Key]) -> SettingError:
-    why = [problem.why for problem in problems]
-    if any("has no key" in line for line in why):
-        why += textwrap.wrap(f"its keys: {', '.join(table)}", width=100)
-    many = len(problems) > 1
-    return SettingError(
-        f"{len(problems)} settings cannot be used." if many else "A setting cannot be used.",
-        where=[problem.where for problem in problems],
-        why="\n".join(why),
-        do="\n".join(problem.do for problem in problems),
-    )
-
-
-def _present(name: str, key: _Key) -> str:
-    """The line that sets a key as it is."""
-    return _line(name, written(key.value) or "VALUE")
+def _refused(where: str, why: str, do: str) -> SettingError:
+    return SettingError("A setting cannot be used.", where=where, why=why, do=do)
 
 
 def _line(key: str, text: str) -> str:
@@ -360,40 +235,27 @@ def _line(key: str, text: str) -> str:
 
 
 def parse_units(texts: Sequence[str]) -> dict[str, Any]:
-    """The settings in texts such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`.
-
-    Raises:
-        ShardingError: there is no such setting of a unit, or it has no such value.
-    """
+    """The settings in texts such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`."""
     found: dict[str, Any] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
+        why = ""
         if name not in SETTINGS or not value or name in found:
+            why = f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard, and given once."
+        elif name == "remat":  # a policy of it is called "none", too
+            check_remat(value)
+            found[name] = value
+        else:
+            found[name] = int(value) if value.isdecimal() else _WORDS.get(value.lower(), value)
+            if name == "prefetch":
+                Prefetch.parse(found[name])
+            elif isinstance(found[name], str):
+                why = "it is true, false, none, or a number of neighbours."
+        if why:
             raise ShardingError(
-                "The units have no such setting." if name not in found else "A setting is given twice.",
+                "A setting of the units cannot be used.",
                 where=f"--unit {text}",
-                why=f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard, and given once.",
+                why=why,
                 do="--unit remat=full --unit prefetch=2 --unit reshard_after_forward=false",
             )
-        # The policy of remat is called "none", too.
-        found[name] = value if name == "remat" else _setting(value)
-        _check_setting(name, found[name])
     return found
-
-
-def _setting(value: str) -> Any:
-    return int(value) if value.isdecimal() else _WORDS.get(value.lower(), value)
-
-
-def _check_setting(name: str, value: Any) -> None:
-    if name == "remat":
-        check_remat(value)
-    elif name == "prefetch":
-        Prefetch.parse(value)
-    elif not (value is None or isinstance(value, int)):
-        raise ShardingError(
-            "The units have no such setting.",
-            where=f"--unit {name}={value}",
-            why="it is true, false, none, or a number of neighbours.",
-            do="--unit reshard_after_forward=true",
-        )

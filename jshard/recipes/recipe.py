@@ -155,12 +155,7 @@ class RecipeError(ShardingError):
 
 
 def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Checks the numbers of a recipe, all of them.
-
-    Raises:
-        RecipeError: counts below 1 or not whole, a batch that its microbatches do not divide, a seed that is not one,
-            a learning rate that is no finite number.
-    """
+    """Raises a `RecipeError` for numbers that cannot work, all of them at once; `options` are those of some keys."""
     problems = [*_counts(recipe)] or [*_together(recipe)]  # the second speaks of numbers that the first has checked
     if not problems:
         return
@@ -178,11 +173,7 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
 
 
 def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
-    """Checks that a recipe's batches can be split over the data axes of a mesh, each microbatch evenly.
-
-    Raises:
-        RecipeError: they cannot.
-    """
+    """Raises a `RecipeError` unless a recipe's batches split over the data axes of a mesh, each microbatch evenly."""
     rows, shards = recipe.batch_size // recipe.accumulate, data_degree(mesh)
     if rows % shards == 0:
         return

@@ -1,4 +1,4 @@
-"""The step of a run: one compiled program over a state that is taken apart once.
+"""The step of a run: one compiled program over a state that is taken apart once; and how well it uses the devices.
 
 `nnx.jit` walks the model and the optimizer on every call, in Python, which takes milliseconds for a deep model. A run
 calls one function millions of times on one state, so here the state is flattened when the step is made, travels as a
@@ -7,17 +7,22 @@ flat list of donated arrays, and is put back into the objects only when somebody
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.errors import AnnotationError
+from jshard.facts.devices import peak_of
 from jshard.plans.memories import to_device
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
@@ -64,11 +69,11 @@ class TrainStep:
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._objects = (model, optimizer)
-        self._mesh = _mesh(model)
+        self.mesh = _mesh(model)
         self._graphdef, state = nnx.split(self._objects)
-        self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self._mesh))
+        self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self.mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
-        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self._mesh, accumulate)
+        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self.mesh, accumulate)
         self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
 
     def __call__(self, batch: Any) -> Scalars:
@@ -83,11 +88,6 @@ class TrainStep:
         """
         self._leaves, scalars = self._program(self._leaves, batch)
         return scalars
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the model."""
-        return self._mesh
 
     @property
     def model(self) -> Any:
@@ -240,7 +240,7 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
         raise AnnotationError(
             f"{len(elsewhere)} arrays of the state are not on the mesh of the run.",
             where=elsewhere,
-            why=f"the mesh has {len(devices)} devices ({_sizes(mesh)}).",
+            why=f"the mesh has {len(devices)} devices: {dict(mesh.shape)}.",
             do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",
         )
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -258,5 +258,93 @@ def _path(path: tuple) -> str:
     return "/".join(["model" if first == "0" else "optimizer", *(key for key in rest if key != "value")])
 
 
-def _sizes(mesh: Mesh) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+# Model FLOPs utilisation: what share of its devices' peak a run turns into the model's arithmetic; and peak memory.
+
+_SIDE = 1024  # of the matrices that measure a CPU
+_MEASURE_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The arithmetic that the devices of a run could do together, and where that figure comes from."""
+
+    flops_per_s: float
+    source: str
+
+
+def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
+    """The peak of some devices together; None, with a warning, where it is not known.
+
+    Of accelerators dense bf16, whatever dtype the model computes in. A CPU is measured in a fifth of a second on one
+    device of this process; simulated devices share its cores, and so the figure counts once for all.
+    """
+    kinds = sorted({device.device_kind for device in devices})
+    if devices[0].platform == "cpu":
+        device = next(device for device in devices if device.process_index == jax.process_index())
+        return Peak(_cpu_flops_per_s(device), f"measured: float32 matmul {_SIDE}^3 on this host's CPU")
+    found = peak_of(kinds[0]) if len(kinds) == 1 else None
+    if found is None:
+        warnings.warn(f"The peak of {', '.join(kinds)} is not known, so no MFU is shown.", stacklevel=2)
+        return None
+    flops_per_s, source = found
+    each = f"{len(devices)} x {flops_per_s / 1e12:g}e12 of {kinds[0]}"
+    dtype = "fp16" if "V100" in kinds[0] else "bf16"
+    return Peak(len(devices) * flops_per_s, f"{each}: dense {dtype}, {source}")
+
+
+@functools.cache
+def _cpu_flops_per_s(device: jax.Device) -> float:  # pyright: ignore[reportInvalidTypeForm]
+    matmul = jax.jit(lambda x: x @ x)
+    x = jax.device_put(np.ones((_SIDE, _SIDE), np.float32), device)
+    matmul(x).block_until_ready()
+    best_s, end_s = float("inf"), time.perf_counter() + _MEASURE_S
+    while best_s == float("inf") or time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        matmul(x).block_until_ready()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * _SIDE**3 / best_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Mfu:
+    """Model FLOPs utilisation of a run.
+
+    Attributes:
+        flops_per_step: the model's arithmetic in a step, over all devices.
+        formula: how that number comes about.
+        peak: of all devices.
+
+    Example:
+        >>> peak = device_peak(jax.devices())
+        >>> mfu = Mfu(*dense_flops(num_parameters=1_425_600, num_tokens=4096), peak)
+        >>> mfu.of(step_s=0.131)
+        0.231
+    """
+
+    flops_per_step: float
+    formula: str
+    peak: Peak
+
+    def of(self, step_s: float) -> float:
+        """The share of the peak, 0 to 1, at so many seconds per step."""
+        return self.flops_per_step / step_s / self.peak.flops_per_s
+
+    def describe(self) -> str:
+        """One line: the formula and the figures that it uses."""
+        return (
+            "MFU = flops per step / step time / peak; "
+            f"flops per step = {self.formula} = {self.flops_per_step:.2e}; "
+            f"peak = {self.peak.flops_per_s:.2e} flops/s ({self.peak.source})"
+        )
+
+
+def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int, str]:  # pyright: ignore[reportInvalidTypeForm]
+    """The most memory that a device of this process has held, in bytes, and what kind of figure that is.
+
+    "measured" is that of the backend, since the process began; "compiled" are the bytes of the compiled step,
+    given here for backends that do not count, as the CPU's.
+    """
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
+    measured = [peak for peak in peaks if peak is not None]
+    return (max(measured), "measured") if measured else (compiled_bytes, "compiled")

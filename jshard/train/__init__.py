@@ -20,9 +20,9 @@ from jshard._lazy import attach as _attach
 _MOVED = {
     "jshard.data": "ByteTokenizer Data DataError HuggingFaceTokenizer Loader Source Tokenizer load_text local_rows",
     "jshard.recipes.loss_scale": "LossScale LossScaleState loss_scale_of scaled_value_and_grad",
-    "jshard.recipes.mfu": "Mfu Peak dense_flops device_peak",
-    "jshard.recipes.model_file": "ModelFileError next_token_loss",
-    "jshard.recipes.state": "create restore",
+    "jshard.recipes.model_file": "ModelFileError dense_flops next_token_loss",
+    "jshard.recipes.step": "Mfu Peak device_peak",
+    "jshard.recipes.building": "create restore",
     "jshard.train.records": "Jsonl TensorBoard WeightsAndBiases plot_loss read_metrics",
     "jshard.train.loop": "Fitted sample_text",
     "jshard.train.progress": "StepProfile",

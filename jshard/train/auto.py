@@ -29,11 +29,10 @@ from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
 from jshard.plans.mesh import mesh as make_mesh
 from jshard.plans.mesh import shard_batch
-from jshard.recipes.building import batch_like
+from jshard.recipes.building import batch_like, create
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
-from jshard.recipes.state import create
 from jshard.recipes.step import TrainStep
 
 TRIES = 4

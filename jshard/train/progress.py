@@ -17,8 +17,8 @@ from jshard._live import LiveLine
 from jshard._processes import is_primary
 from jshard._text import duration, human_bytes
 from jshard.errors import ShardingError
-from jshard.inspect.profile.trace import PROFILE, PROGRAM, process_folder
-from jshard.recipes.mfu import Mfu
+from jshard.inspect.profile import PROFILE, PROGRAM, process_folder
+from jshard.recipes.step import Mfu
 
 
 class Meter:

@@ -29,13 +29,11 @@ from jshard.data import Data, DataError, Loader, local_rows
 from jshard.errors import RunError
 from jshard.launch import StopSignal, stall
 from jshard.plans.plan import plan
-from jshard.recipes.building import batch_like
+from jshard.recipes.building import batch_like, check_source
 from jshard.recipes.loss_scale import loss_scale_of
-from jshard.recipes.mfu import Mfu, device_peak, peak_bytes
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.state import check_source
-from jshard.recipes.step import EvalStep, TrainStep
+from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes
 from jshard.train.first_loss import explained
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
 from jshard.train.progress import Meter, Progress, StepProfile, check_profile, left_to_profile

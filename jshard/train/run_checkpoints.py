@@ -14,10 +14,9 @@ from jshard import launch
 from jshard._live import at_work
 from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.checkpoint.buckets import Place
-from jshard.recipes.building import new_model
+from jshard.recipes.building import create, create_from, new_model, restore
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
-from jshard.recipes.state import create, create_from, restore
 from jshard.recipes.step import TrainStep
 from jshard.train.records import keep_on_disk
 from jshard.train.run_folder import RunFolder

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.errors import AnnotationError
@@ -96,28 +95,7 @@ def test_names_and_tree_are_those_of_the_plain_model(model):
         assert found.get_metadata() == other.get_metadata()
 
 
-def test_state_of_a_plain_model_goes_into_an_annotated_one(model):
-    other = nnx.clone(model)
-    nnx.update(other, jax.tree.map(lambda x: x * 2, nnx.state(builder(CONFIG, seed=1)())))
-    wanted = builder(CONFIG, seed=1)()
-    nnx.update(wanted, jax.tree.map(lambda x: x * 2, nnx.state(wanted)))
-    np.testing.assert_allclose(loss_of(other, INPUTS, TARGETS), loss_of(wanted, INPUTS, TARGETS), rtol=1e-6)
-
-
-def test_display_is_that_of_the_plain_model(model, capsys):
-    in_place = plain()
-    annotator(js.mesh())(in_place)
-    merged = nnx.merge(*nnx.split(plain()))  # as every nnx.merge, shard_init sorts the attributes by name
-    for found, wanted in ((in_place, plain()), (model, merged)):
-        assert repr(found) == repr(wanted)
-        nnx.display(found)
-        text = capsys.readouterr().out
-        nnx.display(wanted)
-        assert text == capsys.readouterr().out != ""
-
-
 COPIES = {
-    "split and merge": lambda m: nnx.merge(*nnx.split(m)),
     "split by kind": lambda m: (lambda g, p, r: nnx.merge(g, p, r))(*nnx.split(m, nnx.Param, ...)),
     "clone": nnx.clone,
     "deepcopy": copy.deepcopy,
@@ -127,13 +105,14 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_are_annotated_and_compute_the_same(model, how):
-    other = COPIES[how](model)
-    assert other is not model and isinstance(other, Decoder)
-    assert js.plan(other) == js.plan(model)
-    assert float(loss_of(other, INPUTS, TARGETS)) == float(loss_of(model, INPUTS, TARGETS))
-    assert gathers(other, INPUTS) == gathers(model, INPUTS) > 0
+def test_copies_are_annotated_and_compute_the_same(model):
+    step = nnx.jit(lambda m, x: m(x))
+    wanted = step(model, INPUTS)
+    for how, copied in COPIES.items():
+        other = copied(model)
+        assert other is not model and isinstance(other, Decoder), how
+        assert js.plan(other) == js.plan(model) and nnx.graphdef(other) == nnx.graphdef(model), how
+        np.testing.assert_array_equal(step(other, INPUTS), wanted, err_msg=how)
 
 
 LOAD = """
@@ -166,11 +145,10 @@ def test_pickles_open_in_another_process(model, tmp_path):
 
 def test_graphdefs_of_equal_models_are_equal_and_jit_traces_once(model):
     again = sharded(CONFIG, js.mesh())
-    assert nnx.graphdef(again) == nnx.graphdef(model)
+    assert nnx.graphdef(again) == nnx.graphdef(model) != nnx.graphdef(plain())
     assert hash(nnx.graphdef(again)) == hash(nnx.graphdef(model))
-    assert nnx.graphdef(again) != nnx.graphdef(plain())
-    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(replica=2)))) != nnx.graphdef(model)
-    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(), remat="full"))) != nnx.graphdef(model)
+    for others in (annotator(js.mesh(replica=2)), annotator(js.mesh(), remat="full")):
+        assert nnx.graphdef(js.abstract_init(builder(CONFIG), others)) != nnx.graphdef(model)
     traces = []
     step = nnx.jit(lambda m, x: traces.append(0) or m(x))
     for each in (model, again, nnx.clone(model)):
@@ -185,20 +163,11 @@ def test_eval_shape_of_an_annotated_model(model):
     assert out.shape == (*INPUTS.shape, CONFIG.vocab)
 
 
-@pytest.mark.parametrize("annotate", [annotator(js.mesh()), lambda m: js.fully_shard(m, units=Block, mesh=js.mesh())])
-def test_annotation_in_place_or_in_one_call_equals_deferred_annotation(model, annotate):
-    other = plain()
-    annotate(other)
+def test_annotation_in_place_in_one_call_equals_deferred_annotation(model):
+    other = js.fully_shard(plain(), units=Block, mesh=js.mesh())
     assert js.plan(other) == js.plan(model) and nnx.graphdef(other) == nnx.graphdef(model)
     for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (other, model)), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-
-
-def test_fully_shard_returns_the_same_object():
-    linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    assert js.fully_shard(linear, mesh=js.mesh()) is linear
-    pair = [nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))]
-    assert js.fully_shard(pair, mesh=js.mesh()) is pair
 
 
 # Which submodules are units.
@@ -217,15 +186,14 @@ ONE_CALL = {
 @pytest.mark.parametrize("form", ONE_CALL)
 def test_one_call_form(form):
     units, names = ONE_CALL[form]
-    model = js.fully_shard(plain(), units=units, mesh=js.mesh(), reshard_after_forward=True, remat="full")
-    plan = js.plan(model)
+    annotate = lambda m: js.fully_shard(m, units=units, mesh=js.mesh(), reshard_after_forward=True, remat="full")
+    plan = js.plan(js.abstract_init(builder(CONFIG), annotate))
     assert {unit.name for unit in plan.units} == {"(root)", *names}
     assert all(unit.reshard_after_forward is True for unit in plan.units)
     assert {unit.name for unit in plan.units if unit.remat == "full"} == names
     for leaf in plan.leaves:  # a parameter belongs to the innermost unit around it
         around = [name for name in names if leaf.path.startswith(f"{name}/")]
         assert leaf.unit == max(around, key=len, default="(root)")
-    np.testing.assert_allclose(loss_of(model, INPUTS, TARGETS), loss_of(plain(), INPUTS, TARGETS), rtol=1e-6)
 
 
 def test_a_list_is_one_unit():
@@ -235,11 +203,9 @@ def test_a_list_is_one_unit():
         js.fully_shard([model.norm, model.head], mesh=js.mesh(), reshard_after_forward=False)
         js.fully_shard(model, mesh=js.mesh())
 
-    config = dataclasses.replace(SLIM, tied=False)
-    plan = js.plan(js.abstract_init(builder(config), annotate))
+    plan = js.plan(js.abstract_init(builder(dataclasses.replace(SLIM, tied=False)), annotate))
     assert [u.name for u in plan.units] == ["(root)", "blocks/0", "blocks/1", "head+norm"]
     assert {leaf.path for leaf in plan.unit_leaves("head+norm")} == {"norm/scale", "head/kernel"}
-    assert_same_gradients(builder(config), annotate, loss_fn, (INPUTS, TARGETS))
 
 
 # Tied parameters.
@@ -290,16 +256,12 @@ def test_the_remat_of_the_one_call_form_is_that_of_the_units():
 
 
 TIES = {
-    "across two units": (False, lambda m: [js.fully_shard(m.embed, mesh=MESH), js.fully_shard(m.head, mesh=MESH)]),
-    "with the root": (False, lambda m: js.fully_shard(m.head, mesh=MESH)),
-    "in a list": (False, lambda m: js.fully_shard([m.embed, m.head], mesh=MESH)),
-    "no units": (False, lambda m: None),
-    "across blocks": (True, lambda m: [js.fully_shard(b, mesh=MESH) for b in m.blocks]),
-    "across blocks with the root": (True, lambda m: js.fully_shard(m.blocks[1], mesh=MESH)),
-    "across two units that are resharded": (
+    "across two units": (
         False,
         lambda m: [js.fully_shard(u, mesh=MESH, reshard_after_forward=True, remat="full") for u in (m.embed, m.head)],
     ),
+    "in a list": (False, lambda m: js.fully_shard([m.embed, m.head], mesh=MESH)),
+    "across blocks": (True, lambda m: [js.fully_shard(b, mesh=MESH) for b in m.blocks]),
 }
 
 
@@ -339,20 +301,12 @@ class Repeated(nnx.Module):
         return self.second(jax.nn.gelu(self.first(x)))
 
 
-@pytest.mark.parametrize("units", [None, nnx.Linear, "second", "first"], ids=str)
-def test_a_module_used_twice(units):
-    def annotate(model):
-        return js.fully_shard(model, mesh=MESH, units=units)
-
+def test_a_module_used_twice():
+    annotate = lambda model: js.fully_shard(model, mesh=MESH, units=nnx.Linear)
     build = lambda: Repeated(nnx.Rngs(0))
-    if units == "second":  # the same object, found under its first name
-        with pytest.raises(AnnotationError, match=r"No submodule is chosen"):
-            js.shard_init(build, annotate)
-        return
     model = js.shard_init(build, annotate)
     assert model.first is model.second
-    plan = js.plan(model)
-    assert [leaf.aliases for leaf in plan.leaves] == [("second/bias",), ("second/kernel",)]
+    assert [leaf.aliases for leaf in js.plan(model).leaves] == [("second/bias",), ("second/kernel",)]
     assert_same_gradients(build, annotate, mean_square, ROWS)
 
 
@@ -424,27 +378,18 @@ def test_a_parameter_is_replicated_with_the_reason(mesh, path, because):
     [
         ("largest", {"largest"}),
         ("*_dim", {"other_dim"}),
-        (["*large*", "other_dim"], {"largest", "just_large", "other_dim"}),
         (nnx.Param, set(SHAPES)),
         (lambda path, value: value.ndim == 3, {"last_of_three"}),
-        (nnx.PathContains("largest"), {"largest"}),
         ((nnx.PathContains("largest"), "other_dim"), {"largest", "other_dim"}),
         ([], set()),
     ],
-    ids=["path", "pattern", "patterns", "type", "function", "filter", "filter and path", "nothing"],
+    ids=["path", "pattern", "type", "function", "filter and path", "nothing"],
 )
 def test_ignored(ignored, left_out):
     plan = shapes(ignored=ignored)
     assert {leaf.path for leaf in plan.leaves if leaf.placement.because == "ignored by the annotation"} == left_out
     for path, dim in dims(shapes()).items():
         assert dims(plan)[path] == (None if path in left_out else dim)
-
-
-def test_ignored_parameters_train():
-    annotate = lambda model: js.fully_shard(
-        model, mesh=js.mesh(replica=2), units=Block, placement=js.ShardPlacement(ignored="*kernel")
-    )
-    assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
 
 
 def test_shard_dim_is_a_number_or_a_function():
@@ -463,30 +408,11 @@ def test_shard_dim_is_a_number_or_a_function():
     assert dims(shapes(sizes={"small": (64,)}, shard_dim=0)) == {"small": 0}
 
 
-def test_another_shard_dim_trains():
-    last = lambda path, shape: len(shape) - 1 if len(shape) > 1 else None
-    annotate = lambda model: js.fully_shard(
-        model, mesh=js.mesh(), units=Block, placement=js.ShardPlacement(shard_dim=last)
-    )
-    model = placed(builder(SLIM), annotate)
-    assert model.blocks[0].down.kernel.get_raw_value().sharding.spec == P(None, "fsdp")
-    assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
-
-
 def test_stacked_dims_are_left_alone():
     sizes = {"kernel": (64, 16, 8), "scale": (64, 32)}
     assert dims(shapes(sizes=sizes)) == {"kernel": 0, "scale": 0}
     assert dims(shapes(sizes=sizes, stacked=1)) == {"kernel": None, "scale": None}  # small per layer
     assert dims(shapes(sizes=sizes, stacked=1, min_size=0)) == {"kernel": 1, "scale": 1}
-
-
-def test_axes_of_the_model_itself_are_kept():
-    model = nnx.eval_shape(lambda: Shapes({"a": (64, 128), "b": (128, 64)}))
-    model.a.set_metadata(out_sharding=(None, "tensor"))
-    plan = js.plan(js.fully_shard(model, mesh=js.mesh(fsdp=4, tensor=2)))
-    assert plan.leaf("a").placement.spec == ("fsdp", "tensor")
-    assert plan.leaf("a").placement.bytes_per_device == 64 * 128 * 4 // 8
-    assert plan.leaf("b").placement.spec == ("fsdp", None)
 
 
 # Parameters that no dim divides.
@@ -539,13 +465,3 @@ def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning():
     assert len(warned) == 1
     assert_same_gradients(build, annotate, mean_square, (ODD_ROWS,))  # without another: warnings are errors here
     assert "no dim divides by 8" in str(js.explain(model))
-
-
-def test_it_may_be_allowed_by_name():
-    def annotate(model):
-        return js.fully_shard(model, mesh=MESH, placement=js.ShardPlacement(allow_replicated=["odd/*"]))
-
-    build = lambda: Odd(nnx.Rngs(0), wide=72)
-    model = js.shard_init(build, annotate)  # without a word: warnings are errors here
-    assert js.plan(model).leaf("odd/kernel").placement.because == "no dim divides by 8 (shape (61, 67))"
-    assert_same_gradients(build, annotate, mean_square, (ODD_ROWS,))

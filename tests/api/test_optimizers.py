@@ -161,21 +161,6 @@ def test_a_plain_optimizer_trains_the_same_with_at_most_two_traces(mesh):
     assert_state_follows(optimizer, model)
 
 
-def test_state_is_that_of_a_plain_optimizer(mesh):
-    model = sharded(mesh)
-    for name, make in OPTIMIZERS.items():
-        found = flat_state(js.shard_optimizer(model, make()))
-        wanted = flat_state(nnx.Optimizer(plain(), make(), wrt=nnx.Param))
-        assert found.keys() == wanted.keys(), name
-        for path, x in wanted.items():
-            assert found[path].dtype == x.dtype
-            np.testing.assert_array_equal(found[path], x, err_msg=f"{name}: {path}")
-
-
-def flat_state(optimizer: nnx.Optimizer) -> dict[str, np.ndarray]:
-    return {path: np.asarray(x) for path, x in arrays(optimizer).items()}
-
-
 # ZeRO-1: the optimizer's state of replicated parameters, sharded over the replicas.
 
 
@@ -204,11 +189,6 @@ def test_zero1_shards_the_state_and_not_the_parameters(name):
 def replica_spec(shape: tuple[int, ...]) -> P:
     largest = max(range(len(shape)), key=lambda d: shape[d])
     return P(*["replica" if d == largest else None for d in range(len(shape))])
-
-
-def test_without_it_the_state_of_replicated_parameters_is_replicated():
-    model = sharded(js.mesh(replica=-1, fsdp=1))
-    assert all(x.sharding.is_fully_replicated for x in arrays(js.shard_optimizer(model, optax.adamw(1e-3))).values())
 
 
 def test_zero1_over_the_replicas_of_a_sharded_model():

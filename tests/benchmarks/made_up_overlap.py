@@ -5,7 +5,7 @@ import dataclasses
 from benchmarks.overlap.bench import Beside
 from benchmarks.overlap.grid import DOT
 from benchmarks.overlap.records import KernelTime, Record, Row
-from jshard.kernels import KernelError
+from jshard.kernels import KernelError, Occupancy
 from jshard.occupancy import footprint, gpu
 
 H200 = gpu("h200")
@@ -28,12 +28,6 @@ def row(both_ms, *, form=DOT, mode="baseline", comp_ms=2.0, **other):
     """A row beside a load of 1 ms: one after the other is 3 ms, perfect is 2."""
     settings = {
         "group": "cube/a",
-        "size": "cube",
-        "pad_bytes": 0,
-        "reserved_sms": 0,
-        "blocks_per_sm": 0,
-        "drain_even": "unknown",
-        "drain_pooled": "unknown",
         "load": "copies half",
         "load_bytes": 300_000_000,
         "comm_ms": 1.0,
@@ -44,10 +38,11 @@ def row(both_ms, *, form=DOT, mode="baseline", comp_ms=2.0, **other):
     return Row(form=form, mode=mode, comp_ms=comp_ms, both_ms=both_ms, **(settings | other))
 
 
-def small(both_ms, mode, *, blocks=5, even="5", pooled="4", **other):
+def small(both_ms, mode, *, blocks=5, drain="5", **other):
     pad = {5: 0, 2: 35_840, 1: 74_752}[blocks]
-    drains = {"drain_even": even, "drain_pooled": pooled, "blocks_per_sm": blocks, "pad_bytes": pad}
-    return row(both_ms, form="tiled 64x64x64/2", mode=mode, **(drains | other))
+    knobs = Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2, smem_pad_bytes=pad)
+    how = {"drain": drain, "blocks_per_sm": blocks, "knobs": knobs}
+    return row(both_ms, form="tiled 64x64x64/2", mode=mode, **(how | other))
 
 
 def kernel(ratio, shape="8192 x 8192 x 8192", **other):

@@ -1,6 +1,5 @@
 """The step benchmark: every framework trains the same model on the same data, and its ratios are what they say."""
 
-import copy
 import json
 import os
 import subprocess
@@ -15,14 +14,8 @@ from benchmarks.step.summary import difference, losses, overhead, ratios
 from tests.compiling import XLA_FLAGS
 
 ROOT = Path(__file__).parents[2]
-SLURM = {
-    "SLURM_JOB_ID": "3",
-    "SLURM_STEP_NODELIST": "node[1-2]",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-}
+SLURM = {"SLURM_JOB_ID": "3", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+SLURM |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
 
 @pytest.mark.wide
@@ -103,14 +96,11 @@ def test_reports_of_all_processes_become_one():
     assert whole["load_per_core_before"] == 0.1
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [({"rounds": 3}, "differ in rounds"), ({"measured_processes": [0]}, "process 0 is in two"), (None, "processes 1")],
-)
-def test_reports_that_are_not_of_one_run_are_refused(changed, said):
-    reports = [session(0)] + ([session(1) | copy.deepcopy(changed)] if changed else [])
-    with pytest.raises(SystemExit, match=said):
-        merged(reports)
+def test_reports_that_are_not_of_one_run_are_refused():
+    with pytest.raises(SystemExit, match="differ in rounds"):
+        merged([session(0), session(1) | {"rounds": 3}])
+    with pytest.raises(SystemExit, match="processes 1"):
+        merged([session(0)])
 
 
 def test_a_task_of_slurm_measures_its_own_process():

@@ -37,14 +37,3 @@ def test_quick_run_writes_table_and_figures(tmp_path):
     assert row["recipe"]["model"]["n_layer"] == 1
     assert text.read_text() in run.stdout
     assert "Quick run" in text.read_text() and "| 1 narrow layer, 2 |" in text.read_text()
-
-
-def test_benchmarks_are_listed():
-    run = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "run.py"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "dispatch" in run.stdout and "--quick" in run.stdout

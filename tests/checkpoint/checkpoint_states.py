@@ -15,17 +15,16 @@ import optax
 from flax import nnx
 
 import jshard as js
-from jshard.api.optimizer import abstract_optimizer
+from jshard.api.init import abstract_optimizer
 from jshard.checkpoint.formats.source import stored_array
 from jshard.data.batches import GlobalBatches
-from jshard.plans.policies import strategies
 
 # By name: the degrees of the mesh.
 LAYOUTS: dict[str, dict[str, int]] = {
     "one device": {"fsdp": 1},
-    "replicate": strategies["replicate"].mesh,
-    "zero3": strategies["zero3"].mesh,
-    "hsdp": strategies["hsdp"].mesh,
+    "replicate": {"replica": -1, "fsdp": 1},
+    "zero3": {"fsdp": -1},
+    "hsdp": {"replica": 2, "fsdp": -1},
     "tensor": {"fsdp": 4, "tensor": 2},
     "all axes": {"replica": 2, "fsdp": 2, "tensor": 2},
 }
@@ -163,6 +162,19 @@ def bits(array: Any) -> np.ndarray:
 def everything(array: np.ndarray) -> tuple[slice, ...]:
     """The box that is all of it."""
     return (slice(None),) * array.ndim
+
+
+class Held:
+    """Arrays in memory as a source; `boxes` are those that were read."""
+
+    def __init__(self, arrays: dict[str, Any]):
+        self.arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self.leaves = {name: stored_array(array.shape, array.dtype) for name, array in self.arrays.items()}
+        self.boxes: list[Any] = []
+
+    def read(self, name: str, box: Any) -> np.ndarray:
+        self.boxes.append((name, box))
+        return self.arrays[name][box].copy()
 
 
 def check_source(source: Any, arrays: dict[str, np.ndarray]) -> None:

@@ -18,9 +18,10 @@ from orbax.checkpoint import v1 as orbax_v1
 
 import jshard as js
 from jshard.checkpoint import CheckpointError, CheckpointWarning
-from jshard.checkpoint.formats import Stored, write_safetensors
+from jshard.checkpoint.formats import write_safetensors
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.train import load_model_file
+from tests.checkpoint.checkpoint_states import Held
 from tests.checkpoint.dcp_fixture import put_archive, split, write_dcp
 from tests.micro_gpt import MODELS, micro
 
@@ -65,7 +66,7 @@ def write_composite(path, layout, **items):
     return path / "1"
 
 
-LAYOUTS = ["v0 StandardSave", "v0 PyTreeSave", "v1"]
+LAYOUTS = ["v0 PyTreeSave", "v1"]
 
 
 def zeros(tree):
@@ -90,26 +91,16 @@ def test_every_tree_of_a_composite_is_read_by_its_name(tmp_path, layout):
             jax.tree.map(np.testing.assert_array_equal, alone, items[item])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_composite_is_never_read_as_one_of_its_trees(tmp_path, layout):
-    """The error names them all, and each line of its advice restores the tree that it names: no moments among them."""
-    both = write_composite(tmp_path / "both", layout, params=PARAMS, ema_params=EMA)
-    adam = write_composite(tmp_path / "adam", layout, params=PARAMS, opt=OPT)
-    for path, like, names in (
-        (both, zeros(PARAMS), ["ema_params", "params"]),
-        (adam, zeros(PARAMS), ["opt", "params"]),
-        (adam, {"model": zeros(PARAMS)}, ["opt", "params"]),
-    ):
-        with pytest.raises(CheckpointError, match="several trees, and `like` names none of them") as caught:
-            js.checkpoint.restore(path, like, missing="init", extra="ignore")
-        error = caught.value
-        assert [line.split("  ")[0] for line in error.where] == [str(path), *names]
-        found = []
-        for line in error.do.splitlines():
-            with pytest.warns(CheckpointWarning, match="no sums"):
-                found.append(eval(line, {"js": js, "like": like}))
-        wanted = [EMA, PARAMS] if path == both else [{"model": PARAMS} if "model" in like else PARAMS]
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+def test_a_composite_is_never_read_as_one_of_its_trees(tmp_path):
+    """The advice names the trees that fit, and no moments among them."""
+    both = write_composite(tmp_path / "both", "v1", params=PARAMS, ema_params=EMA)
+    with pytest.raises(CheckpointError, match="Several stored trees have these leaves") as caught:
+        js.checkpoint.restore(both, {"model": zeros(PARAMS)})
+    found = [f'restore(path, like, rename={{"model": "{name}"}})' for name in ("ema_params", "params")]
+    assert sorted(caught.value.do.splitlines()[1:]) == found
+    adam = write_composite(tmp_path / "adam", "v1", params=PARAMS, opt=OPT)
+    with pytest.raises(CheckpointError, match='the leaves are stored under "params"'):
+        js.checkpoint.restore(adam, zeros(PARAMS))
 
 
 def test_no_advice_leads_from_parameters_to_moments(tmp_path):
@@ -141,9 +132,6 @@ def test_a_composite_in_a_composite_is_read_by_the_names_of_both(tmp_path):
     for part in (whole, {"outer": whole["outer"]}, {"bias": bias}):
         with pytest.warns(CheckpointWarning, match="no sums"):
             jax.tree.map(np.testing.assert_array_equal, js.checkpoint.restore(tmp_path / "c", zeros(part)), part)
-    with pytest.raises(CheckpointError, match="several trees") as caught:
-        js.checkpoint.restore(tmp_path / "c", zeros(PARAMS))
-    assert [line.split("  ")[0] for line in caught.value.where[1:]] == ["bias", "outer/ema", "outer/params"]
 
 
 def test_one_tree_beside_notes_is_read_as_it_is(tmp_path):
@@ -154,20 +142,6 @@ def test_one_tree_beside_notes_is_read_as_it_is(tmp_path):
     with pytest.raises(CheckpointError, match="it is a part of a checkpoint, and none itself") as caught:
         js.checkpoint.restore(path / "notes", zeros(PARAMS))
     assert caught.value.do == f'restore("{path}", like=...)'
-
-
-def test_a_flax_user_s_state_by_plain_orbax(tmp_path):
-    """nnx.state of a model, as Flax's guides save it, restores into an annotated model."""
-    build = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    model = build()
-    with orbax_v0.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "c", nnx.to_pure_dict(nnx.state(model)))
-    wanted = js.shard_init(build, lambda model: js.fully_shard(model, mesh=js.mesh()))
-    wanted.kernel[...] = wanted.kernel[...] * 0
-    with pytest.warns(CheckpointWarning, match="no sums"):
-        restored = js.checkpoint.restore(tmp_path / "c", wanted)
-    np.testing.assert_array_equal(restored.kernel[...], model.kernel[...])
-    assert restored.kernel[...].sharding == wanted.kernel[...].sharding
 
 
 @pytest.mark.parametrize("stored", ["new", "old"])
@@ -185,8 +159,10 @@ def test_random_keys_by_plain_orbax(tmp_path, stored):
 
 
 def test_safetensors(tmp_path):
-    leaves = [("layer.w", W.shape, W.dtype, lambda: W), ("layer.b", B.shape, np.dtype(B.dtype), lambda: np.asarray(B))]
+    leaves = Held({"layer.w": W, "layer.b": B})
     write_safetensors(tmp_path / "c", leaves, max_shard_bytes=W.nbytes)  # two files and their index
+    reported = js.checkpoint.forecast(tmp_path / "c", {"net": like()})
+    assert (reported.wanted_bytes, reported.touched_bytes) == (W.nbytes + B.nbytes,) * 2
     check(js.checkpoint.restore(tmp_path / "c", like()))
     with pytest.raises(CheckpointError, match=r"layer/c  stored nothing  wanted \(2,\)"):
         js.checkpoint.restore(tmp_path / "c", {"layer": {**like()["layer"], "c": jnp.zeros(2)}})
@@ -216,7 +192,7 @@ def test_a_value_of_dcp_is_unpickled_when_it_is_asked_for(tmp_path):
 
 
 def test_two_names_of_one_path_are_told_apart_by_the_user(tmp_path):
-    write_safetensors(tmp_path / "c", [(name, W.shape, W.dtype, lambda: W) for name in ("layer.w", "layer/w")])
+    write_safetensors(tmp_path / "c", Held({"layer.w": W, "layer/w": W}))
     with pytest.raises(CheckpointError, match=r"layer.w  and layer/w: layer/w"):
         js.checkpoint.restore(tmp_path / "c", {"layer": {"w": jnp.asarray(W)}})
     with pytest.warns(CheckpointWarning, match="1 stored leaves are left out:\n  layer/w"):
@@ -224,58 +200,29 @@ def test_two_names_of_one_path_are_told_apart_by_the_user(tmp_path):
     np.testing.assert_array_equal(restored["m"]["w"], W)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "dcp"])
-def test_what_will_be_read_is_told_with_the_options_of_restore(tmp_path, form):
-    """Any box can be read, so that none is read in vain; and names, and the one name, are those of `restore`."""
-    if form == "dcp":
-        write_dcp(tmp_path / "c", {"layer.w": split(W, 2), "layer.b": split(B, 2)}, {})
-    else:
-        arrays = {"layer.w": W, "layer.b": np.asarray(B)}
-        write_safetensors(tmp_path / "c", [(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()])
-    mesh = js.mesh()
-    columns = jax.ShapeDtypeStruct(
-        (64, 6), W.dtype, sharding=NamedSharding(js.mesh(fsdp=2, devices=jax.devices()[:2]), P(None, "fsdp"))
-    )
-    one = {"w": jax.ShapeDtypeStruct((6, 64), W.dtype, sharding=NamedSharding(mesh, P(None, "fsdp")))}
-    reported = js.checkpoint.forecast(tmp_path / "c", {"net": {"layer": {**like()["layer"], "w": columns}}})
-    assert (reported.wanted_bytes, reported.touched_bytes) == (W.nbytes + B.nbytes,) * 2
-    names = {"w": Stored("layer.w", transpose=True)}
-    with pytest.raises(CheckpointError, match=r"layer.b  stored"):
-        js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names)
-    reported = js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names, extra="ignore")
-    assert (reported.wanted_bytes, reported.touched_bytes, reported.host_bytes) == (W.nbytes,) * 3
-
-
 def stored_name(name):
     return name if isinstance(name, str) else name.names[0]
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["a list of blocks", "stacked blocks"])
-def test_gpt2_weights_under_their_names(tmp_path, scan):
-    """Exported under Hugging Face's names and read back: every parameter, into a list of blocks and into a stack."""
+def test_gpt2_weights_under_their_names(tmp_path):
+    """Exported under Hugging Face's names and read back into a stack of blocks: every parameter."""
     config = dataclasses.replace(micro().model, positions="learned")
     model, names = GPT.build(config, nnx.Rngs(0)), GPT.hf_names(config)
     stored = {
         "/".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
     theirs = {path: x.reshape(*x.shape[:-2], -1) if "qkv" in path else x for path, x in stored.items()}
-    write_safetensors(
-        tmp_path / "c", [(stored_name(names[path]), x.shape, x.dtype, lambda x=x: x) for path, x in theirs.items()]
-    )
+    write_safetensors(tmp_path / "c", Held({stored_name(names[path]): x for path, x in theirs.items()}))
 
-    build = lambda: GPT.build(dataclasses.replace(config, scan=scan), nnx.Rngs(1))
+    build = lambda: GPT.build(dataclasses.replace(config, scan=True), nnx.Rngs(1))
     wanted = js.shard_init(build, lambda model: GPT.annotate(model, js.mesh()))
     restored = js.checkpoint.restore(tmp_path / "c", {"model": wanted}, only="params", names=names)["model"]
     found = nnx.to_flat_state(nnx.state(restored, nnx.Param))
-    assert len(found) == (len(stored) - 4) // 2 + 4 if scan else len(stored)
+    assert len(found) == (len(stored) - 4) // 2 + 4
     for path, x in found:
         keys = list(map(str, path))
-        paths = (
-            ["/".join([keys[0], layer, *keys[1:]]) for layer in "01"]
-            if scan and keys[0] == "blocks"
-            else ["/".join(keys)]
-        )
-        layers = [stored[path] for path in paths]
+        in_stack = keys[0] == "blocks"
+        layers = [stored["/".join([keys[0], n, *keys[1:]] if in_stack else keys)] for n in ("01" if in_stack else "0")]
         np.testing.assert_array_equal(x[...], np.stack(layers) if len(layers) > 1 else layers[0])
         assert x[...].sharding.mesh.shape["fsdp"] == 8
 
@@ -320,8 +267,8 @@ def test_plain_orbax_with_dots_and_slashes_in_its_keys(tmp_path, layout):
 
 def test_one_name_that_is_stored_is_meant(tmp_path):
     """Without it the path would be empty: it is left out where nothing there begins with it."""
-    write_safetensors(tmp_path / "c", [("a.b", W.shape, W.dtype, lambda: W)])
-    write_safetensors(tmp_path / "d", [("w", W.shape, W.dtype, lambda: W)])
+    write_safetensors(tmp_path / "c", Held({"a.b": W}))
+    write_safetensors(tmp_path / "d", Held({"w": W}))
     for path, like in (("c", {"a": {"b": W * 0}}), ("c", {"m": {"a": {"b": W * 0}}}), ("d", {"w": W * 0})):
         np.testing.assert_array_equal(jax.tree.leaves(js.checkpoint.restore(tmp_path / path, like))[0], W)
 
@@ -334,7 +281,7 @@ def test_a_leaf_that_is_wanted_twice_is_two_arrays(tmp_path):
     np.testing.assert_array_equal(restored["ema"]["w"], W)
 
 
-@pytest.mark.parametrize("wanted", [False, np.bool_(False), jnp.zeros((), bool)], ids=["bool", "numpy", "array"])
+@pytest.mark.parametrize("wanted", [False, jnp.zeros((), bool)], ids=["bool", "array"])
 def test_a_number_is_no_truth_value(tmp_path, wanted):
     """Of 5 a restore made True."""
     js.checkpoint.save(tmp_path / "c", {"five": 5, "yes": True, "one": 1})
@@ -346,7 +293,6 @@ def test_a_number_is_no_truth_value(tmp_path, wanted):
 OVERFLOWS = {
     "float8": (np.float32, jnp.float8_e4m3fn, 1e6),
     "float16": (jnp.bfloat16, jnp.float16, 1e6),
-    "float64": (np.float64, np.float32, 1e300),
 }
 
 
@@ -356,7 +302,7 @@ def test_values_that_overflow_in_the_dtype_of_like_are_told(tmp_path, name):
     stored, wanted, large = OVERFLOWS[name]
     rows = np.stack([np.full(8, 1.0), np.full(8, large), np.full(8, np.inf)]).astype(stored)
     layers = {str(n): row for n, row in enumerate(rows)}
-    js.checkpoint.save(tmp_path / "c", {"x": sharded(rows.T) if name != "float64" else rows.T, "layers": layers})
+    js.checkpoint.save(tmp_path / "c", {"x": sharded(rows.T), "layers": layers})
     host = lambda shape: np.zeros(shape, wanted)
     for make in (host, lambda shape: jax.device_put(host(shape), NamedSharding(js.mesh(), P()))):
         with pytest.warns(CheckpointWarning) as warned:
@@ -369,13 +315,6 @@ def test_values_that_overflow_in_the_dtype_of_like_are_told(tmp_path, name):
     with pytest.warns(CheckpointWarning, match="change their dtype") as warned:
         js.checkpoint.restore(tmp_path / "c", {"layers": {n: host(8) for n in "02"}}, extra="ignore")
     assert not [w for w in warned if "too large" in str(w.message)]
-
-
-def test_a_number_of_python_that_overflows_is_told(tmp_path):
-    js.checkpoint.save(tmp_path / "c", {"x": 1e300, "y": 10**6})
-    for make in (np.zeros, jnp.zeros):
-        with pytest.warns(CheckpointWarning, match=r"(?s)2 leaves hold.*x  float -> float16.*y  int -> float16: 1 val"):
-            js.checkpoint.restore(tmp_path / "c", {"x": make((), np.float16), "y": make((), np.float16)})
 
 
 def test_keys_that_are_written_alike_and_keys_that_cannot_be_sorted(tmp_path):
@@ -395,6 +334,6 @@ def test_a_number_that_does_not_fit_is_an_error(tmp_path):
     js.checkpoint.save(tmp_path / "c", {"tokens": 5_000_000_000})
     write_dcp(tmp_path / "d", {"w": split(W, 1)}, {"tokens": 2**70})
     for name in "cd":
-        for wanted in (jnp.int32(0), np.int32(0), np.zeros((), np.int32)):
+        for wanted in (jnp.int32(0), np.zeros((), np.int32)):
             with pytest.raises(CheckpointError, match=r"A stored number does not fit\.\n  where: tokens"):
                 js.checkpoint.restore(tmp_path / name, {"tokens": wanted})

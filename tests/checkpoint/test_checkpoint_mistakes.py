@@ -127,7 +127,6 @@ MISTAKES = {
     "path: in the place of the state": lambda run: checkpoint.restore(run / "checkpoints" / "200", like="/run"),
     "step: there is none": lambda run: Checkpointer(run / "checkpoints").restore(state(), step=150),
     "model: another width": lambda run: restore(run, state(Net(width=32))),
-    "model: without its name": lambda run: restore(run, Net()),
     "model: under another name": lambda run: restore(run, {"net": Net()}),
     "model: a leaf is missing": lambda run: restore(run, state(Net(tail=True))),
     "model: a leaf is left over": lambda run: restore(run, state(Net(bias=False))),

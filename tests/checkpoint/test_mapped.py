@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import checkpoint
-from jshard.checkpoint.files import places
+from jshard.checkpoint import file_io
 from jshard.errors import RunError
 from tests import compiling
 
@@ -93,7 +93,7 @@ def test_a_changed_bit_and_a_file_that_is_cut_are_refused(saved):
 
 
 def test_on_a_network_it_is_read(saved, monkeypatch):
-    monkeypatch.setattr(places, "LOCAL", {})
+    monkeypatch.setattr(file_io, "LOCAL", {})
     with pytest.warns(checkpoint.CheckpointWarning, match="it was read, and not mapped: it is not on a disk of this"):
         restored = checkpoint.restore(saved, like(), map=True)
     assert not in_file(restored["w"])

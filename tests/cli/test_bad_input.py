@@ -60,19 +60,15 @@ FILES = {
     "typo.py": "RECIPES = {\nbuild = None\n",
     "empty.py": "",
     "wrong_kinds.py": "RECIPES = ['tiny']\nbuild = 3\nannotate = print\n",
-    "no_recipes.py": "RECIPES = {}\nbuild = annotate = print\n",
     "import.py": "import os\nimport flux_capacitor\n",
-    "exits.py": "import sys\nsys.exit('usage: exits.py')\n",
     "bad_recipe.py": MODEL + "RECIPES = {'micro': lambda: 1 / 0}\n",
     "linen.py": "from tests.micro_linen import RECIPES, build\ndef annotate(model, mesh): ...\n",
     "not_a_recipe.py": MODEL + "RECIPES = {'micro': lambda: None}\n",
     "notes.txt": "no Python\n",
-    "zeros.py": b"RECIPES = {}\0",
     "text.txt": TEXT,
     "empty.txt": "",
     "short.txt": "too short",
     "photo.jpg": b"\xff\xd8\xff\xe0\x00\x10JFIF",
-    "latin1.txt": "Gödel, Escher, Bach".encode("latin1"),
     "secret.txt": "not to be read",
     "pictures/photo.jpg": b"\xff\xd8\xff\xe0\x00\x10JFIF",
     "tokenizer.json": '{"version": "1.0"}',
@@ -86,31 +82,24 @@ CASES: dict[str, str | tuple[str, int]] = {
     "init: no such model": "init gtp my.py",
     "init: a file that is there": "init gpt model.py",
     "option: twice": "train model.py --steps 3 --recipe micro --steps=4",
-    "option: twice, of several values": "train model.py --data text.txt --data other.txt",
     "model: missing": "train gone.py",
     "model: a name of none": "train gtp",
-    "model: a folder": "train thesis",
     "model: not Python": "train notes.txt",
-    "model: not text": "train zeros.py",
     "model: syntax error": "train typo.py",
     "model: without the names": "train empty.py",
-    "model: no recipes": "train no_recipes.py",
     "model: names of another kind": "train wrong_kinds.py",
     "model: imports what is not there": "train import.py",
-    "model: ends the process": "train exits.py",
     "model: a recipe that fails": "train bad_recipe.py",
     "model: a recipe that is none": "train not_a_recipe.py",
     "model: a Linen module, not annotated": "train linen.py --dry-run",
     "model: data that are none": "train own_data.py",
     "model: samples that are arrays": "train arrays.py",
-    "model: samples that are arrays, planned": "plan arrays.py",
     "model: samples of other keys, without a loss": "train other_keys.py",
     "model: data of its own, and --data": "train own_data.py --data text.txt",
     "model: refuses the length": "train model.py --data text.txt --set sequence_length=40",
     "recipe: unknown": "train model.py --recipe mikro",
     "key: unknown": "train model.py --set learning_rat=1e-3",
-    "key: of the model, unknown": "train model.py --set model.n_layers=4 --set d_model=128",
-    "key: wrong type": "train model.py --set batch_size=many --set learning_rate=fast --set model.tied=maybe",
+    "key: wrong type": "train model.py --set model.tied=maybe",
     "key: no value": "train model.py --set batch_size",
     "key: twice": "train model.py --set batch_size=8 --set batch_size=16",
     "key: twice, as an option": "train model.py --steps 5 --set num_steps=6",
@@ -123,26 +112,18 @@ CASES: dict[str, str | tuple[str, int]] = {
     "mesh: an axis twice": "train model.py --mesh fsdp=4,fsdp=2",
     "mesh: degree 0": "train model.py --mesh fsdp=0",
     "mesh: too few devices": "train model.py --mesh fsdp=4",
-    "mesh: too many devices": "train model.py --mesh replica=5,fsdp=3",
     "mesh: does not divide": "train model.py --mesh replica=3",
     "mesh: two open axes": "train model.py --mesh replica=-1,fsdp=-1",
-    "mesh: no such axis, for a plan": "train model.py --mesh data=8 --dry-run",
     "batch: does not divide": "train model.py --data text.txt --set batch_size=12",
     "batch: microbatches do not divide": "train model.py --data text.txt --set accumulate=4",
-    "data: missing": "train model.py --data nowhere text.txt",
-    "data: empty": "train model.py --data empty.txt",
-    "data: binary": "train model.py --data photo.jpg",
-    "data: not UTF-8": "train model.py --data latin1.txt",
     "data: unreadable": "train model.py --data secret.txt",
     "data: a folder without text": "train model.py --data pictures",
     "data: several": "train model.py --data nowhere empty.txt photo.jpg text.txt",
-    "data: a folder that is empty": "train model.py --data nothing",
     "data: shorter than a sequence": "train model.py --data short.txt",
     "tokenizer: missing": "train model.py --data text.txt --tokenizer gone.json",
     "tokenizer: garbled": "train model.py --data text.txt --tokenizer tokenizer.json",
     "tokenizer: larger than the model": "train model.py --data text.txt --tokenizer words.json",
     "tokenizer: bytes, and fewer in the model": "train model.py --data text.txt --set model.vocab_size=100",
-    "out: under a file": "train model.py --data text.txt --out text.txt/run",
     "out: a file": "train model.py --data text.txt --out text.txt",
     "out: another run": "train model.py --data text.txt --out run",
     "out: files of somebody else": "train model.py --data text.txt --out thesis",
@@ -151,17 +132,13 @@ CASES: dict[str, str | tuple[str, int]] = {
     "resume: a live run": ("train model.py --data text.txt --out live --resume", 1),
     "resume: damaged record": "train model.py --out damaged --resume",
     "resume: another model": "train model.py --out run --resume --set model.n_layer=3 --set model.d_model=32",
-    "resume: another seed": "train model.py --out run --resume --seed 7",
     "resume: other data": "train model.py --out run --resume --data other.txt",
-    "resume: another length of sequences": "train model.py --out run --resume --set sequence_length=16",
     "resume: other layers in the file": "train wider.py --out run --resume --steps 4",
     "workers: fewer than none": "train model.py --data text.txt --workers -1",
     "tracker: unknown": "train model.py --data text.txt --track tensorbord",
     "profile: not readable": "train model.py --profile ten --steps 20",
-    "profile: backwards": "train model.py --profile 15:10 --steps 20",
     "profile: no step between": "train model.py --profile 3:3",
     "profile: beyond the end": "train model.py --profile 2:9 --steps 8",
-    "plan: no such profile": "plan model.py --options fast",
     "plan: a page without a cluster": "plan model.py --html plan.html",
     "plan: no such device": "plan model.py --topology h10:1x8",
     "plan: another number of devices": "plan model.py --topology h100:1x8 --mesh fsdp=4",
@@ -171,7 +148,6 @@ CASES: dict[str, str | tuple[str, int]] = {
     "plan: no such assumption": "plan model.py --topology h100:1x8 --assume matmul_efficiency=70",
     "plan: a unit's setting twice": "plan model.py --unit remat=full --unit remat=dots",
     "processes: do not divide": "train model.py --processes 3",
-    "processes: none": "train model.py --processes 0",
     "processes: no time to meet": "train model.py --processes 2 --init-timeout 0",
 }
 
@@ -191,7 +167,6 @@ def folder(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    (tmp_path / "nothing").mkdir()
     (tmp_path / "other.txt").write_text(TEXT.upper())
     write_tokenizer(tmp_path / "words.json")
     monkeypatch.chdir(tmp_path)
@@ -217,19 +192,10 @@ def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("begun")
     (folder / "model.py").write_text(MODEL)
     (folder / "text.txt").write_text(TEXT)
-    arguments = [
-        "--steps",
-        "2",
-        "--set",
-        "model.n_layer=1",
-        "--data",
-        str(folder / "text.txt"),
-        "--out",
-        str(folder / "run"),
-    ]
+    arguments = [*"--steps 2 --set model.n_layer=1 --track --data".split(), str(folder / "text.txt")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", sys.path[:])
-        assert cli.main(["train", str(folder / "model.py"), *arguments, "--track"]) == 0
+        assert cli.main(["train", str(folder / "model.py"), *arguments, "--out", str(folder / "run")]) == 0
     return folder / "run"
 
 
@@ -270,13 +236,8 @@ def normalised(text, folder):
     begun = re.escape(str(folder.parent)) + r"/begun\d+"
     text = re.sub(begun, "BEGUN", text.replace(str(folder), "FOLDER"))
     text = re.sub(r"process \d+ on \S+", "process PID on HOST", text)
-    text = re.sub(r"`tokenizers` \S+ cannot read: .*", "`tokenizers` VERSION cannot read: ITS WORDS", text)
+    text = re.sub(r"`tokenizers` cannot read it: .*", "`tokenizers` cannot read it: ITS WORDS", text)
     return re.sub(r"words\.json \w{8}", "words.json CRC", text).rstrip("\n")
-
-
-def case(name):
-    line = CASES[name]
-    return (line, 2) if isinstance(line, str) else line
 
 
 def golden(path=GOLDEN):
@@ -286,7 +247,7 @@ def golden(path=GOLDEN):
 
 @pytest.mark.parametrize("name", CASES)
 def test_text(name, end, folder):
-    line, code = case(name)
+    line, code = CASES[name] if isinstance(CASES[name], tuple) else (CASES[name], 2)
     found_code, error = end(line)
     found = f"$ jshard {line}\nexit code {found_code}\n{normalised(error, folder)}"
     if "UPDATE_GOLDEN" in os.environ:
@@ -297,60 +258,43 @@ def test_text(name, end, folder):
     assert found == golden()[name]
 
 
-def test_no_golden_text_is_left_over():
+def test_the_texts_have_their_form():
+    """What in one sentence; where, why and do, none of them empty; and nothing else. No text is left over."""
     assert list(golden()) == list(CASES)
+    for text in golden().values():
+        lines = text.splitlines()
+        assert re.fullmatch(r"\w+Error: [^.]+\.", lines[2])
+        heads = [line[:9].strip() for line in lines[3:]]
+        assert [head for head in heads if head] == ["where:", "why:", "do:"]
+        assert all(len(line) > 9 for line in lines[3:])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_form(name):
-    """What in one sentence; where, why and do, none of them empty; and nothing else."""
-    lines = golden()[name].splitlines()
-    assert re.fullmatch(r"\w+Error: [^.]+\.", lines[2])
-    heads = [line[:9].strip() for line in lines[3:]]
-    assert [head for head in heads if head] == ["where:", "why:", "do:"]
-    assert all(len(line) > 9 for line in lines[3:])
+PARSED = {
+    "train model.py --recip micro": "Perhaps you meant: --recipe NAME",
+    "train model.py --xyz=3": "Unrecognized options: --xyz=3",
+    "train model.py wider.py": "wider.py",
+    "plan model.py --options fast": "fastest",
+    "train model.py --steps many": "'many'",
+    "train --steps 3": "Python file with the model",
+}
 
 
-@pytest.mark.parametrize("name", ["option: twice", "model: syntax error", "key: unknown", "out: a live run"])
-def test_debug_shows_the_traceback_as_well(name, end, folder):
-    line, code = case(name)
-    found_code, error = end(f"{line} --debug")
-    assert found_code == code
-    assert end.changed == set()
-    traceback, _, text = error.rpartition("\n" + golden()[name].splitlines()[2].partition(":")[0] + ":")
-    assert traceback.startswith("Traceback (most recent call last):")
-    assert normalised(text, folder).splitlines()[1:] == golden()[name].splitlines()[3:]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("train model.py --recip micro", "Perhaps you meant: --recipe NAME"),
-        ("train model.py --dryrun", "--dry-run"),
-        ("train model.py --xyz=3", "Unrecognized options: --xyz=3"),
-        ("train model.py wider.py", "wider.py"),
-        ("train model.py --out --resume", "--out"),
-        ("train model.py --steps many", "'many'"),
-        ("train model.py --resume runs/micro", "runs/micro"),
-        ("train --steps 3", "Python file with the model"),
-    ],
-)
-def test_the_parser_says_what_it_cannot_read(line, said, folder, capsys):
+def test_the_parser_says_what_it_cannot_read(folder, capsys):
     before = contents(folder)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(line.split())
-    assert stop.value.code == 2 and contents(folder) == before
-    printed = capsys.readouterr()
-    assert said in " ".join(re.sub(r"[\u2500-\u257f]", "", printed.err).split()) and not printed.out
+    for line, said in PARSED.items():
+        with pytest.raises(SystemExit) as stop:
+            cli.main(line.split())
+        assert stop.value.code == 2 and contents(folder) == before
+        printed = capsys.readouterr()
+        assert said in " ".join(re.sub(r"[\u2500-\u257f]", "", printed.err).split()) and not printed.out
 
 
-@pytest.mark.parametrize(("more", "asked"), [([], 2), (["--steps", "1"], 1)], ids=["all steps", "fewer steps"])
-def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys, more, asked):
+def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys):
     shutil.copytree(finished_run, folder / "run")
     capsys.readouterr()
     before = contents(folder)
-    assert cli.main(["train", "model.py", "--out", "run", "--resume", "--track", *more]) == 0
-    reported = f"nothing is left to train: 2 steps are done, and {asked} were asked for; --steps 4 goes on."
+    assert cli.main(["train", "model.py", "--out", "run", "--resume", "--track", "--steps", "1"]) == 0
+    reported = "nothing is left to train: 2 steps are done, and 1 were asked for; --steps 4 goes on."
     assert reported in capsys.readouterr().out.splitlines()
     changed = {path for path, _ in contents(folder).items() ^ before.items()}
     assert changed <= {"run/loss.png"}
@@ -401,7 +345,7 @@ def all_pasted():
         for name, text in golden(GOLDEN.with_name("occupancy_errors.txt")).items()
         if text[:8] == "$ jshard"
     }
-    del texts["occupancy, command: much at once"]  # part of what it says is prose
+    del texts["occupancy, command: much at once"]  # what it says is prose
     return [
         pytest.param(words, id=f"{name}: {shlex.join(words)}")
         for name, text in texts.items()

@@ -9,15 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import jshard as js
-from jshard import cli, train
-from jshard.cli import _training
-from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh
-from jshard.cli._devices import open_mesh
+from jshard import __version__, cli
+from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse, parse_mesh
 from jshard.cli._request import request_of
-from jshard.recipes.building import abstract_model
 from jshard.train.records import read_metrics
-from jshard.train.run import Finished
 from tests.compiling import environment
 from tests.micro_gpt import MODELS, USERS_FILE
 
@@ -62,19 +57,7 @@ def read_terminal(terminal):
 
 def test_train_in_a_fresh_process_on_a_terminal(folder):
     mine, its = pty.openpty()
-    arguments = [
-        "train",
-        "my_model.py",
-        "--steps",
-        "5",
-        "--data",
-        "text.txt",
-        "--out",
-        "mine",
-        "--sample-tokens",
-        "9",
-        *SMALL,
-    ]
+    arguments = ["train", *"my_model.py --steps 5 --data text.txt --out mine --sample-tokens 9".split(), *SMALL]
     with (folder / "errors.txt").open("w") as errors:
         process = start(*arguments, cwd=folder, env={"COLUMNS": "200"}, stdout=its, stderr=errors)
     os.close(its)
@@ -109,6 +92,7 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
 def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys):
     (folder / "runs" / "my_model-micro").mkdir(parents=True)
     what = ["--data", "text.txt", "--seed", "5", "--set", "eval_every=1", "--set", "num_steps=2", *SMALL]
+    what += ["--unit", "remat=full", "--unit", "reshard_after_forward=false"]
     how = ["--mesh", "replica=2,fsdp=4", "--track", "--sample-tokens", "0"]
     assert cli.main(["train", "my_model.py", *what, *how]) == 0
     said = capsys.readouterr().out
@@ -132,6 +116,10 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
     assert stored["recipe"] == recipe | {"num_steps": 3}
     assert [start["step"] for start in stored["starts"]] == [0, 2]
     assert stored["options"]["set"] == ["eval_every=1", SMALL[1]] and stored["options"]["steps"] == 3
+    assert stored["options"]["unit"] == ["remat=full", "reshard_after_forward=false"]
+    for units, found in ([], "full"), (["--unit", "remat=dots"], "dots"):
+        asked = request_of(parse(TrainArgs, ["my_model.py", "--resume", *units], command="jshard train"))
+        assert asked.model_file.units["remat"] == found
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl") if "val_loss" in line] == [1, 2, 3]
 
     assert cli.main(["train", "my_model.py", "--resume", "--seed", "0", *how]) == 2
@@ -154,33 +142,6 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
     capsys.readouterr()
     assert cli.main(["train", "my_model.py", "--init-from", "theirs.safetensors", "--dry-run"]) == 2
     assert "There is no checkpoint to restore.\n  where: theirs.safetensors\n" in capsys.readouterr().err
-
-
-@pytest.mark.wide
-def test_units_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, monkeypatch):
-    found = []
-
-    def run_recipe(model_file, recipe, *, mesh, **rest):
-        found.append(units_of(model_file, recipe, mesh))
-        if len(found) > 1:  # what is left of the others takes long, and is tested above
-            return Finished(step=1, val_loss=None, stopped_by=None, out=rest["out"], checkpoint=None, sample=None)
-        return train.run_recipe(model_file, recipe, mesh=mesh, **rest)
-
-    monkeypatch.setattr(_training, "run_recipe", run_recipe)
-    units = ["--unit", "remat=full", "--unit", "reshard_after_forward=false"]
-    run = ["train", "my_model.py", "--out", "mine", "--track", "--sample-tokens", "0"]
-    assert cli.main([*run, "--data", "text.txt", "--steps", "1", *SMALL, *units]) == 0
-    assert json.loads((folder / "mine" / "run.json").read_text())["options"]["unit"] == units[1::2]
-    assert cli.main([*run, "--resume"]) == 0
-    assert cli.main([*run, "--resume", "--unit", "remat=dots"]) == 0
-    assert found == [("full", False), ("full", False), ("dots", True)]
-
-
-def units_of(model_file, recipe, mesh):
-    """What is said of the block."""
-    model = abstract_model(model_file, recipe, mesh)
-    (block,) = [unit for unit in js.plan(model).units if unit.name == "blocks/0"]
-    return block.remat, block.reshard_after_forward
 
 
 def test_resume_where_there_is_nothing_begins_a_run(folder, capsys):
@@ -223,15 +184,18 @@ def test_missing_extra_says_what_to_install(folder, capsys, monkeypatch):
 
 
 def test_usage(capsys):
-    assert cli.main(["--help"]) == 0
-    assert "train" in capsys.readouterr().out
-    assert cli.main([]) == 2
-    assert "usage: jshard COMMAND" in capsys.readouterr().err
+    for line, code in (["--help"], 0), (["help"], 0), ([], 2), (["ckpt"], 2), (["ckpt", "--help"], 0):
+        assert cli.main(line) == code
+        said = capsys.readouterr()
+        assert (said.err if code else said.out).startswith("usage: jshard ")
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help"])
     assert not stop.value.code
     said = capsys.readouterr().out
     assert "usage: jshard train" in said and "--print-config" in said
+    for line in "--version", "version":
+        assert cli.main([line]) == 0
+        assert capsys.readouterr().out == f"jshard {__version__}\n"
 
 
 @pytest.mark.parametrize(

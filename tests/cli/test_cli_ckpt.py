@@ -18,9 +18,8 @@ from safetensors.numpy import save_file
 
 import jshard as js
 from jshard import cli
-from jshard.checkpoint import CheckpointError, CheckpointWarning, manifest
+from jshard.checkpoint import CheckpointError, manifest
 from jshard.checkpoint.formats import SafetensorsSource
-from tests.checkpoint.dcp_fixture import put_archive, split, write_dcp
 
 # As a user's file: a model of two stacked layers, whose names elsewhere are those of single ones.
 MODEL = """\
@@ -140,9 +139,6 @@ def test_ls_names_what_is_damaged_and_takes_an_older_one_as_the_latest(run, ckpt
 def test_a_step_that_was_copied_by_half_is_listed_and_no_checkpoint(run, ckpt):
     folder = Path(shutil.copytree(run, "run")) / "checkpoints"
     (Path(shutil.copytree(folder / "200", folder / "300")) / "commit_success.txt").unlink()
-    code, reported = ckpt("ls", "run", "--json")
-    found = [(entry["step"], entry["is_complete"], entry["is_latest"]) for entry in reported["checkpoints"]]
-    assert (code, found) == (0, [(100, True, False), (200, True, True), (300, False, False)])
     text = ckpt("ls", "run")[1]
     assert "INCOMPLETE" in text and "300: a folder without commit_success.txt, copied by half" in text
     code, reported = ckpt("verify", "run", "--all", "--json")
@@ -213,22 +209,6 @@ def test_diff(run, ckpt):
     assert "6 leaves" not in text and "7 leaves: 3 equal, 1 only in a, 1 only in b, 2 values" in text
     code, reported = ckpt("diff", a, b, "--no-values", "--json")
     assert {leaf["path"]: leaf["kind"] for leaf in reported["leaves"]}["model/tokens"] == "values"  # by its sums
-
-
-def test_diff_of_shapes_dtypes_and_values_that_are_no_numbers(ckpt):
-    nan = jnp.array([1.0, jnp.nan])
-    js.checkpoint.save("a", {"x": nan, "y": jnp.ones(3), "z": jnp.ones(3), "n": 1, "w": -jnp.ones(4)})
-    js.checkpoint.save("b", {"x": nan, "y": jnp.ones(4), "z": jnp.ones(3, jnp.bfloat16), "n": 1.0, "w": jnp.ones(4)})
-    _, reported = ckpt("diff", "a", "b", "--json")
-    leaves = {leaf["path"]: leaf for leaf in reported["leaves"]}
-    assert {path: leaf["kind"] for path, leaf in leaves.items()} == {
-        "x": "equal",
-        "y": "shape",
-        "z": "dtype",
-        "n": "dtype",
-        "w": "values",
-    }
-    assert (leaves["z"]["norms"]["relative"], leaves["w"]["norms"]["relative"]) == (0, 2)
 
 
 def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckpt):
@@ -302,41 +282,20 @@ def test_export_of_what_the_model_lacks_is_refused_unless_it_is_said(run, ckpt, 
     assert set(SafetensorsSource("hf").leaves) == {"wte.weight", "h.0.weight", "h.0.bias"}
 
 
-def test_import_under_a_model_s_names_does_not_look_at_values(ckpt):
-    """PyTorch's checkpoints hold pickles beside the arrays; one that is refused is nobody's business here."""
-    arrays = {
-        "wte.weight": (32, 8),
-        **{f"h.{n}.{x}": s for n in (0, 1) for x, s in (("weight", (8, 16)), ("bias", (8,)))},
-    }
-    write_dcp(Path("c"), {name: split(np.ones(shape, np.float32), 1) for name, shape in arrays.items()}, {"bad": 1})
-    put_archive(Path("c"), "bad", {"archive/data.pkl": b"cos\nsystem\n."})
-    assert ckpt("import", "c", "out", "--model", "model.py")[0] == 0
-    assert cli.main(["ckpt", "import", "c", "all"]) == 2
-
-
 def test_every_command_knows_all_trees_of_an_orbax_composite(ckpt):
     """Orbax by itself opens one of them, and the tools showed, verified and rewrote that one alone."""
     trees = {"params": {"w": jnp.arange(16.0)}, "ema_params": {"w": jnp.arange(16.0) + 4}}
     args = orbax_v0.args
-    for name, items in {"a": trees, "b": trees | {"ema_params": {"w": jnp.zeros(16)}}}.items():
-        with orbax_v0.CheckpointManager(Path(name).absolute()) as manager:
-            manager.save(1, args=args.Composite(**{key: args.StandardSave(tree) for key, tree in items.items()}))
-            manager.wait_until_finished()
+    with orbax_v0.CheckpointManager(Path("a").absolute()) as manager:
+        manager.save(1, args=args.Composite(**{key: args.StandardSave(tree) for key, tree in trees.items()}))
+        manager.wait_until_finished()
     assert set(ckpt("inspect", "a", "--json")[1]["leaves"]) == {"params/w", "ema_params/w"}
-    assert set(ckpt("inspect", "a/1/params", "--json")[1]["leaves"]) == {"w"}
     assert ckpt("ls", "a", "--json")[1]["checkpoints"][0]["num_leaves"] == 2
     assert ckpt("verify", "a", "--json")[1][0]["num_leaves"] == 2
-    code, found = ckpt("diff", "a", "b", "--json")
-    assert (code, {leaf["path"]: leaf["kind"] for leaf in found["leaves"]}) == (
-        1,
-        {"params/w": "equal", "ema_params/w": "values"},
-    )
-    assert ckpt("import", "a/1", "imported")[0] == ckpt("reshard", "a/1", "resharded", "--mesh", "fsdp=2")[0] == 0
-    for name in ("imported", "resharded"):
-        restored = js.checkpoint.restore(name, jax.tree.map(jnp.zeros_like, trees))
-        jax.tree.map(np.testing.assert_array_equal, restored, trees)
-    assert ckpt("import", "a/1/ema_params", "one")[0] == 0
-    np.testing.assert_array_equal(js.checkpoint.restore("one", {"w": jnp.zeros(16)})["w"], trees["ema_params"]["w"])
+    assert ckpt("import", "a/1", "imported")[0] == 0
+    restored = js.checkpoint.restore("imported", jax.tree.map(jnp.zeros_like, trees))
+    jax.tree.map(np.testing.assert_array_equal, restored, trees)
+    assert ckpt("diff", "a", "imported")[0] == 0
     assert ckpt("export", "a/1", "out", "--part", "ema_params")[0] == 0
     np.testing.assert_array_equal(SafetensorsSource("out").read("w", (slice(None),)), trees["ema_params"]["w"])
 
@@ -361,19 +320,12 @@ def test_an_imported_file_is_restored_as_the_file_itself(ckpt):
     equal("dots", "back")
 
 
-UNFIT = {
-    "two names of one path": (["a/b", "a.b"], "a.b  and a/b: a/b"),
-}
-
-
-@pytest.mark.parametrize("case", UNFIT)
-def test_an_import_of_names_that_do_not_fit_names_them_and_leaves_nothing(case, capsys):
+def test_an_import_of_two_names_of_one_path_names_them_and_leaves_nothing(capsys):
     """`a/b` and `a.b` were one folder: both had the values of the one that was written last."""
-    names, line = UNFIT[case]
-    written_by_the_package("c", {name: np.full(4, n, np.float32) for n, name in enumerate(names)})
+    written_by_the_package("c", {name: np.full(4, n, np.float32) for n, name in enumerate(["a/b", "a.b"])})
     assert cli.main(["ckpt", "import", "c", "new/out"]) == 2
     reported = capsys.readouterr().err
-    assert line in reported and "make room" not in reported, reported
+    assert "a.b  and a/b: a/b" in reported and "make room" not in reported, reported
     assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
@@ -403,23 +355,17 @@ CONTROLS = "\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e"
 
 def test_control_characters_in_names_do_not_reach_the_terminal(ckpt, capsys):
     """A name is on one line, as Python writes it, wherever it is printed; as JSON it is what it is."""
-    written_by_the_package("c", {f"m.{CONTROLS}": np.ones(4, np.float32), "m.b": np.ones(4, np.float32)})
-    written_by_the_package("d", {f"m.{CONTROLS}": np.zeros(4, np.float32)})
     reported = []
-    for name in "cd":
+    for name, value in (("c", 1.0), ("d", 0.0)):
+        written_by_the_package(name, {f"m.{CONTROLS}": np.full(4, value, np.float32), "m.b": np.ones(4, np.float32)})
         assert cli.main(["ckpt", "import", name, f"{name}.out"]) == 0
         capsys.readouterr()
         assert f"m/{CONTROLS}" in ckpt("inspect", f"{name}.out", "--json")[1]["leaves"]
         reported.append(ckpt("inspect", f"{name}.out")[1])
     reported.append(ckpt("diff", "c.out", "d.out")[1])
-    for path in ("c", "c.out"):
-        for like in ({CONTROLS: jnp.zeros(5), "b": jnp.zeros(4)}, {"b": jnp.zeros(4)}):
-            with pytest.raises(CheckpointError) as caught:
-                js.checkpoint.restore(path, {"m": like})
-            reported.append(str(caught.value))
-        with pytest.warns(CheckpointWarning) as warned:
-            js.checkpoint.restore(path, {"m": {"b": jnp.zeros(4)}}, extra="ignore")
-        reported.append(str(warned[0].message))
+    with pytest.raises(CheckpointError) as caught:
+        js.checkpoint.restore("c.out", {"m": {"b": jnp.zeros(4)}})
+    reported.append(str(caught.value))
     file = Path("c.out/arrays/00000-000.safetensors")
     content = bytearray(file.read_bytes())
     content[4096:4112] = bytes(16)
@@ -431,13 +377,6 @@ def test_control_characters_in_names_do_not_reach_the_terminal(ckpt, capsys):
         assert not [c for c in text if not c.isprintable() and c != "\n"], text
 
 
-def test_export_and_import_as_they_are(run, ckpt):
-    assert ckpt("export", run, "plain", "--part", "optimizer", "--no-verify")[0] == 0
-    assert set(SafetensorsSource("plain").leaves) == {"nu/0"}
-    assert ckpt("import", "plain", "back", "--mesh", "fsdp=2")[0] == 0
-    assert manifest.read(Path("back")).leaves["nu/0"].shape == (2, 2)
-
-
 def test_a_whole_state_goes_to_pytorch_and_back(ckpt):
     js.checkpoint.save("c", {"model": {"0": {"w": jnp.arange(8.0)}}, "step": 7, "note": "text"})
     assert ckpt("export", "c", "dcp", "--format", "dcp", "--part", "")[0] == 0
@@ -446,41 +385,17 @@ def test_a_whole_state_goes_to_pytorch_and_back(ckpt):
 
 
 WRONG = {
-    ("verfy", "x"): """\
-ShardingError: There is no command 'verfy'.
-  where: jshard ckpt verfy
-  why:   the commands are ls, inspect, verify, diff, reshard, import, export, timeline.
-  do:    jshard ckpt verify x
-""",
     ("inspect", "c", "--below", "modle"): """\
 ShardingError: There are no such leaves.
   where: --below modle
   why:   paths in {here}/c begin with a, n.
   do:    jshard ckpt inspect c --depth 1
 """,
-    ("inspect", "c", "--step", "5"): """\
-CheckpointError: There is no series of checkpoints.
-  where: {here}/c
-  why:   a step, 5, was asked for, and the path is none of a series or a run.
-  do:    leave the step away, or give the folder that holds the checkpoints.
-""",
-    ("reshard", "c", "c", "--mesh", "fsdp=2"): """\
-CheckpointError: The checkpoint cannot be written.
-  where: {here}/c
-  why:   there is something at that path already.
-  do:    give another path; nothing is ever overwritten.
-""",
     ("reshard", "c", "d", "--mesh", "fsdp=16"): """\
 ShardingError: There are not as many devices as the mesh has.
   where: --mesh fsdp=16
   why:   16 are wanted, and 8 are simulated in this process.
   do:    JAX_NUM_CPU_DEVICES=16 jshard ckpt ...
-""",
-    ("export", "c", "d"): """\
-CheckpointError: There are no arrays in that part of the checkpoint.
-  where: {here}/c: model
-  why:   its parts are a.
-  do:    jshard ckpt inspect {here}/c --depth 1
 """,
     ("export", "c", "d", "--part", "", "--model", "model.py"): """\
 ShardingError: The checkpoint is not of this model: 5 leaves are missing.
@@ -514,10 +429,3 @@ def test_what_is_refused(arguments, tmp_path, capsys):
     assert cli.main(["ckpt", *arguments]) == 2
     assert capsys.readouterr().err == WRONG[arguments].format(here=tmp_path)
     assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
-
-
-def test_help(capsys):
-    assert cli.main(["ckpt"]) == 2
-    assert "usage: jshard ckpt COMMAND" in capsys.readouterr().err
-    assert cli.main(["ckpt", "--help"]) == 0
-    assert "reshard" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """How a command ends: exit codes, four parts or a traceback, `--debug`, pipes, Ctrl-C; and `--print-config`."""
 
 import enum
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jshard as js
 from jshard import cli
-from jshard._compat import installed
 from jshard.errors import MeshError, RunError
 from jshard.recipes.recipe import tree, versions
 
@@ -47,24 +44,11 @@ def ends_with(monkeypatch, capsys):
     return end
 
 
-def test_the_code_of_the_command_is_that_of_the_process(ends_with):
-    assert ends_with(0) == (0, "", "")
-    assert ends_with(75) == (75, "", "")
-
-
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (
-            WRONG,
-            2,
-            "MeshError: The mesh is wrong.\n  where: --mesh fsdp=3\n  why:   8 / 3.\n  do:    --mesh fsdp=8\n",
-        ),
-        (
-            FAILED,
-            1,
-            "RunError: The disk is full.\n  where: runs/a\n  why:   0 bytes are free.\n  do:    rm -r runs/old\n",
-        ),
+        (WRONG, 2, f"MeshError: {WRONG}\n"),
+        (FAILED, 1, f"RunError: {FAILED}\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
     ids=["request", "run", "ctrl-c"],
@@ -82,7 +66,7 @@ def test_plain_words_and_the_traceback_on_request(ends_with, monkeypatch, error,
 
 
 def test_debug_is_for_the_shell_around_the_command_and_its_processes(ends_with):
-    assert ends_with(0, "--debug", "--steps", "3")[0] == 0
+    assert ends_with(75, "--debug", "--steps", "3") == (75, "", "")
     assert ends_with.seen == (["model.py", "--steps", "3"], "1")
     assert not os.environ.get("JSHARD_DEBUG")
 
@@ -110,17 +94,12 @@ def test_out_of_memory_says_what_to_do(ends_with):
     for way in ("--mesh fsdp=N", "--set accumulate=2", "--set batch_size=N", 'remat="full"'):
         assert way in "\n".join(do)
     assert "Traceback" not in error
-    assert "JaxRuntimeError" in ends_with(lambda: jnp.zeros((2**46,)).block_until_ready(), "--debug")[2]
+    midway = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    midway.add_note("last good checkpoint: runs/a/checkpoints/100")
+    assert ends_with(midway)[2].endswith("last good checkpoint: runs/a/checkpoints/100\n")
 
 
-def test_out_of_memory_in_the_middle_of_a_run_tells_how_to_go_on(ends_with):
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    error.add_note("last good checkpoint: runs/a/checkpoints/100")
-    assert ends_with(error)[2].endswith("last good checkpoint: runs/a/checkpoints/100\n")
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "in the middle"])
+@pytest.mark.parametrize(("lines", "unbuffered"), [(1, ""), (100_000, "1")], ids=["at the end", "in the middle"])
 def test_a_reader_that_leaves(lines, unbuffered):
     program = (
         "import sys; from jshard import cli\n"
@@ -186,18 +165,8 @@ def test_config_is_the_resolved_tree(capsys):
     assert read["options"] == {"workers": 2, "processes": 1, "init_from": None, "track": ["tensorboard"]}
 
 
-def test_versions(monkeypatch):
-    reported = versions()
-    assert list(reported) == "python jshard jax jaxlib flax optax orbax-checkpoint grain".split()
-    assert reported["jax"] == jax.__version__
-    assert reported["python"] == ".".join(map(str, sys.version_info[:3]))
-
-    def missing(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    installed._version.cache_clear()
-    assert versions()["grain"] is None
+def test_versions():
+    assert list(versions()) == "python jshard jax jaxlib flax optax orbax-checkpoint grain".split()
 
 
 class Color(enum.Enum):
@@ -211,7 +180,6 @@ class Color(enum.Enum):
         (np.float32(0.5), 0.5),
         (Color.RED, "RED"),
         (Path("a/b"), "a/b"),
-        ((1, (2,)), [1, [2]]),
         ({1: {2}}, {"1": [2]}),
         (np.dtype("float32"), "float32"),
         (json.dumps, "json.dumps"),
@@ -222,23 +190,3 @@ class Color(enum.Enum):
 def test_values_that_json_does_not_have(value, json_value):
     assert tree(value) == json_value
     json.dumps(tree(value), allow_nan=False)
-
-
-@pytest.mark.parametrize("line", ["--version", "version"])
-def test_the_version_is_printed(line, capsys):
-    assert cli.main([line]) == 0
-    assert capsys.readouterr().out == f"jshard {js.__version__}\n"
-
-
-def test_help_is_that_of_the_option(capsys):
-    for line, same in (("help", "--help"), ("help ckpt", "ckpt --help")):
-        assert cli.main(line.split()) == cli.main(same.split()) == 0
-        said = capsys.readouterr().out
-        assert said[: len(said) // 2] == said[len(said) // 2 :] and said.startswith("usage: jshard")
-
-
-@pytest.mark.parametrize(("line", "meant"), [("trian gpt --steps 3", "train"), ("ckpt inspct runs/a", "ckpt inspect")])
-def test_a_misspelt_command_is_suggested_with_its_arguments(line, meant, capsys):
-    assert cli.main(line.split()) == 2
-    rest = line.split()[len(meant.split()) :]
-    assert capsys.readouterr().err.endswith(f"  do:    jshard {meant} {' '.join(rest)}\n")

@@ -18,12 +18,11 @@ import jshard as js
 from jshard import _compat, cli
 from jshard._live import at_work, took
 from jshard.cli import plan as plan_command
-from jshard.inspect.tables import FittedTable, broken_words, printed, show, width
+from jshard.inspect.tables import FittedTable, printed, show, width
 from tests.cli.test_cli import read_terminal
 from tests.cli.test_cli_plan import folder  # noqa: F401
 from tests.cluster.fake_compiler import Compiler, step_of
 from tests.compiling import environment
-from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import Config, abstract
 from tests.train.test_train_progress import Terminal
 
@@ -42,7 +41,7 @@ def words(lines):
 # ---- tables -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [80, 100, 140])
+@pytest.mark.parametrize("columns", [80, 140])
 def test_a_table_takes_the_width_of_the_terminal_and_breaks_no_word_and_no_number(columns):
     found = js.explain(abstract(Config(layers=12), js.mesh(replica=2)), leaves=True)
     lines = rendered(found, columns)
@@ -60,11 +59,6 @@ def test_where_room_is_short_columns_are_left_out_by_their_marks_and_named():
     narrow = rendered(table, 36)
     assert " ".join(narrow[-2:]) == "A caption. Left out at this width: kind, where."
     assert any("attention_of_layer  12,345,678 B" in line for line in narrow)
-
-
-def test_a_path_goes_on_after_a_slash_and_only_a_part_that_is_too_long_loses_its_middle():
-    assert broken_words("blocks/0/attention/key/kernel float32", 20) == "blocks/0/attention/\nkey/kernel float32"
-    assert broken_words("a/attention_of_the_encoder/b", 12) == "a/\nattent…oder/\nb"
 
 
 def test_elsewhere_than_on_a_terminal_it_is_plain_text_of_one_width(monkeypatch, capsys):
@@ -152,31 +146,25 @@ def test_a_terminal_shows_what_is_at_work_and_for_how_long_and_then_what_it_took
     assert len(said) == 1 and re.fullmatch(r"compiling (a long name ){9}: .* s, fits", said[0])
 
 
-def test_elsewhere_a_line_at_the_begin_and_one_at_the_end():
+def test_elsewhere_a_line_at_the_begin_and_one_at_the_end_and_work_that_is_interrupted_says_so():
     said = []
     with at_work("compiling the step", say=said.append, stream=io.StringIO(), every_s=0.01):
         time.sleep(0.05)
-    assert said[0] == "compiling the step ..." and re.fullmatch(r"compiling the step: .* s", said[1])
-    assert len(said) == 2
-
-
-def test_work_that_is_interrupted_says_so():
-    said = []
     with pytest.raises(KeyboardInterrupt), at_work("compiling", say=said.append, stream=None):
         raise KeyboardInterrupt
-    assert re.fullmatch(r"compiling: stopped after .* s", said[-1])
+    assert said[0] == "compiling the step ..." and re.fullmatch(r"compiling the step: .* s", said[1])
+    assert len(said) == 4 and re.fullmatch(r"compiling: stopped after .* s", said[3])
 
 
 def test_times_in_words():
     assert [took(s) for s in (0, 0.0, 1.26, 9.96, 12, 185.4)] == ["0 s", "0.0 s", "1.3 s", "10 s", "12 s", "3 min 05 s"]
 
 
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_comparison_that_is_interrupted_shows_what_is_done(folder, monkeypatch, capsys, after):  # noqa: F811
-    """After so many of three strategies."""
+def test_a_comparison_that_is_interrupted_shows_what_is_done(folder, monkeypatch, capsys):  # noqa: F811
+    """After one of three strategies."""
 
     def compiled(asked, **_):
-        if len(compiler.asked) > after:
+        if len(compiler.asked) > 1:
             raise KeyboardInterrupt
         return step_of(asked, peak_bytes=2**33)
 
@@ -187,9 +175,9 @@ def test_a_comparison_that_is_interrupted_shows_what_is_done(folder, monkeypatch
     assert cli.main(asked) == 130
     said = capsys.readouterr()
     assert "\nfits: 8.0 GiB of 79.1\n" in said.out  # what was asked for
-    assert ("Side by side" in said.out) == bool(after) and said.out.count("\n zero3* ") == after
+    assert "Side by side" in said.out and said.out.count("\n zero3* ") == 1
     assert "\n zero2 " not in said.out
-    assert f"\n[{after + 1} of 3] " in said.err and ": stopped after " in said.err and "interrupted" in said.err
+    assert "\n[2 of 3] " in said.err and ": stopped after " in said.err and "interrupted" in said.err
 
 
 # ---- a CUDA plugin, and no GPU ----------------------------------------------------------------------------------
@@ -198,16 +186,11 @@ def test_a_comparison_that_is_interrupted_shows_what_is_done(folder, monkeypatch
 @pytest.mark.parametrize(
     ("devices", "platforms", "useless"),
     [
-        ([], None, True),
-        (["null", "dri"], "", True),
-        ([], "cpu", True),
+        (["null", "dri"], None, True),
         ([], "tpu,cpu", True),
-        ([], "cuda", False),
         ([], "cpu, gpu", False),
         (["nvidia3"], None, False),
-        (["nvidiactl"], None, False),
         (["dxg"], None, False),
-        (["nvhost-gpu"], None, False),
     ],
 )
 def test_cuda_is_useless_where_no_gpu_is_visible_and_none_is_asked_for(tmp_path, devices, platforms, useless):
@@ -230,38 +213,12 @@ def loud_plugin(tmp_path):
         path = tmp_path / "plugin" / name
         path.parent.mkdir(parents=True)
         path.write_text(code)
-    return without_platforms(PYTHONPATH=os.pathsep.join([str(tmp_path / "plugin"), *filter(None, sys.path)]))
+    variables = {name: value for name, value in environment().items() if name != "JAX_PLATFORMS"}
+    return variables | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "plugin"), *filter(None, sys.path)])}
 
 
-def without_platforms(**more):
-    return {name: value for name, value in environment().items() if name != "JAX_PLATFORMS"} | more
-
-
-def errors_of(*arguments, env, cwd):
-    command = [sys.executable, "-m", "jshard", *arguments]
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-no_gpu = pytest.mark.skipif(not _compat.is_cuda_useless({}), reason="an NVIDIA GPU is here")
-
-
-@no_gpu
+@pytest.mark.skipif(not _compat.is_cuda_useless({}), reason="an NVIDIA GPU is here")
 def test_a_cuda_plugin_without_a_gpu_is_not_loaded_by_a_command(folder, loud_plugin):  # noqa: F811
-    assert errors_of("train", "my_model.py", "--dry-run", env=loud_plugin, cwd=folder) == ""
-
-
-@no_gpu
-@needs_gpu_compiler
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "train my_model.py --steps 1 --out out --data text.txt --workers 1",
-        "plan my_model.py",
-        "occupancy --gpu h200",
-    ],
-)
-def test_with_the_compiler_of_gpus_and_no_gpu_no_command_says_a_word_of_cuda(folder, arguments):  # noqa: F811
-    (folder / "text.txt").write_text("abcdefgh" * 2000)
-    assert errors_of(*arguments.split(), env=without_platforms(), cwd=folder) == ""
+    command = [sys.executable, "-m", "jshard", "train", "my_model.py", "--dry-run"]
+    done = subprocess.run(command, env=loud_plugin, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard.cluster import compare
+from jshard.cluster import report
 from jshard.cluster.compile import CompiledStep, CompileRequest
 from jshard.cluster.costs import Costs
 from jshard.cluster.estimate import PlannedCluster
@@ -36,11 +36,7 @@ def costs_of(cluster: PlannedCluster, *settings: str, **units: Any) -> Costs:
     """Estimates for the micro GPT with other settings of its recipe and of its units."""
     traced = _traced(tuple(key for key in settings if key.startswith("model.")), tuple(units.items()))
     found = Costs(traced.model_file, override(micro(), settings), cluster.machine)
-    found._model, found._arrays, found._sent = (
-        traced._model,
-        traced._arrays,
-        traced._sent,
-    )  # of no machine and no batch, and most of the work
+    found._model, found._arrays = traced._model, traced._arrays  # of no machine and no batch, and most of the work
     return found
 
 
@@ -95,7 +91,7 @@ class Compiler:
     def __init__(self, monkeypatch: Any, compiled: Callable[[CompileRequest], CompiledStep]) -> None:
         self.asked: list[CompileRequest] = []
         self._compiled = compiled
-        monkeypatch.setattr(compare, "compile_step", self._compile)
+        monkeypatch.setattr(report, "compile_step", self._compile)
 
     def _compile(self, asked: CompileRequest, *, timeout_s: float) -> CompiledStep:
         self.asked.append(asked)

@@ -1,13 +1,7 @@
 """`js.compiler_options`: profiles of options, and a compiler that is asked whether it knows them."""
 
-import os
-import warnings
-
-import jax
-import jax.numpy as jnp
 import pytest
 
-from jshard.cluster import options as module
 from jshard.cluster.options import OptionError, compiler_options, options_for
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -16,12 +10,10 @@ DOUBLE_BUFFER = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
 ON = "COLLECTIVE_PIPELINING_MODE_ON"
 
 
-def compiler(*known, asked=None):
+def compiler(*known):
     """A compiler that knows these options and no others, in the words of XLA."""
 
     def try_compile(options):
-        if asked is not None:
-            asked.append(dict(options))
         for name in options:
             if name not in known:
                 raise RuntimeError(f"INVALID_ARGUMENT: No such compile option: '{name}'")
@@ -65,24 +57,6 @@ def test_what_is_unknown_is_dropped_with_one_warning():
     ]
 
 
-def test_another_error_of_the_compiler_is_not_taken_for_an_unknown_option():
-    def broken(options):
-        raise RuntimeError("INTERNAL: no space left")
-
-    with pytest.raises(RuntimeError, match="no space left"):
-        options_for("fastest", platform="gpu", overrides={}, try_compile=broken)
-
-
-def test_the_installed_compiler_is_asked_once_for_a_process(monkeypatch):
-    module._refused_here.cache_clear()
-    asked = []
-    monkeypatch.setattr(module, "compile_nothing", lambda: compiler(LIMIT, UNROLLING, asked=asked))
-    for _ in range(3):
-        compiler_options("fastest", platform="gpu")
-    module._refused_here.cache_clear()
-    assert len(asked) == 1
-
-
 def test_overrides_come_instead_of_the_profile_and_besides_it():
     name = "xla_gpu_all_gather_combine_threshold_bytes"
     assert compiler_options("fastest", platform="gpu", **{LIMIT: 2, name: 0}) == {
@@ -106,32 +80,6 @@ def test_other_platforms():
     assert v6e["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] is False
 
 
-def test_a_tpu_of_no_known_kind_is_told():
-    with pytest.warns(UserWarning, match='options for v5p, v6e and none for any TPU; platform="v5p"'):
-        assert compiler_options("fastest", platform="tpu") == {}
-
-
-def test_nothing_goes_through_the_environment():
-    before = dict(os.environ)
-    compiler_options("fastest", platform="gpu")
-    assert dict(os.environ) == before
-
-
-def test_the_options_are_taken_by_jit():
-    options = compiler_options("fastest", platform="gpu")
-    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(())) == 2
-
-
-def test_the_warning_points_at_the_callers_line(monkeypatch):
-    module._refused_here.cache_clear()
-    monkeypatch.setattr(module, "compile_nothing", lambda: compiler(LIMIT))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiler_options("fastest", platform="gpu")
-    module._refused_here.cache_clear()
-    assert [one.filename for one in caught] == [__file__]
-
-
 def refused(*arguments, **named):
     with pytest.raises(OptionError) as error:
         compiler_options(*arguments, **named)
@@ -152,11 +100,6 @@ def test_unknown_profile_and_platform():
         "h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
         '  do:    js.compiler_options(platform="gpu")'
     )
-
-
-def test_an_override_that_the_compiler_does_not_know_is_named():
-    with pytest.warns(UserWarning, match="without them: xla_gpu_enable_pipelind_all_gather"):
-        assert compiler_options(None, platform="gpu", xla_gpu_enable_pipelind_all_gather=True) == {}
 
 
 def test_a_value_that_an_option_cannot_have_is_refused_by_the_compiler():

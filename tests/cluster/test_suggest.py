@@ -2,10 +2,8 @@
 
 import functools
 
-import pytest
-
-from jshard.cluster.compare import VariantCompiler
 from jshard.cluster.compile import Variant
+from jshard.cluster.report import VariantCompiler
 from jshard.cluster.search import suggestions
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
@@ -78,16 +76,10 @@ def test_what_cannot_be_compiled_does_not_fit(monkeypatch):
     assert all(row.error is not None for row in tried[:-1])
 
 
-@pytest.mark.parametrize("wrong", [2.5, 4.0])
-def test_estimates_are_corrected_by_the_compiled_peak(monkeypatch, wrong):
+def test_estimates_are_corrected_by_the_compiled_peak(monkeypatch):
     _, (plain,) = suggested(monkeypatch, lambda asked: 0.9)
-    _, (cost,) = suggested(monkeypatch, lambda asked: 0.9, wrong=wrong)
-    assert cost.memory.step_bytes <= 0.95 * CAPACITY / wrong < plain.memory.step_bytes
-
-
-def test_a_peak_below_the_estimate_is_no_reason_to_believe_more(monkeypatch):
-    (plain,), (lower,) = (suggested(monkeypatch, lambda asked: 0.9, wrong=wrong)[0] for wrong in (1.0, 0.9))
-    assert plain.variant == lower.variant
+    _, (cost,) = suggested(monkeypatch, lambda asked: 0.9, wrong=2.5)
+    assert cost.memory.step_bytes <= 0.95 * CAPACITY / 2.5 < plain.memory.step_bytes
 
 
 def test_what_was_asked_for_gives_way_to_what_is_suggested(monkeypatch):
@@ -108,8 +100,3 @@ def test_parameters_may_be_let_go_and_spread_wider(monkeypatch):
     _, (cost,) = suggested(monkeypatch, lambda asked: 0.9, *settings, mesh=mesh, reshard_after_forward=False)
     assert cost.variant.mesh == {"replica": 1, "fsdp": 8, "tensor": 1}
     assert costs(*settings, reshard_after_forward=False).of(Variant(name="", mesh=mesh)).memory.held_bytes > CAPACITY
-
-
-def test_nothing_that_could_help_is_nothing_that_is_tried(monkeypatch):
-    settings = "model.d_model=65536", "model.d_ff=262144", "batch_size=8", "model.n_layer=1"
-    assert suggested(monkeypatch, lambda asked: 0.9, *settings) == ((), [])

@@ -7,11 +7,10 @@ import pytest
 
 from jshard.cli._arguments import parse, parse_mesh
 from jshard.cli.plan import PlanArgs
-from jshard.cluster.compare import GSPMD, variants_for
 from jshard.cluster.compile import Variant, command_line
 from jshard.cluster.estimate import parse_known
+from jshard.cluster.report import GSPMD, strategies, variants_for
 from jshard.errors import AnnotationError, ShardingError
-from jshard.plans.policies import strategies
 from jshard.recipes.overrides import override, parse_units
 from tests.cluster.fake_compiler import cluster_of, request_of
 from tests.micro_gpt import micro
@@ -48,10 +47,6 @@ def test_each_strategy_has_its_mesh_and_its_units():
     assert [v.name for v in found.values() if v.plain_flax] == [GSPMD]
 
 
-def test_the_order_is_that_asked_for_and_a_name_counts_once():
-    assert [v.name for v in variants("zero3,zero2,zero3")] == ["zero3", "zero2"]
-
-
 def test_a_tensor_axis_stays():
     assert [tuple(v.mesh.values()) for v in variants("replicate,zero3,hsdp", mesh=(1, 16, 4))] == [
         (16, 1, 4),
@@ -62,23 +57,18 @@ def test_a_tensor_axis_stays():
 
 @pytest.mark.parametrize(
     ("held", "group"),
-    [(8 * 40 * GIB, 8), (8 * 41 * GIB, 16), (16 * 41 * GIB, 32), (64 * 80 * GIB, 32)],
-    ids=["fits", "larger", "larger still", "nowhere: the largest that leaves replicas"],
+    [(8 * 40 * GIB, 8), (8 * 41 * GIB, 16), (64 * 80 * GIB, 32)],
+    ids=["fits", "larger", "nowhere: the largest that leaves replicas"],
 )
 def test_groups_of_hsdp_are_the_smallest_whole_hosts_that_hold_the_state_in_half_the_memory(held, group):
     (hsdp,) = variants("hsdp", held=held)
     assert hsdp.mesh == {"replica": 64 // group, "fsdp": group, "tensor": 1}
 
 
-@pytest.mark.parametrize(("devices", "group"), [(8, 4), (2, 1), (1, 1), (16, 8), (24, 8)])
+@pytest.mark.parametrize(("devices", "group"), [(8, 4), (1, 1), (24, 8)])
 def test_within_a_host_groups_of_hsdp_are_half_of_it(devices, group):
     (hsdp,) = variants("hsdp", mesh=(1, devices, 1))
     assert hsdp.mesh["fsdp"] == group and hsdp.mesh["replica"] == devices // group
-
-
-def test_groups_that_were_asked_for_are_taken():
-    found = {v.name: tuple(v.mesh.values()) for v in variants("replicate,zero3,hsdp", mesh=(4, 16, 1))}
-    assert found == {"replicate": (64, 1, 1), "zero3": (1, 64, 1), "hsdp": (4, 16, 1)}
 
 
 def test_groups_that_parameters_do_not_divide_over_are_passed_over():
@@ -143,16 +133,8 @@ def test_the_command_line_asks_for_what_was_compiled():
     assert args.options == "none" and args.xla_flags == found.xla_flags and parse_known(args.assume) == known
 
 
-def test_the_options_of_a_way_are_those_of_the_command_line():
-    words = shlex.split(f"jshard plan m.py {WAY.command}")
-    args = parse(PlanArgs, words[2:], command="jshard plan")
-    assert parse_mesh(args.mesh) == WAY.mesh and parse_units(args.unit) == WAY.units and args.set == WAY.settings
-
-
-@pytest.mark.parametrize("name", ["zero1", GSPMD])
-def test_what_only_a_comparison_asks_for_has_no_command_line(name):
-    (found,) = variants(name)
-    assert command_line(found.of(ASKED), assume=()) == ""
+def test_what_only_a_comparison_asks_for_has_no_command_line():
+    assert [command_line(found.of(ASKED), assume=()) for found in variants(f"zero1,{GSPMD}")] == ["", ""]
 
 
 # ---- what is known of a cluster ---------------------------------------------------------------------------------
@@ -177,9 +159,8 @@ def test_what_is_known_may_be_a_range_and_stated_is_its_middle():
 
 @pytest.mark.parametrize(
     "text",
-    ["slow=1", "name=x", "slow_bytes_per_s", "latency_s=0", "flops_per_s=-1", "flops_per_s=inf", "flops_per_s=nan"]
-    + ["matmul_efficiency=70", "fast_group=0.5", "fast_group=0", "flops_per_s_of=1"]
-    + ["straggling=-1", "slow_bytes_per_s=2..1", "slow_bytes_per_s=1..2..3"],
+    ["slow=1", "slow_bytes_per_s", "latency_s=0", "flops_per_s=nan", "matmul_efficiency=70", "fast_group=0.5"]
+    + ["straggling=-1", "slow_bytes_per_s=2..1"],
 )
 def test_what_cannot_be_assumed(text):
     with pytest.raises(ShardingError) as error:

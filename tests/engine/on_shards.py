@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jshard.engine.moved import Mixing
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.values import Mixing, State, Value
+from jshard.engine.rules import State, Value
 
 AXES = ("replica", "fsdp")
 

@@ -1,21 +1,27 @@
-"""A model in the three lines of `js.fully_shard` beside the same model on one device: every array that comes out."""
+"""Models under the three lines of `js.fully_shard` beside the same on one device: a call, or some steps of training.
+
+The same on any mesh, and on several processes: `python -m` of this with PROCESS PORT FILE NAME ... is one of two
+processes with four devices each; process 0 writes what the models gave.
+"""
 
 import functools
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import jshard as js
-from tests.engine.batch_bodies import BATCH, GROUPS, WIDTH
+from tests.engine.mixing_models import LINEN as LINEN_MODELS
+from tests.engine.mixing_models import MODELS, VECTORS, WIDTH
 
 TOLERANCE = 2e-6  # of the largest element of the array
 MESHES = {"fsdp=8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "tensor": {"fsdp": 4, "tensor": 2}}
-X = np.random.default_rng(1).standard_normal((BATCH, WIDTH)).astype(np.float32)
 
 
 @functools.cache
@@ -99,102 +105,6 @@ def annotated(model: nnx.Module, units: Sequence[type] = (), *, on: str = "fsdp=
     return annotate(model, units, mesh(on))
 
 
-# ---- The functions of batch_bodies, each behind a layer of its own ------------------------------
-
-
-class Body(nnx.Module):
-    """A layer, and what a user wrote behind it."""
-
-    def __init__(self, group: str, name: str, rngs: nnx.Rngs):
-        self.group, self.name = group, name
-        self.linear = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
-        self.weight = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (WIDTH, WIDTH)))
-
-    def __call__(self, x: jax.Array) -> Any:
-        return GROUPS[self.group][self.name](self.linear(x), self.weight[...])
-
-
-class Bodies(nnx.Module):
-    def __init__(self, group: str, names: Sequence[str], rngs: nnx.Rngs):
-        self.bodies = nnx.List([Body(group, name, rngs) for name in names])
-
-    def __call__(self, x: jax.Array) -> dict[str, Any]:
-        return {body.name: body(x) for body in self.bodies}
-
-
-class LinenBody(nn.Module):
-    group: str
-    body: str
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(WIDTH, use_bias=False, name="linear")(x)
-        weight = self.param("weight", nn.initializers.lecun_normal(), (WIDTH, WIDTH))
-        return GROUPS[self.group][self.body](h, weight)
-
-
-class LinenBodies(nn.Module):
-    group: str
-    bodies: tuple[str, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        return {body: LinenBody(self.group, body, name=f"body_{i}")(x) for i, body in enumerate(self.bodies)}
-
-
-def mixed_loss(out: Any) -> jax.Array:
-    """Every float that comes out has a say, each its own."""
-    floats = [x.astype(jnp.float32) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum((jnp.sin(3 * x).mean() if x.ndim else x for x in floats), jnp.zeros(()))
-
-
-def body_results(group: str, names: tuple[str, ...], on: str | None, linen: bool = False) -> dict[str, Any]:
-    """What each of these functions gave in one program: ((outputs,), gradients) by name."""
-    run = _linen_bodies if linen else _nnx_bodies
-    out, grads = run(group, names, on)
-    return {name: ((out[name],), grads[i]) for i, name in enumerate(names)}
-
-
-def _nnx_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
-    model = Bodies(group, names, nnx.Rngs(0))
-    if on:
-        annotated(model, (Body,), on=on)
-
-    def loss_fn(model, x):
-        out = model(x)
-        return mixed_loss(out), out
-
-    (_, out, _), grads = nnx_results(model, loss_fn, X)
-    return out, [grads["bodies"][i] for i in range(len(names))]
-
-
-def _linen_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
-    plain = LinenBodies(group, names)
-    variables = _variables_of_bodies(plain)
-    model = js.fully_shard(plain, mesh=mesh(on), units=LinenBody) if on else plain
-
-    @jax.jit
-    def run(params):
-        def loss_fn(params):
-            out = model.apply({"params": params}, X)
-            return mixed_loss(out), out
-
-        return jax.value_and_grad(loss_fn, has_aux=True)(params)
-
-    (_, out), grads = run(variables["params"])
-    return out, [grads[f"body_{i}"] for i in range(len(names))]
-
-
-@functools.cache
-def _variables_of_bodies(plain: LinenBodies) -> Any:
-    return jax.jit(plain.init)(jax.random.key(0), X)
-
-
-@functools.cache
-def of_bodies(group: str, names: tuple[str, ...], linen: bool) -> dict[str, Any]:
-    return body_results(group, names, None, linen)
-
-
 # ---- Linen --------------------------------------------------------------------------------------
 
 
@@ -224,3 +134,107 @@ def linen_results(case: Any, on: str | None = None) -> Any:
         return jax.value_and_grad(loss_fn, has_aux=True)(params)
 
     return run(params, state, *case.batch)
+
+
+# ---- Some steps ----------------------------------------------------------------------------------
+
+
+STEPS = 3
+NNX = ("an EMA codebook", "batch norms", "dropout, noise, mixup", "scanned blocks")
+LINEN = ("norms and dropout in blocks",)
+NAMES = tuple(f"nnx: {name}" for name in NNX) + tuple(f"Linen: {name}" for name in LINEN) + ("masks",)
+
+
+def trained(name: str, mesh: Any) -> dict[str, np.ndarray]:
+    """Losses, parameters and state after some steps; without a mesh, of the plain model."""
+    form, _, case = name.partition(": ")
+    run: Callable[..., Any] = {"nnx": _nnx, "Linen": _linen, "masks": _masks}[form]
+    return {jax.tree_util.keystr(path): _whole(x) for path, x in jax.tree.leaves_with_path(run(case, mesh))}
+
+
+def _whole(x: Any) -> np.ndarray:
+    bits = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return np.asarray(bits if bits.is_fully_addressable else multihost_utils.process_allgather(bits, tiled=True))
+
+
+def _built(build: Callable[[], Any], units: tuple[type, ...], mesh: Any) -> Any:
+    return js.shard_init(build, lambda model: annotate(model, units, mesh)) if mesh else build()
+
+
+def _nnx(name: str, mesh: Any) -> Any:
+    case = MODELS[name]
+    model = _built(lambda: case.build(nnx.Rngs(0)), case.units, mesh)
+
+    @nnx.jit
+    def step(model, *batch):
+        (loss, _), grads = nnx.value_and_grad(case.loss, has_aux=True)(model, *batch)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+        return loss
+
+    losses = [step(model, *case.batch) for _ in range(STEPS)]
+    return losses, nnx.to_pure_dict(nnx.state(model))
+
+
+def _linen(name: str, mesh: Any) -> Any:
+    case = LINEN_MODELS[name]
+    inputs = case.batch[: case.inputs]
+    model = js.fully_shard(case.model, mesh=mesh, units=case.units) if mesh else case.model
+    build = lambda: model.init(streams(), *inputs)
+    variables = js.shard_init(build, model) if mesh else build()
+
+    @jax.jit
+    def step(variables, rngs, *batch):
+        state = {k: v for k, v in variables.items() if k != "params"}
+
+        def loss_fn(params):
+            out, changed = model.apply({"params": params, **state}, *inputs, rngs=rngs, mutable=list(state))
+            return case.loss(out, *batch), changed
+
+        (loss, changed), grads = jax.value_and_grad(loss_fn, has_aux=True)(variables["params"])
+        return loss, {"params": jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads), **changed}
+
+    losses = []
+    for number in range(STEPS):
+        rngs = {k: jax.random.fold_in(key, number) for k, key in streams().items()}
+        loss, variables = step(variables, rngs, *case.batch)
+        losses.append(loss)
+    return losses, variables
+
+
+class Masks(nnx.Module):
+    """What dropout keeps of ones, and bits that are drawn."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.drop = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> Any:
+        kept = self.drop(jnp.ones_like(self.linear(x)))
+        return (
+            kept > 0,
+            jax.random.bits(self.drop.rngs(), (len(x), 3)),
+            jax.random.permutation(self.drop.rngs(), len(x)),
+        )
+
+
+def _masks(_: str, mesh: Any) -> Any:
+    model = _built(lambda: Masks(nnx.Rngs(0)), (), mesh)
+    run = nnx.jit(lambda model, x: model(x))
+    return [run(model, VECTORS) for _ in range(2)]
+
+
+def _in_a_process(process: int, port: str, file: str, *chosen: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    found = {}
+    for sizes, names in (({"fsdp": 8}, chosen[::2]), ({"replica": 2, "fsdp": 4}, chosen[1::2])):
+        mesh = js.mesh(**sizes)
+        found |= {f"{sizes}|{name}|{key}": x for name in names for key, x in trained(name, mesh).items()}
+    if process == 0:
+        np.savez(file, **found)
+    jax.distributed.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _in_a_process(int(sys.argv[1]), *sys.argv[2:])

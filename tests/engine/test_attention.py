@@ -12,11 +12,7 @@ from flax import nnx
 import jshard as js
 from jshard.kernels import KernelError
 from jshard.kernels.backend import TracedDevice
-from jshard.recipes.building import batch_of
-from jshard.train import load_model_file
 from tests.fake_cudnn import H100, fake_cudnn, trace_for
-from tests.micro_gpt import MODELS
-from tests.wide import wide
 
 B, T, H, G, K = 4, 16, 4, 2, 8
 RNG = np.random.default_rng(0)
@@ -60,11 +56,8 @@ def outcome(case: dict[str, Any], dtype: Any, **how: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case):
-    """In float16 XLA:CPU has no products for JAX's plain form."""
-    dtype = "bfloat16"
     exact = outcome(CASES[case], "float32", backend="xla")
-    close(outcome(CASES[case], dtype, backend="xla"), exact, TOLERANCE[dtype])
-    close(outcome(CASES[case], dtype, backend="cudnn"), exact, TOLERANCE[dtype])
+    close(outcome(CASES[case], "bfloat16", backend="cudnn"), exact, TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,55 +66,9 @@ def test_some_queries_at_a_time_are_all_of_them(dtype):
     close(outcome({"is_causal": True}, dtype, queries_at_once=5), exact, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    ("name", "remat"),
-    [
-        ("llama", "full"),
-        *(wide(*each) for each in (("t5", "none"), ("gpt", "dots"), ("moe", "attention"), ("vdit", "full"))),
-    ],
-)
-def test_models_train_alike_with_both(cudnn, monkeypatch, name, remat):
-    """On eight data shards by cuDNN, and on one device in plain form: the same loss and gradients."""
-    model_file = load_model_file(MODELS / f"{name}.py")
-    recipe = model_file.recipe("tiny")[1]
-    small = {"n_layer": 2, "compute_dtype": "bfloat16", "remat": remat} | ({} if name == "moe" else {"scan": True})
-    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, **small), sequence_length=32)
-    batch, calls = made_up(batch_of(model_file, recipe, 8)), []
-    attend = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *xs, **how: calls.append(how) or attend(*xs, **how))
-
-    def run(config, mesh):
-        model = js.shard_init(
-            lambda: model_file.build(config, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
-        )
-        return nnx.jit(js.value_and_grad(model_file.loss_fn))(model, js.shard_batch(batch, mesh))
-
-    loss, grads = run(recipe.model, js.mesh())
-    assert calls and all(how.get("implementation") == "cudnn" for how in calls)
-    plain = dataclasses.replace(recipe.model, attention="xla", remat="none")
-    wanted, exact = run(plain, js.mesh(devices=jax.devices()[:1]))
-    assert float(loss) == pytest.approx(float(wanted), rel=2e-3)
-    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        # In bfloat16 both; and of a bias cuDNN gives the gradient in 16 bits.
-        assert np.linalg.norm(x - y) <= 0.08 * np.linalg.norm(y) + 1e-6
-
-
-def made_up(like: Any) -> Any:
-    """A batch of numbers that differ in every example, none of them a padding."""
-
-    def of(x):
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return RNG.integers(1, 9, x.shape).astype(x.dtype)
-        return RNG.normal(size=x.shape).astype(x.dtype)
-
-    return jax.tree.map(of, like)
-
-
-@pytest.mark.parametrize("heads", [4, wide(3)])
-def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn, heads):
-    """XLA cannot partition the call in a region. Of three heads, on two devices, each has all."""
-    mesh = js.mesh(fsdp=4, tensor=2)
+def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn):
+    """XLA cannot partition the call in a region."""
+    mesh, heads = js.mesh(fsdp=4, tensor=2), 4
     rng = np.random.default_rng(2)
     x, bias = rng.normal(size=(8, 16, heads, 3 * K)), rng.normal(size=(1, heads, 16, 16))
 
@@ -131,8 +78,7 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn, heads):
 
         def __call__(self, x, backend):
             qkv = (x * self.scale[None, None]).astype(jnp.bfloat16)
-            qkv = qkv if heads % 2 else js.parallel.hold(qkv, None, None, "tensor")
-            q, k, v = jnp.split(qkv, 3, axis=-1)
+            q, k, v = jnp.split(js.parallel.hold(qkv, None, None, "tensor"), 3, axis=-1)
             y = js.kernels.attention(q, k, v, bias=self.bias[...], is_causal=True, backend=backend)
             return y.astype(jnp.float32)
 
@@ -143,7 +89,7 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn, heads):
     model = js.fully_shard(Model(), mesh=mesh)
     given = js.shard_batch(jnp.asarray(x, jnp.float32), mesh)
     text = gradients.lower(model, given, "cudnn").as_text()
-    assert (f"4x16x{heads // 2}x{K}xbf16" in text or f"2x16x{heads // 2}x{K}xbf16" in text) == (heads == 4)
+    assert f"4x16x2x{K}xbf16" in text or f"2x16x2x{K}xbf16" in text
     close(gradients(model, given, "cudnn"), gradients(model, given, "xla"), 0.03)
 
 

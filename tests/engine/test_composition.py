@@ -8,57 +8,39 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.errors import AnnotationError
-from tests.helpers import Config, annotator, builder, loss_fn, placed, token_batch
+from jshard.errors import AnnotationError, CallError
+from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import assert_parity, flat, worst
 
 CONFIG = Config(attends=False)
 BATCH = token_batch(CONFIG)
-# Adam divides a gradient by its own size: where the penalty is a bias's whole gradient, rounding becomes a step.
-PENALTY_TOLERANCE = 1e-5
 
 
 def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def penalty(model):
-    return 1e-3 * sum((x**2).sum() for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-def test_penalty_with_accumulation_that_syncs_last():
-    loss = lambda model, x, y: loss_fn(model, x, y) + penalty(model)
-    grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")
-    assert_parity(builder(CONFIG), annotator(js.mesh()), loss, BATCH, grad=grad, parameters=PENALTY_TOLERANCE)
-
-
 class Layer(nnx.Module):
-    def __init__(self, width, rngs, *, rate=0.0, norm=True):
-        self.linear = nnx.Linear(width, width, rngs=rngs)
-        self.norm = nnx.BatchNorm(width, rngs=rngs) if norm else None
-        self.drop = nnx.Dropout(rate, rngs=rngs)
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
 
-    def __call__(self, x, mask=None, *, positions=None, train=True, activation="gelu"):
-        h = self.linear(x)
-        if activation == "gelu":
-            h = jax.nn.gelu(h)
+    def __call__(self, x, mask=None, *, positions=None, train=True):
+        h = jax.nn.gelu(self.linear(x)) if train else self.linear(x)
         if mask is not None:
             h = h * mask
         if positions is not None:
             h = h + jnp.sin(positions)[..., None].reshape((1,) * (2 - positions.ndim) + (*positions.shape, 1))
-        if self.norm is not None:
-            h = self.norm(h, use_running_average=not train)
-        return x + self.drop(h, deterministic=not train)
+        return x + h
 
 
 class Awkward(nnx.Module):
-    """A model with keyword arguments, masks, flags, several methods, BatchNorm and dropout."""
+    """A model with keyword arguments, masks, flags and several methods."""
 
-    def __init__(self, rngs, *, rate=0.0, norm=False, width=64, vocab=256):
-        self.embed = nnx.Embed(vocab, width, rngs=rngs)
-        self.layers = nnx.List([Layer(width, rngs, rate=rate, norm=norm) for _ in range(2)])
-        self.head = nnx.Linear(width, vocab, rngs=rngs)
-        self.table = nnx.data(jnp.linspace(0.5, 1.5, width))  # an array that is not a variable
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = nnx.Embed(256, 64, rngs=rngs), nnx.Linear(64, 256, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+        self.table = nnx.data(jnp.linspace(0.5, 1.5, 64))  # an array that is not a variable
 
     def __call__(self, x, mask=None, *, positions=None, train=True):
         h = self.embed(x) * self.table[None, None]
@@ -87,24 +69,9 @@ class Awkward(nnx.Module):
             "layers": 2,
         }
 
-    def num_parameters(self):
-        return sum(x.size for x in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
-    def doubled(self):
-        return self.embed.embedding[...] * 2
-
-
-def awkward(**settings):
-    return lambda: Awkward(nnx.Rngs(0), **settings)
-
-
-def annotate_awkward(mesh, **settings):
-    def annotate(model):
-        for layer in model.layers:
-            js.fully_shard(layer, mesh=mesh)
-        js.fully_shard(model, mesh=mesh, **settings)
-
-    return annotate
+def annotate(model):
+    js.fully_shard(model, mesh=js.mesh(), units=Layer)
 
 
 LENGTH = BATCH[0].shape[1]
@@ -126,28 +93,23 @@ def test_masks_and_keyword_arguments(case):
     mask, positions = KEYWORDS[case]
     loss = lambda m, x, y, mask, positions: cross_entropy(m(x, mask=mask, positions=positions, train=True), y)
     # Length equals batch (16): which of them carries the batch is found from what the model does with it.
-    assert_parity(awkward(), annotate_awkward(js.mesh()), loss, (*BATCH, mask, positions))
+    assert_parity(Awkward, annotate, loss, (*BATCH, mask, positions))
 
 
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda m, x, y: cross_entropy(m.decode(m.encode(x)), y),
         lambda m, x, y: cross_entropy(m.decode(m.layers[0](m.encode(x))), y),
         lambda m, x, y: cross_entropy(m(x), y) * 2.0 + (m.many(x)["weight"] * 1e-3),
     ],
-    ids=["two calls", "an inner unit called alone", "loss and a weight"],
+    ids=["an inner unit called alone", "loss and a weight"],
 )
 def test_methods_and_several_calls(loss):
-    assert_parity(awkward(), annotate_awkward(js.mesh()), loss, BATCH)
-
-
-def loss_of_call(model, x, y):
-    return cross_entropy(model(x), y)
+    assert_parity(Awkward, annotate, loss, BATCH)
 
 
 def test_every_kind_of_output():
-    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
+    model, plain = placed(Awkward, annotate), Awkward()
     run = nnx.jit(lambda model, x: {k: v for k, v in model.many(x).items() if k != "name"})
     found, wanted = run(model, BATCH[0]), plain.many(BATCH[0])
     assert found["layers"] == 2
@@ -157,67 +119,13 @@ def test_every_kind_of_output():
     assert found["time_major"].sharding.shard_shape(found["time_major"].shape) == (LENGTH, 2, 64)
 
 
-class Noisy(nnx.Module):
-    """Random numbers from an Rngs argument, and from a key argument."""
-
-    def __init__(self, rngs):
-        self.embed, self.drop = nnx.Embed(256, 64, rngs=rngs), nnx.Dropout(0.5)
-
-    def __call__(self, x, rngs, key):
-        return self.drop(self.embed(x), rngs=rngs) * jax.random.bernoulli(key, 0.5, (*x.shape, 64))
-
-
-def test_rngs_and_keys_among_the_arguments():
-    run = nnx.jit(lambda model, x, rngs, key: model(x, rngs, key))
-    found, wanted = [], []
-    for model, outs in ((js.fully_shard(Noisy(nnx.Rngs(0)), mesh=js.mesh()), found), (Noisy(nnx.Rngs(0)), wanted)):
-        rngs = nnx.Rngs(dropout=3)
-        outs += [run(model, BATCH[0], rngs, jax.random.key(i)) for i in range(2)]
-        assert int(rngs.dropout.count[...]) == 2
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
-
-
-def test_calls_without_a_batch():
-    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
-    assert model.num_parameters() == plain.num_parameters()
-    np.testing.assert_array_equal(model.doubled(), plain.doubled())
-
-
 def test_any_batch_runs_in_global_view_and_outside():
-    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
+    model, plain = placed(Awkward, annotate), Awkward()
     run = nnx.jit(lambda model, x: model(x))
     with js.global_view():
         np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
     # The jitted function is traced anew outside, where each device computes all of a batch that does not divide.
     np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
-
-
-def test_recomputation_sees_the_same_mask():
-    grads = []
-    for remat in ("none", "dots", "full"):
-        build = awkward(rate=0.3)
-
-        def annotate(model, remat=remat):
-            for layer in model.layers:
-                js.fully_shard(layer, mesh=js.mesh(), remat=remat)
-            js.fully_shard(model, mesh=js.mesh())
-
-        model = placed(build, annotate)
-        grads.append(flat(nnx.jit(lambda m, x, y: nnx.grad(loss_of_call)(m, x, y))(model, *BATCH)))
-    for other in grads[1:]:
-        assert max(worst(other[k], grads[0][k]) for k in other) < 1e-6
-
-
-def test_second_derivatives_by_reverse_mode():
-    def curvature(model, x, y):
-        def norm(model):
-            return sum((g**2).sum() for g in jax.tree.leaves(nnx.grad(loss_fn)(model, x, y)))
-
-        return nnx.grad(norm)(model)
-
-    model, plain = placed(builder(CONFIG), annotator(js.mesh())), builder(CONFIG)()
-    found, wanted = (flat(nnx.jit(curvature)(m, *BATCH)) for m in (model, plain))
-    assert max(worst(found[k], wanted[k]) for k in wanted) < 1e-5
 
 
 def test_forward_mode_in_global_view():
@@ -236,10 +144,10 @@ def test_forward_mode_in_global_view():
 
 
 def test_parameters_added_after_the_annotation_are_right_and_named():
-    def grown(annotate):
-        model = awkward()()
-        if annotate:
-            annotate_awkward(js.mesh())(model)
+    def grown(annotated):
+        model = Awkward()
+        if annotated:
+            annotate(model)
         model.layers[0].linear.scale = nnx.Param(jnp.full((64,), 1.5))
         return model
 
@@ -256,3 +164,84 @@ def test_parameters_added_after_the_annotation_are_right_and_named():
     assert max(worst(found[k], wanted[k]) for k in wanted) < 2e-6
     with pytest.raises(AnnotationError, match="never saw"):
         js.plan(grown(True))
+
+
+# ---- Reads and microbatches ----------------------------------------------------------------------
+
+
+ROWS = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+
+
+def called(model, *args, **kwargs):
+    return nnx.jit(lambda model, *args: model(*args, **kwargs))(model, *args)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(64, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_check_compares_state_that_the_call_changed():
+    report = js.check(js.fully_shard(Normed(nnx.Rngs(0)), mesh=js.mesh()), ROWS)
+    assert report.state.keys() == {"norm/mean", "norm/var"}
+    assert "1 outputs, 4 gradients and 2 changed states agree" in str(report)
+
+
+class Outer(nnx.Module):
+    """Has an inner unit whose parameters it uses by `use`."""
+
+    def __init__(self, rngs, use):
+        self.inner = nnx.Linear(64, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 64, rngs=rngs)
+        self.use = use
+
+    def __call__(self, x):
+        h = self.out(self.inner(x))
+        return h + self.use(self.inner)
+
+
+READ = {
+    "nnx.state": lambda m: sum((v**2).sum() for v in jax.tree.leaves(nnx.state(m, nnx.Param))),
+    "nnx.split": lambda m: nnx.split(m)[1]["kernel"].get_raw_value().mean(),
+    "indexed leaf": lambda m: jax.tree.leaves(nnx.state(m, nnx.Param))[1][0].sum(),
+    "inside a scan": lambda m: jax.lax.map(jnp.sum, m.kernel.get_raw_value()).sum(),
+    "inside a branch": lambda m: jax.lax.cond(True, lambda w: w.sum(), lambda w: w.mean(), m.kernel.get_raw_value()),
+    "a whole parameter": lambda m: (m.kernel[...] ** 2).sum(),
+    "an index": lambda m: m.kernel[3, 5] + m.kernel[60:].sum(),
+    "an operator": lambda m: (m.kernel * 2.0).sum(),
+    "variables of nnx.state": lambda m: sum((v[...] ** 2).sum() for _, v in nnx.to_flat_state(nnx.state(m, nnx.Param))),
+    "a size": lambda m: jnp.float32(m.kernel.size + m.kernel.shape[0] + m.kernel.ndim),
+    "a loop": lambda m: sum(row.sum() for row in m.kernel),
+}
+
+
+def test_reads_inside_the_region_are_of_the_whole_parameter():
+    build = lambda: Outer(nnx.Rngs(0), lambda m: jnp.stack([use(m) for use in READ.values()]).sum())
+    model = build()
+    js.fully_shard(model.inner, mesh=js.mesh())
+    js.fully_shard(model, mesh=js.mesh())
+    np.testing.assert_allclose(called(model, ROWS), build()(ROWS), rtol=2e-5, atol=2e-5)
+
+
+def test_units_in_a_call_of_their_own_are_right_without_a_root():
+    config = Config()
+    model, plain = builder(config)(), builder(config)()
+    js.fully_shard(model.blocks[0], mesh=js.mesh())
+    h = np.random.default_rng(2).standard_normal((16, 8, 64)).astype(np.float32)
+    np.testing.assert_allclose(called(model.blocks[0], h), called(plain.blocks[0], h), rtol=1e-5, atol=1e-5)
+
+
+def test_accumulation_that_syncs_last_does_not_take_copies_of_what_was_changed():
+    """A parameter that the loss itself perturbs before the call."""
+
+    def perturbed(model, x, y):
+        model.embed.embedding[...] = 2 * model.embed.embedding[...]
+        return loss_fn(model, x, y)
+
+    config = Config()
+    grad = js.value_and_grad(perturbed, accumulate=2, sync="last")
+    with pytest.raises(CallError, match="the loss changed them before the call"):
+        nnx.eval_shape(lambda m, *batch: grad(m, *batch), abstract(config, js.mesh()), *token_batch(config))

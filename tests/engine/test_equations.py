@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -13,7 +11,6 @@ from jax.extend import core as jex
 
 import jshard as js
 from jshard.engine.trace import are_equal
-from tests import linen_models
 from tests.helpers import Config, annotator, builder, fresh, loss_fn, placed, token_batch
 
 
@@ -63,110 +60,6 @@ def test_a_loop_is_as_long_for_any_number_of_trips() -> None:
         model = placed(builder(config), annotator(js.mesh()))
         counts.append(equations(nnx.grad(loss_fn), model, *token_batch(config)))
     assert counts[0] == counts[1]
-
-
-class Masked(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense, self.drop = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5)
-
-    def __call__(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        for i in range(8):
-            x = self.drop(self.dense(x), rngs=jax.random.fold_in(key, i))
-        return x
-
-
-def test_masks_of_dropout_of_one_shape_are_made_by_one_function() -> None:
-    model = js.fully_shard(Masked(nnx.Rngs(0)), mesh=js.mesh())
-    loss = lambda model, x, key: (model(x, key) ** 2).mean()
-    args = np.ones((16, 4, 16), np.float32), jax.random.key(1)
-    _, sharded = equations(nnx.grad(loss), model, *args)
-    _, plain = equations(nnx.grad(loss), Masked(nnx.Rngs(0)), *args)
-    assert sharded <= 2.2 * plain  # whole ones are traced, too, and dropped by the compiler
-
-
-def test_a_linen_step_has_at_most_half_as_many_equations_more() -> None:
-    plain = linen_models.Decoder(depth=4)
-    variables = jax.jit(plain.init)(jax.random.key(0), linen_models.X)
-    model = js.fully_shard(plain, mesh=js.mesh(), units=linen_models.Block)
-    jax.eval_shape(model.init, jax.random.key(0), linen_models.X)
-    loss = lambda model: lambda v: linen_models.cross_entropy(model.apply(v, linen_models.X))
-    found, wanted = (equations(jax.value_and_grad(loss(m)), variables)[0] for m in (model, plain))
-    assert found <= 1.5 * wanted
-
-
-class DroppedLayer(nn.Module):
-    scale: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        h = nn.relu(nn.Dense(16)(nn.LayerNorm()(x)))
-        return x + self.scale * nn.Dropout(0.5, deterministic=False)(h)
-
-
-class Dropped(nn.Module):
-    scales: tuple[float, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for scale in self.scales:
-            x = DroppedLayer(scale)(x)
-        return x
-
-
-def of_dropped(scales: tuple[float, ...]) -> tuple[int, int]:
-    """Equations of the gradients: each with its program once, sharded and plain; they are equal."""
-    x, key = np.random.default_rng(0).standard_normal((16, 4, 16), np.float32), jax.random.key(1)
-    plain = Dropped(scales)
-    variables = jax.jit(plain.init)({"params": key, "dropout": key}, x)
-    model = js.fully_shard(Dropped(scales), mesh=js.mesh(), units=DroppedLayer)
-    stored = js.shard_init(lambda: model.init({"params": key, "dropout": key}, x), model)
-    of = lambda model: lambda p: (model.apply({"params": p}, x, rngs={"dropout": key}) ** 2).mean()
-    wanted, found = jax.jit(jax.grad(of(plain)))(variables["params"]), jax.jit(jax.grad(of(model)))(stored["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, found)
-    return equations(jax.grad(of(model)), stored["params"])[1], equations(jax.grad(of(plain)), variables["params"])[1]
-
-
-def test_equal_layers_with_keys_of_their_own_are_one_program() -> None:
-    """Linen folds a layer's path into its keys, so that each layer's Python runs; what follows is done once."""
-    four, _ = of_dropped((1.0,) * 4)
-    ten, plain = of_dropped((1.0,) * 10)
-    assert ten - four <= 6 * 12  # gathered, called, reduced
-    assert ten <= 0.75 * plain
-
-
-def test_layers_that_differ_in_a_number_are_two_programs() -> None:
-    same, other = of_dropped((1.0, 1.0, 1.0)), of_dropped((1.0, 1.0, 2.0))
-    assert other[0] > same[0] + 20
-
-
-class Settings:
-    """Has no hash."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and self.scale == other.scale
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class WithSettings(nnx.Module):
-    def __init__(self, settings: Settings, rngs: nnx.Rngs) -> None:
-        self.dense, self.settings = nnx.Linear(16, 16, rngs=rngs), settings
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tanh(self.dense(x)) * self.settings.scale
-
-
-def test_equal_layers_whose_settings_have_no_hash_are_one_program() -> None:
-    def of_layers(scales: list[float]) -> int:
-        layers = [WithSettings(Settings(scale), nnx.Rngs(i)) for i, scale in enumerate(scales)]
-        model = js.fully_shard(nnx.Sequential(*layers), mesh=js.mesh(), units=WithSettings)
-        return equations(nnx.grad(lambda model, x: (model(x) ** 2).mean()), model, np.ones((16, 16), np.float32))[1]
-
-    assert of_layers([2.0] * 8) - of_layers([2.0] * 4) <= 4 * 12
-    assert of_layers([2.0] * 4) < of_layers([2.0, 2.0, 3.0, 3.0])
 
 
 DIFFER = {

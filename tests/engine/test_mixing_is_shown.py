@@ -16,11 +16,6 @@ from jax.experimental import pallas as pl
 import jshard as js
 from jshard.engine.moved import Mixing
 from jshard.inspect.audit import audit
-from jshard.inspect.differences import differences
-from jshard.inspect.hlo.forms import mixing_in, unit_and_phase
-from jshard.inspect.hlo.schedule import Window
-from jshard.inspect.model_traffic import without_mixing
-from tests.helpers import Config, abstract, program
 
 BATCH, INPUTS, WIDTH = 1024, 16, 256  # the whole batch of features is 1 MiB
 BATCH_BYTES = BATCH * WIDTH * 4
@@ -146,35 +141,79 @@ def test_audit_tells_the_lines_apart_from_parameters():
     assert first["total_bytes"] == found.mixing[0].total_bytes and first["lines"][0]["where"]
 
 
-def test_a_right_transformer_mixes_nothing():
-    config = Config(attends=True)
-    model = abstract(config, js.mesh())
-    made = program(config)
-    assert audit(made.compiled, plan=made.plan).mixing == ()
-    assert js.explain(model).mixing == () and not json.loads(js.explain(model).to_json())["mixing"]
+# ---- Products that every device computes ---------------------------------------------------------
 
 
-NAME = "jit(step)/(jvp(mixing[sum|square|vae.py|35|VAE.__call__|256])/psum:transpose(jvp(jshard[up]/backward))/psum)"
-VAE = Mixing("sum", "square", "vae.py:35 (VAE.__call__)", 1, 256)
+WIDE = 1024  # a product with 1,020 rows is 2.1 GFLOP
 
 
-def window(kind: str, *dims: tuple[int, ...], mixing: tuple[Mixing, ...] = (VAE,), alone: bool = True) -> Window:
-    size = sum(4 * jnp.zeros(d).size for d in dims)
-    arrays = tuple(("f32", d) for d in dims)
-    axes = ("fsdp",)
-    return Window("x", kind, (("f32", size),), (*range(8),), axes, arrays=arrays, mixing=mixing, is_mixing=alone)
+class Towers(nnx.Module):
+    """Two sets of examples, of one size or of two."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.images = nnx.Linear(WIDE, WIDE, use_bias=False, rngs=rngs)
+        self.texts = nnx.Linear(WIDE, WIDE, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, y=None):
+        x = self.images(x)
+        return x if y is None else x @ self.texts(y).T
 
 
-def test_what_a_compiler_joins_is_taken_apart():
-    assert mixing_in(NAME) == ((VAE,), False) and unit_and_phase(NAME) == (("up",), "both")
-    assert mixing_in(NAME.partition(":")[0] + ")") == ((VAE,), True)
-    others, own = without_mixing([window("all-reduce", (64,), (16, 64), alone=False)])
-    assert [w.arrays for w in own] == [(("f32", (64,)),)] and [w.full_bytes for w in others] == [4096]
+def named_towers(name: str, kind: type = Towers, **mesh: Any) -> nnx.Module:
+    """Under a name of its own, as what was said is not said again."""
+    made = type(name, (kind,), {})
+    return js.abstract_init(lambda: made(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=js.mesh(**mesh)))
 
 
-def test_a_line_that_sends_more_than_it_asked_for_is_a_difference():
-    plan = program(Config()).plan
-    right, larger = window("all-gather", (64,)), window("all-gather", (8, 64))
-    few = [d for d in differences([right], plan) if "vae.py" in str(d)]
-    (more,) = [d for d in differences([right, larger], plan) if "vae.py" in str(d)]
-    assert not few and "2.00 KiB compiled for vae.py:35 (VAE.__call__), which asks for 256 B" in str(more)
+def said(run) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert {one.filename for one in caught} <= {__file__}
+    texts = [linecache.getline(__file__, one.lineno).strip() for one in caught]
+    assert texts == ["nnx.jit(lambda model, args: model(*args)).lower(model, args)"] * len(caught), texts
+    return [text for text in map(str, (one.message for one in caught)) if "every device computes" in text]
+
+
+def called(model: nnx.Module, *shapes: tuple[int, ...]) -> list[str]:
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def run() -> None:
+        nnx.jit(lambda model, args: model(*args)).lower(model, args)
+
+    return said(run)
+
+
+def test_a_batch_that_does_not_divide_is_said_once_with_its_lines_and_a_line_to_write():
+    """Seen to fail with the line of the library, and with a batch of 1,024."""
+    made = named_towers("Odd")
+    (text,) = called(made, (1020, WIDE))
+    what, where, why, do = text.splitlines()
+    assert what == "Odd.__call__: every device computes products for all examples, 100% of what it multiplies:"
+    assert source(where) == "x = self.images(x)" and where.endswith(": 2.1 GFLOP")
+    assert why.endswith("divides by 8, the number of data shards: float32[1020, 1024].")
+    assert do.endswith("is split. To leave out the last of 1020: x = x[:1016]")
+    assert called(made, (1020, WIDE)) == called(made, (1012, WIDE)) == []
+
+
+def test_what_it_says_to_write_is_split():
+    made = named_towers("Few")
+    assert called(made, (1016, WIDE)) == called(made, (1024, WIDE)) == []
+    (text,) = called(made, (3, 400, WIDE))
+    assert text.endswith("A batch of a multiple of 8 is split.")
+    assert called(made, (8, 400, WIDE)) == []
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mesh"),
+    [
+        (((1, 1020, WIDE),), {}),  # a single example
+        (((12, WIDE),), {}),  # 25 MFLOP
+        (((1020, WIDE),), {"devices": jax.devices()[:1]}),  # one data shard
+        (((1020, WIDE),), {"fsdp": 1, "tensor": 8}),
+        (((1024, WIDE), (1024, WIDE)), {}),
+        (((4096, WIDE), (36, WIDE)), {}),  # less than a tenth
+    ],
+)
+def test_programs_that_are_fine_are_not_said(shapes, mesh):
+    assert called(named_towers("Fine", **mesh), *shapes) == []

@@ -1,17 +1,18 @@
-"""Remat policies by name: what the compiled program computes again, and the gradients of one device with each."""
+"""What the compiled program computes again by each remat policy, and keeps; the gradients of one device with each."""
 
 import dataclasses
 import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import jshard as js
 from jshard.engine import trace
-from jshard.inspect.memory import activations
+from jshard.inspect.memory import activations, saved_arrays
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS, micro
 from tests.wide import wide
@@ -23,7 +24,6 @@ CONFIG = dataclasses.replace(micro().model, n_layer=2, scan=True)
 
 # Of a block's six products backward needs all results but the last: qkv, scores, context, out, up, down.
 AGAIN = {
-    "none": [],
     "full": ["qkv", "scores", "context", "out", "up"],
     "dots": [],
     "dots_with_no_batch_dims": ["scores", "context"],
@@ -34,7 +34,9 @@ AGAIN = {
     "save_dot_with_context_except_mlp": ["scores", "up"],
     "names:qkv_proj,mlpwi": ["scores", "context", "out"],
 }
-FEW = "torchtitan_selective", "minimal_flash", "attention"
+
+
+FEW = ("torchtitan_selective",)
 
 
 def gradients(remat, mesh):
@@ -69,14 +71,58 @@ def test_what_is_computed_again(kept, remat):
         np.testing.assert_allclose(x, y, atol=2e-6 * max(float(np.abs(y).max()), 1e-3))
 
 
-@pytest.mark.parametrize("remat", ["dots", wide("minimal_flash")])
-def test_equal_layers_are_differentiated_once(monkeypatch, remat):
+def test_equal_layers_are_differentiated_once(monkeypatch):
     """Seen to fail where each had a policy of its own, equal to none: as many derivatives as layers."""
     made, of = [], trace.Gradient
     monkeypatch.setattr(trace, "Gradient", lambda *args: made.append(args) or of(*args))
-    mesh, config = js.mesh(devices=8), dataclasses.replace(CONFIG, n_layer=3, scan=False, remat=remat)
+    mesh, config = js.mesh(devices=8), dataclasses.replace(CONFIG, n_layer=3, scan=False, remat="dots")
     model = js.abstract_init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), lambda model: gpt.annotate(model, mesh))
     ids = jax.ShapeDtypeStruct((8, config.block_size), "int32")
     activations(model, GPT_FILE.loss_fn, {"inputs": ids, "targets": ids})
-    blocks = [wrt for program, wrt in made if program.remat == remat]
+    blocks = [wrt for program, wrt in made if program.remat == "dots"]
     assert len(blocks) == 1
+
+
+# ---- What is kept --------------------------------------------------------------------------------
+
+
+SEQUENCES = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
+
+
+class Attention(nnx.Module):
+    """Autodiff keeps its masked scores for their maximum, which has no gradient."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.project = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        q = self.project(x)
+        return jax.nn.dot_product_attention(*3 * (q[:, :, None],), is_causal=True)[:, :, 0]
+
+
+class Scores(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = Attention(rngs)
+        self.head = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.attention(x))
+
+
+def squared(model, x):
+    return (model(x) ** 2).mean()
+
+
+def test_scores_are_not_kept():
+    """Seen to fail where all that autodiff keeps was: the scores before their maximum is subtracted, too."""
+    model = js.fully_shard(Scores(nnx.Rngs(0)), mesh=js.mesh(), units=Attention)
+    saved = saved_arrays(model, squared, jnp.asarray(SEQUENCES))
+    scores = {kind: n for (kind, _, _), n in saved.items() if kind.startswith("float32") and kind.endswith("6, 6)")}
+    assert sum(scores.values()) == 2  # the exponentials, and the weights
+    plain = Scores(nnx.Rngs(0))
+    (loss, grads), (wanted, wanted_grads) = (
+        nnx.jit(nnx.value_and_grad(squared))(m, jnp.asarray(SEQUENCES)) for m in (model, plain)
+    )
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)

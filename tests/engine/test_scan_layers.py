@@ -11,44 +11,11 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.inspect import collectives, full_bytes
-from tests.helpers import Config, Decoder, compile_to_read, loss_fn, placed, token_batch, with_placement
+from tests.helpers import Config, Decoder, Scanning, annotator, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
-from tests.wide import wide
 
-DEEP = Config(layers=6, attends=False)  # some rounds of the loop, beside the layers before and after it
+DEEP = Config(layers=4, attends=False)  # some rounds of the loop, beside the layers before and after it
 BATCH = token_batch(DEEP, batch=16, length=8)
-
-
-class Scanning(Decoder):
-    """The decoder, with `scan_layers` in the place of its loop."""
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x = js.scan_layers(self.blocks, self.embed(ids))
-        return self.embed.attend(self.norm(x))
-
-
-def build(config: Config = DEEP) -> Scanning:
-    return Scanning(config, nnx.Rngs(0))
-
-
-@functools.cache
-def builder(config: Config) -> Any:
-    return lambda: build(config)
-
-
-def annotate(model: Scanning, mesh: Any, **settings: Any) -> None:
-    if model.config.scanned:
-        js.fully_shard(model.blocks, mesh=mesh, **with_placement(stacked=1, **settings))
-    else:
-        for block in model.blocks:
-            js.fully_shard(block, mesh=mesh, **with_placement(**settings))
-    js.fully_shard(model, mesh=mesh)
-
-
-def annotated(mesh: Any, config: Config = DEEP, **settings: Any) -> Scanning:
-    """Made whole and then placed: a program that makes its layers is dearer than all else here."""
-    return placed(builder(config), lambda model: annotate(model, mesh, **settings))
 
 
 @functools.cache
@@ -74,51 +41,23 @@ LIST, STACKED = False, True
 @pytest.mark.parametrize(
     ("scanned", "settings", "axes"),
     [
-        (LIST, {}, {}),
-        (LIST, {"prefetch": 0, "remat": "full"}, {}),
         (LIST, {"reshard_after_forward": 2}, {}),
-        wide(LIST, {"prefetch": "600KiB", "remat": "full"}, {}),
-        wide(LIST, {"prefetch": 2, "remat": "dots"}, {"replica": 2}),
-        wide(LIST, {"prefetch": None}, {}),
         (STACKED, {"remat": "full"}, {"replica": 2}),
-        wide(STACKED, {"prefetch": 2, "reshard_after_forward": 2}, {}),
     ],
     ids=str,
 )
 def test_gradients_are_those_of_the_loop_on_one_device(scanned, settings, axes):
-    mesh = js.mesh(**({"fsdp": -1} | axes))
-    model = annotated(mesh, dataclasses.replace(DEEP, scanned=scanned), **settings)
+    config, mesh = dataclasses.replace(DEEP, scanned=scanned), js.mesh(**axes)
+    model = placed(lambda: Scanning(config, nnx.Rngs(0)), annotator(mesh, **settings))
     assert_equal(gradients(model), wanted(scanned))
 
 
 def test_plain_and_in_global_view_it_is_the_loop():
+    build = lambda: Scanning(DEEP, nnx.Rngs(0))
     assert_equal(gradients(build()), wanted(False))
-    model = annotated(js.mesh(fsdp=-1))
+    model = placed(build, annotator(js.mesh()))
     with js.global_view():
         assert_equal(gradients(model), wanted(False))
-    stacked = dataclasses.replace(DEEP, scanned=True)
-    assert_equal(gradients(build(stacked)), wanted(True))
-
-
-def test_microbatches_with_one_reduction():
-    model = annotated(js.mesh(fsdp=4, devices=jax.devices()[:4]))
-    grad = js.value_and_grad(loss_fn, accumulate=4, sync="last")
-    _, grads = nnx.jit(lambda model, *batch: grad(model, *batch))(model, *BATCH)
-    assert_equal(flat(grads), wanted(False))
-
-
-@pytest.mark.parametrize(
-    ("settings", "gathers"), [({}, 2.0), ({"prefetch": 2, "reshard_after_forward": False}, 1.0)], ids=str
-)
-def test_nothing_is_gathered_or_reduced_in_vain(settings, gathers):
-    """The root is next to nothing beside a layer."""
-    config, mesh = Config(layers=6, width=256, hidden=1024, heads=4, vocab=64), js.mesh(fsdp=-1)
-    model = js.abstract_init(lambda: build(config), lambda m: annotate(m, mesh, remat="full", **settings))
-    run = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch))
-    found = collectives(compile_to_read(run.lower(model, *token_batch(config, 8, 8)).lowered))
-    part = lambda kind: full_bytes(found, kind, over=1) / js.plan(model).logical_bytes
-    assert part("all-gather") == pytest.approx(gathers, abs=0.01)
-    assert part("reduce-scatter") == pytest.approx(1.0, abs=0.01) and part("all-reduce") < 0.01
 
 
 NOISY = 3  # layers
@@ -161,7 +100,6 @@ class NoisyStack(nnx.Module):
         return carry["x"], outs["aux"].sum(0), jnp.moveaxis(outs["cache"], 0, 1)
 
 
-@functools.cache
 def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """Gradients of two steps, and the state after them."""
     mesh = js.mesh(replica=2, fsdp=4)
@@ -180,24 +118,11 @@ def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str
     return [flat(grad(model, *batch)) for _ in range(2)], flat(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-@pytest.mark.parametrize("remat", [wide("none"), "full"])
-def test_dropout_statistics_caches_and_auxiliary_losses(remat):
-    (loop_grads, loop_state), (scan_grads, scan_state) = noisy(True, "none"), noisy(False, remat)
+def test_dropout_statistics_caches_and_auxiliary_losses():
+    (loop_grads, loop_state), (scan_grads, scan_state) = noisy(True, "none"), noisy(False, "full")
     for a, b in zip(scan_grads, loop_grads, strict=True):
         assert_equal(a, b)
     assert any(worst(loop_grads[0][k], loop_grads[1][k]) > 0.01 for k in loop_grads[0])  # the masks are fresh ones
     for key in loop_state:
         np.testing.assert_allclose(scan_state[key], loop_state[key], rtol=1e-5, atol=1e-6, err_msg=key)
     assert scan_state[f"layers/{NOISY - 1}/calls"] == 2
-
-
-@pytest.mark.parametrize("settings", [{"prefetch": 2}, {"delay_reduce": False}], ids=str)
-def test_settings_that_have_no_effect_any_more_are_named(settings):
-    layers = [linear(), linear(seed=1)]
-    with pytest.warns(DeprecationWarning, match="has no effect any more: .* do: js"):
-        found = js.scan_layers(layers, jnp.ones((16, 32)), **settings)
-    np.testing.assert_array_equal(found, layers[1](layers[0](jnp.ones((16, 32)))))
-
-
-def linear(size: int = 32, seed: int = 0) -> nnx.Linear:
-    return nnx.Linear(32, size, rngs=nnx.Rngs(seed))

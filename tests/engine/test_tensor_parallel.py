@@ -7,6 +7,7 @@ all-reduces over `tensor` that go with a split sequence are reduce-scatters.
 import collections
 import dataclasses
 import functools
+import math
 import sys
 
 import jax
@@ -16,11 +17,12 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.errors import AnnotationError, CallError
+from jshard.inspect.communication import traffic_of
 from jshard.train import load_model_file
-from tests.helpers import compile_to_read, placed, with_placement
+from tests.helpers import compile_to_read, with_placement
 from tests.micro_gpt import MODELS, micro
-from tests.parity import assert_parity, compare, train, worst
-from tests.wide import wide
+from tests.parity import assert_parity, worst
 
 GPT_FILE = load_model_file(MODELS / "gpt.py")
 gpt = sys.modules[GPT_FILE.build.__module__]
@@ -55,23 +57,15 @@ def of_blocks(audit, axes):
     return found
 
 
-FORMS = {
-    "loop": dataclasses.replace(MICRO, n_layer=2),
-    "scan, sequence split, untied": dataclasses.replace(
-        MICRO, scan=True, split_sequence=True, tied=False, positions="learned"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", [wide("loop"), "scan, sequence split, untied"])
-def test_training_is_that_of_one_device(name):
-    build = lambda: GPT_FILE.build(FORMS[name], nnx.Rngs(0))
+def test_training_is_that_of_one_device():
+    config = dataclasses.replace(MICRO, n_layer=2, scan=True, split_sequence=True, tied=False, positions="learned")
+    build = lambda: GPT_FILE.build(config, nnx.Rngs(0))
     assert_parity(build, annotator(js.mesh(**THREE)), gpt.loss_fn, (BATCH,))
 
 
-@pytest.fixture(scope="module", params=[wide(False), True], ids=["loop", "scan"])
-def step(request):
-    return compiled(dataclasses.replace(MICRO, scan=request.param))
+@pytest.fixture(scope="module")
+def step():
+    return compiled(dataclasses.replace(MICRO, scan=True))
 
 
 def test_parameters_are_split_over_both_axes(step):
@@ -123,27 +117,7 @@ def test_a_split_sequence_is_gathered_before_each_pair_of_products_and_scattered
     assert {key[0] for key in found} == {"all-gather", "all-reduce"}
 
 
-def test_a_split_sequence_takes_less_memory():
-    config = dataclasses.replace(MICRO, scan=True)
-    whole = compiled(config).memory.temporaries_bytes
-    split = compiled(dataclasses.replace(config, split_sequence=True)).memory.temporaries_bytes
-    assert whole - split > 1.5 * MICRO.n_layer * ACTIVATION  # a half of what is kept before and after each norm
-
-
 # ---- No data axis above 1 ------------------------------------------------------------------------
-
-
-class Normed(nnx.Module):
-    """Two products split over the axis, statistics of the batch between them, and a scalar."""
-
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 64, use_bias=False, rngs=rngs)
-        self.norm = nnx.BatchNorm(64, rngs=rngs)
-        self.down = nnx.Linear(64, 8, rngs=rngs)
-        self.scale = nnx.Param(jnp.ones(()))
-
-    def __call__(self, x):
-        return self.down(jax.nn.gelu(self.norm(self.up(x)))) * self.scale
 
 
 class Tied(nnx.Module):
@@ -157,7 +131,6 @@ class Tied(nnx.Module):
         return self.table.attend(jax.nn.gelu(self.layer(self.table(ids_BT))))
 
 
-NORMED = {"up/kernel": (None, "tensor"), "down/kernel": ("tensor", None)}
 TIED = {"table/embedding": ("tensor", None)}
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 TOKENS = BATCH["inputs"] % 64, BATCH["targets"] % 64
@@ -181,33 +154,9 @@ def cross_entropy(model, inputs, targets):
     return -jnp.take_along_axis(log_p, targets[..., None], axis=-1).mean()
 
 
-@pytest.mark.parametrize("sync", ["each", "last"])
-def test_on_a_tensor_axis_alone_a_tied_table_trains_in_microbatches_as_on_one_device(sync):
-    grad = lambda loss: js.value_and_grad(loss, accumulate=2, sync=sync)
-    assert_parity(lambda: Tied(nnx.Rngs(0)), annotate_split(TIED), cross_entropy, TOKENS, grad=grad, steps=3)
-
-
-def test_on_a_tensor_axis_alone_batch_norm_and_remat_train_as_on_one_device():
-    assert_parity(lambda: Normed(nnx.Rngs(0)), annotate_split(NORMED, remat="full"), squared, (X,), steps=3)
-
-
-def test_on_a_tensor_axis_alone_dtypes_are_those_of_the_unit():
-    """Beside the same annotation on one device; bfloat16 sums of parts differ from whole ones by a rounding or two."""
-    precision = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
-    one = annotate_split(NORMED, mesh=js.mesh(devices=jax.devices()[:1]), mixed_precision=precision)
-    wanted, found = (
-        train(placed(lambda: Normed(nnx.Rngs(0)), annotate), squared, (X,), steps=3)
-        for annotate in (one, annotate_split(NORMED, mixed_precision=precision))
-    )
-    plain = train(Normed(nnx.Rngs(0)), squared, (X,), steps=3)
-    assert compare(found, wanted).loss <= 2e-3 < compare(plain, wanted).loss
-    assert compare(found, wanted).gradient <= 2e-2
-
-
-@pytest.mark.parametrize("name", [wide("loop"), wide("scan, sequence split, untied")])
-def test_on_a_tensor_axis_alone_attention_trains_as_on_one_device(name):
-    build = lambda: GPT_FILE.build(dataclasses.replace(FORMS[name], n_layer=2, n_head=8), nnx.Rngs(0))
-    assert_parity(build, annotator(js.mesh(fsdp=1, tensor=8)), gpt.loss_fn, (BATCH,), steps=3)
+def test_on_a_tensor_axis_alone_a_tied_table_trains_in_microbatches_as_on_one_device():
+    grad = lambda loss: js.value_and_grad(loss, accumulate=2, sync="last")
+    assert_parity(lambda: Tied(nnx.Rngs(0)), annotate_split(TIED), cross_entropy, TOKENS, grad=grad)
 
 
 # ---- The gradient of a table ----------------------------------------------------------------------
@@ -225,15 +174,14 @@ class Looked(nnx.Module):
         return x_BTD + jax.nn.gelu(self.layer(x_BTD))
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 1, "tensor": 8}, {"fsdp": 2, "tensor": 4}, wide(THREE)], ids=str)
-@pytest.mark.parametrize("entries", [("tensor", None), wide((None, "tensor"))], ids=str)
-def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_other(axes, entries):
+@pytest.mark.parametrize("axes", [{"fsdp": 1, "tensor": 8}, {"fsdp": 2, "tensor": 4}], ids=str)
+def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_other(axes):
     """As openxla/xla#42481 has it: the rows' sum over `tensor` after the cut would add up unlike rows."""
     ids_BT = IDS[:8, :16] % 24
     found = []
     for annotate in (
         lambda model: None,
-        annotate_split({"table/embedding": entries}, mesh=js.mesh(**axes), min_size=1),
+        annotate_split({"table/embedding": ("tensor", None)}, mesh=js.mesh(**axes), min_size=1),
     ):
         model = Looked(nnx.Rngs(0))
         annotate(model)
@@ -243,17 +191,154 @@ def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_oth
     assert not found[1][24:].any()
 
 
-def test_a_table_speaks_of_the_last_dims_and_of_axes_that_are_there():
-    model = js.abstract_init(
-        lambda: GPT_FILE.build(dataclasses.replace(MICRO, scan=True), nnx.Rngs(0)), annotator(js.mesh())
+# ---- Axes that a model names ---------------------------------------------------------------------
+
+
+ROWS = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+NAMES = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}
+
+
+class Named(nnx.Module):
+    """Names that public models have: `fsdp`, and a tensor axis of their own."""
+
+    def __init__(self, names, rngs):
+        self.up, self.down = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))
+        self.up.kernel.set_metadata(out_sharding=names["up"], eager_sharding=False)
+        self.down.kernel.set_metadata(out_sharding=names["down"], eager_sharding=False)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def specs(model) -> dict:
+    return {leaf.path: leaf.placement.spec for leaf in js.plan(model).leaves if leaf.path.endswith("kernel")}
+
+
+def test_axes_that_split_nothing_are_dropped():
+    model = js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh())
+    assert specs(model) == {"up/kernel": ("fsdp", None), "down/kernel": ("fsdp", None)}
+    grad = nnx.jit(nnx.grad(lambda model: (model(ROWS) ** 2).mean()))
+    found, wanted = grad(model), grad(Named(NAMES, nnx.Rngs(0)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+
+
+def test_fsdp_moves_beside_a_tensor_axis_that_is_kept():
+    names = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")}
+    model = js.fully_shard(Named(names, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
+    assert specs(model) == {"up/kernel": ("fsdp", "tensor"), "down/kernel": ("tensor", "fsdp")}
+
+
+def test_an_unknown_axis_is_an_error_where_it_could_be_the_tensor_axis():
+    with pytest.raises(AnnotationError, match="'tp': the mesh has"):
+        js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
+
+
+# ---- Experts on an axis of their own -------------------------------------------------------------
+
+
+MOE_FILE = load_model_file(MODELS / "moe.py")
+moe = sys.modules[MOE_FILE.build.__module__]
+
+# Room for fewer tokens than are sent: some find no place.
+MICRO_MOE = dataclasses.replace(
+    MOE_FILE.recipe("tiny")[1].model, n_layer=2, n_head=2, n_kv_head=1, d_model=32, d_ff=64, capacity=1.0
+)
+WITH_EXPERTS = {"replica": 2, "fsdp": 2, "expert": 2}
+
+
+def build_moe(config=MICRO_MOE):
+    return MOE_FILE.build(config, nnx.Rngs(0))
+
+
+def moe_annotator(mesh):
+    return lambda model: MOE_FILE.annotate(model, mesh)
+
+
+def test_training_of_experts_is_that_of_one_device():
+    mesh = js.mesh(fsdp=2, expert=2, tensor=2)
+    build = lambda: build_moe(dataclasses.replace(MICRO_MOE, n_layer=1))
+    assert_parity(build, moe_annotator(mesh), moe.loss_fn, (BATCH,))
+
+
+@pytest.fixture(scope="module")
+def of_experts():
+    """A step on replica x fsdp x expert: its collectives and its plan."""
+    mesh = js.mesh(**WITH_EXPERTS)
+    model = js.abstract_init(build_moe, moe_annotator(mesh))
+    step = nnx.jit(lambda model, batch: nnx.value_and_grad(moe.loss_fn)(model, batch))
+    return js.audit(compile_to_read(step.lower(model, BATCH).lowered), model=model)
+
+
+def test_experts_lie_apart_and_are_sharded_besides(of_experts):
+    gate = of_experts.plan.leaf("blocks/moe/experts/gate").placement
+    assert gate.spec == (None, "expert", None, "fsdp") and gate.shards == 4
+    assert gate.gathered_bytes * 2 == gate.logical_bytes  # never more than those that lie here
+    assert of_experts.plan.leaf("blocks/attention/q/kernel").placement.shards == 2
+
+
+def test_only_tokens_travel_over_the_expert_axis(of_experts):
+    over = [row for row in of_experts.rows if "expert" in row.over]
+    assert {row.kind for row in over} == {"all-to-all", "all-reduce"}
+    exchange = [row for row in over if row.kind == "all-to-all"]
+    for phase in ("forward", "backward"):  # there and back in every layer
+        assert sum(row.executions for row in exchange if row.phase == phase) == 2 * MICRO_MOE.n_layer
+    batch, length = 16 // 8, 16
+    places = MICRO_MOE.n_expert * math.ceil(MICRO_MOE.capacity * MICRO_MOE.top_k * length / MICRO_MOE.n_expert)
+    each = batch * places * MICRO_MOE.d_model * 4
+    assert sum(row.total_bytes for row in exchange) == 4 * MICRO_MOE.n_layer * each
+
+
+def test_gradients_of_experts_are_not_summed_over_the_expert_axis(of_experts):
+    assert of_experts.ok, of_experts.differences
+    experts = [leaf for leaf in of_experts.plan.leaves if "/experts/" in leaf.path]
+    others = [leaf for leaf in of_experts.plan.leaves if "/experts/" not in leaf.path]
+    found = dict.fromkeys((("replica",), ("replica", "expert"), ("replica", "fsdp", "expert")), 0)
+    for row in of_experts.rows:
+        if row.kind == "all-reduce":
+            found[row.over] += row.total_bytes
+    assert found["replica",] == sum(leaf.placement.bytes_per_device for leaf in experts)
+    shards = sum(leaf.placement.bytes_per_device for leaf in others if leaf.placement.dim is not None)
+    assert found["replica", "expert"] == shards
+    asked = {t.axes: t.full_bytes for t in traffic_of(of_experts.plan) if t.kind == "all-reduce"}
+    assert asked["replica",] == found["replica",] and asked["replica", "expert"] == shards
+
+
+def test_the_batch_is_split_over_the_expert_axis_too():
+    mesh = js.mesh(fsdp=-1, expert=4)
+    assert dict(mesh.shape) == {"replica": 1, "fsdp": 2, "expert": 4, "tensor": 1}
+    placed = js.shard_batch(np.arange(16), mesh)
+    assert {s.data.shape for s in placed.addressable_shards} == {(2,)}
+    with pytest.raises(CallError, match=r"over 8 data shards \(fsdp=2, expert=4\)"):
+        js.shard_batch(np.arange(12), mesh)
+
+
+# ---- The model itself ----------------------------------------------------------------------------
+
+
+def mixture(capacity):
+    config = dataclasses.replace(MICRO_MOE, capacity=capacity)
+    return moe.MoE(config, rngs=nnx.Rngs(3)), jnp.asarray(
+        np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32
     )
-    given = lambda path: {"/".join(map(str, p)): v for p, v in nnx.iter_graph(model)}[path].get_metadata("out_sharding")
-    assert given("blocks/mlp/down/kernel") == (None, "tensor", None)
-    assert given("blocks/mlp/up/bias") == (None, "tensor")
-    # The axis has degree 1 here: its dim is free for fsdp.
-    assert js.plan(model).leaf("blocks/mlp/up/kernel").placement.spec == (None, None, "fsdp")
 
 
-def test_outside_the_region_nothing_is_held():
-    x = jnp.ones((3, 5))
-    assert js.parallel.hold(x, None, "tensor") is x
+call_layer = nnx.jit(lambda layer, x: layer(x))
+
+
+def test_with_room_for_all_it_is_the_mixture_of_the_best_experts():
+    layer, x_BTD = mixture(MICRO_MOE.n_expert / MICRO_MOE.top_k)
+    found, (share_E, score_E) = call_layer(layer, x_BTD)
+    every_EBTD = call_layer(layer.experts, jnp.broadcast_to(x_BTD, (MICRO_MOE.n_expert, *x_BTD.shape)))
+    score_BTE = jax.nn.softmax(layer.router(x_BTD))
+    best_BTE = jnp.where(score_BTE >= jnp.sort(score_BTE)[..., -MICRO_MOE.top_k, None], score_BTE, 0)
+    wanted = jnp.einsum("bte,ebtd->btd", best_BTE / best_BTE.sum(-1, keepdims=True), every_EBTD)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose([share_E.sum(), score_E.sum()], 1, rtol=1e-6)
+
+
+def test_places_go_to_first_choices_and_to_earlier_tokens():
+    layer, _ = mixture(0.5)  # two places for each of eight experts
+    chosen_BTn = jnp.asarray([[[0, 1]] * 3 + [[1, 0]] * 13])
+    place_BTn, token_BEC = layer.places(chosen_BTn)
+    np.testing.assert_array_equal(token_BEC[0], [[0, 1], [3, 4], *[[16, 16]] * 6])
+    np.testing.assert_array_equal(place_BTn[0, :4], [[0, 13], [1, 14], [2, 15], [0, 3]])

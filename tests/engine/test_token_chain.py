@@ -10,16 +10,17 @@ import functools
 import re
 from typing import Any
 
+import flax.linen as nn
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
-from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
-from tests.parity import GRADIENT_TOLERANCE, flat, worst
-from tests.wide import wide
+from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
+from tests.linen_models import WIDTH
+from tests.linen_models import Layer as LinenLayer
 
 LAYERS = 6
 CONFIG = Config(layers=LAYERS, attends=False)
@@ -118,7 +119,7 @@ def traced(**settings: Any) -> tuple[Region, Region]:
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("ahead", [0, wide(1), 2])
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_a_unit_is_gathered_so_far_ahead_and_no_farther(ahead, remat):
     forward, backward = traced(prefetch=ahead, remat=remat)
     for i in range(LAYERS):
@@ -180,7 +181,7 @@ def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[
     return most
 
 
-@pytest.mark.parametrize("units", [0, 1, 2, 3])
+@pytest.mark.parametrize("units", [0, 2])
 def test_a_budget_in_bytes_is_kept(units):
     mesh = js.mesh(fsdp=-1)
     model = js.abstract_init(lambda: Decoder(CONFIG, nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Block, mesh=mesh))
@@ -194,56 +195,6 @@ def test_a_budget_in_bytes_is_kept(units):
     for found, back in ((forward, False), (backward, True)):
         most = in_flight(found, size, backward=back)
         assert max(most.values(), default=0) == unit * units
-
-
-class Outer(nnx.Module):
-    """A unit with a product of its own, and units inside."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (32, 32)))
-        self.inner = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = jax.numpy.tanh(x @ self.kernel[...])
-        for layer in self.inner:
-            x = jax.numpy.tanh(layer(x))
-        return x
-
-
-class Outers(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.outers = nnx.List([Outer(rngs) for _ in range(3)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for outer in self.outers:
-            x = outer(x)
-        return x
-
-
-def test_units_inside_of_units_are_gathered_in_the_order_of_calls():
-    mesh = js.mesh(replica=2, fsdp=4)
-
-    def annotate(model: Outers) -> None:
-        js.fully_shard(model, units=[nnx.Linear, Outer], mesh=mesh, placement=js.ShardPlacement(min_size=1))
-
-    model = js.abstract_init(lambda: Outers(nnx.Rngs(0)), annotate)
-    graphdef, params = nnx.split(model)
-    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
-    x = jax.ShapeDtypeStruct((16, 32), "float32")
-    forward, backward = map(Region, regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr))
-    calls = [f"outers/{i}{name}" for i in range(3) for name in ("", "/inner/0", "/inner/1")]
-    for n, unit in enumerate(calls):
-        for gather in forward.find("all_gather", unit):
-            for k in range(n):
-                assert forward.waits_for(gather, forward.find("dot_general", calls[k])) == (k < n - 1), (unit, k)
-    calls = [f"outers/{i}{name}" for i in reversed(range(3)) for name in ("", "/inner/1", "/inner/0")]
-    for n, unit in enumerate(calls[:-3]):  # of the first unit of all, no kernel is needed
-        gathers = backward.find("all_gather", unit, backward=True)
-        assert gathers
-        for gather in gathers:
-            for k in filter(lambda k: k % 3, range(n)):  # a unit around others has its own products after theirs
-                waits = backward.waits_for(gather, backward.find("dot_general", calls[k], backward=True))
-                assert waits == (k < n - 1), (unit, k)
 
 
 class Looped(nnx.Module):
@@ -324,60 +275,47 @@ def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
     assert late.issuperset(region.results)
 
 
-class Mixed(nnx.Module):
-    """Units of several sizes, two branches, one unit twice, units in units."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.small = nnx.Linear(32, 32, rngs=rngs)
-        self.wide = nnx.Linear(32, 512, rngs=rngs)
-        self.narrow = nnx.Linear(512, 32, rngs=rngs)
-        self.branch = nnx.Linear(32, 32, rngs=rngs)
-        self.nested = Nested(rngs)
-        self.last = nnx.Linear(32, 32, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.small(x)
-        x = self.narrow(jax.nn.relu(self.wide(x))) + self.branch(x)
-        x = jax.lax.scan(lambda x, _: (jax.numpy.tanh(self.small(x)), None), x, length=2)[0]
-        return self.last(self.nested(x))
+# ---- A unit is gathered once a pass --------------------------------------------------------------
 
 
-class Nested(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.scale = nnx.Param(jax.numpy.ones((32, 64)))
-        self.inner = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.inner:
-            x = jax.checkpoint(lambda x, layer=layer: jax.numpy.tanh(layer(x)))(x)
-        return (x @ self.scale[...]) @ self.scale[...].T
+NUM_LAYERS = 4
+ROWS = jnp.zeros((16, WIDTH))
 
 
-def mixed_loss(model: Mixed, x: jax.Array) -> jax.Array:
-    return (model(x) ** 2).mean()
+class Tower(nn.Module):
+    remat: bool
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(LinenLayer) if self.remat else LinenLayer
+        if self.scan:
+            stacked: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(layer, length=NUM_LAYERS, **stacked)(name="layers")(x, None)[0]
+        for _ in range(NUM_LAYERS):
+            x, _ = layer()(x, None)
+        return x
 
 
-@functools.cache
-def mixed_gradients() -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A batch, and the gradients on one device."""
-    x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
-    return x, flat(nnx.jit(nnx.grad(mixed_loss))(Mixed(nnx.Rngs(0)), x))
-
-
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 @pytest.mark.parametrize(
-    ("prefetch", "remat"),
-    [wide(0, "none"), wide(0, "full"), wide(1, "none"), (1, "full"), wide(3, "none"), ("5KB", "full"), (None, "none")],
+    ("remat", "settings"), [(False, {}), (True, {"prefetch": 0}), (True, {"reshard_after_forward": 4})]
 )
-def test_gradients_of_units_of_all_kinds(prefetch, remat):
-    x, expected = mixed_gradients()
-    model, mesh = Mixed(nnx.Rngs(0)), js.mesh(replica=2, fsdp=4)
-    js.fully_shard(
-        model,
-        units=[nnx.Linear, Nested],
-        mesh=mesh,
-        prefetch=prefetch,
-        remat=remat,
-        placement=js.ShardPlacement(min_size=1),
-    )
-    found = flat(nnx.jit(nnx.grad(mixed_loss))(model, x))
-    assert max(worst(found[k], expected[k]) for k in expected) <= GRADIENT_TOLERANCE
+def test_each_unit_is_gathered_once_a_pass(settings, remat, scan):
+    assert_gathered(2 * NUM_LAYERS, remat, scan, settings)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_what_is_kept_is_gathered_once(scan):
+    assert_gathered(NUM_LAYERS, False, scan, {"reshard_after_forward": False})
+
+
+def assert_gathered(times: int, remat: bool, scan: bool, settings: dict[str, Any]) -> None:
+    model = js.fully_shard(Tower(remat, scan), mesh=js.mesh(), units=LinenLayer, **settings)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), ROWS)["params"], model)
+    grad = jax.grad(lambda params: (model.apply({"params": params}, ROWS) ** 2).mean())
+    found = collections.Counter()
+    for eqn, trips in equations_and_trips(jax.make_jaxpr(grad)(params).jaxpr):
+        if eqn.primitive.name == "all_gather":
+            found[eqn.outvars[0].aval.shape] += trips
+    assert found == {(WIDTH, 4 * WIDTH): times, (4 * WIDTH, WIDTH): times}

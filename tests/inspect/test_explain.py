@@ -79,7 +79,7 @@ def test_arrays_that_are_no_parameters_are_listed_and_state_of_flax_is_not():
     assert "Not parameters" not in str(explain(small_plan()))
 
 
-@pytest.mark.parametrize(("size", "allowed"), [(64, ()), (128, ()), (128, ("averages/*",))])
+@pytest.mark.parametrize(("size", "allowed"), [(128, ()), (128, ("averages/*",))])
 def test_a_warning_says_so_where_they_are_large(size, allowed):
     model = js.fully_shard(
         Averaged(nnx.Rngs(0), size), mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=allowed)
@@ -125,11 +125,9 @@ def test_only_equal_units_are_folded():
     ("tx", "scanned"),
     [
         (optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)), False),
-        (optax.adafactor(1e-3), True),
-        (optax.contrib.muon(1e-3), False),
-        (optax.MultiSteps(optax.adam(1e-3, mu_dtype="bfloat16"), 4), True),
+        (optax.MultiSteps(optax.adafactor(1e-3), 4), True),
     ],
-    ids=["adamw", "adafactor", "muon", "multisteps"],
+    ids=["adamw", "adafactor"],
 )
 def test_optimizer_bytes_are_those_that_shard_optimizer_holds(tx, scanned: bool):
     model = sharded(Config(scanned=scanned), js.mesh())

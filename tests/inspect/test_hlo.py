@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.inspect import ProgramError, collectives, wire_bytes
-from jshard.inspect.hlo.collectives import asked_group
 from tests.scheduled_text import program
 
 
@@ -26,13 +25,13 @@ def test_a_compiled_program_is_counted():
 
     spec = PartitionSpec("fsdp")
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    found = {c.kind: c for c in collectives(run.lower(jnp.zeros(64)).compile())}
+    found = {c.kind: c for c in collectives(run.lower(jnp.zeros(64)).compile(), mesh=mesh)}
     gather, scatter, reduce, permute = (
         found[k] for k in ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
     )
-    assert (gather.executions, gather.full_bytes, gather.axes(mesh)) == (7, 256, ("fsdp",))
-    assert (scatter.executions, scatter.full_bytes, scatter.axes(mesh)) == (7, 256, ("fsdp",))
-    assert (reduce.executions, reduce.full_bytes, reduce.axes(mesh)) == (7, 64, ("replica",))
+    assert (gather.executions, gather.full_bytes, gather.axes) == (7, 256, ("fsdp",))
+    assert (scatter.executions, scatter.full_bytes, scatter.axes) == (7, 256, ("fsdp",))
+    assert (reduce.executions, reduce.full_bytes, reduce.axes) == (7, 64, ("replica",))
     assert (permute.executions, permute.full_bytes) == (1, 64)
     assert gather.wire_bytes == 7 * 256 * 3 / 4
     assert reduce.wire_bytes == 7 * 2 * 64 / 2
@@ -93,18 +92,3 @@ def test_of_branches_all_count_and_say_so():
 def test_what_cannot_be_counted_is_an_error(text: str, why: str):
     with pytest.raises(ProgramError, match=why):
         collectives(text)
-
-
-@pytest.mark.parametrize(
-    ("groups", "group"),
-    [
-        ("dense<[[0, 4], [1, 5]]> : tensor<2x2xi64>", (0, 4)),
-        ('#stablehlo.replica_group_mesh_axes<mesh = @m, axes = [#stablehlo.axis_ref<name = "b">]>', (0, 1, 2, 3)),
-    ],
-)
-def test_lowered_groups_in_every_notation(groups: str, group: tuple[int, ...]):
-    """Versions of jax write them differently."""
-    meshes = {"@m": '"a"=2, "b"=4'}
-    assert asked_group("%5", "all-reduce", f"replica_groups = {groups}", meshes) == group
-    with pytest.raises(ProgramError, match="unknown way"):
-        asked_group("%5", "all-reduce", f"groups = {groups}".replace("mesh_axes", "axes"), meshes)

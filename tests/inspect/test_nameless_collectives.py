@@ -3,7 +3,7 @@
 import pytest
 
 import jshard as js
-from jshard.inspect.hlo.schedule import Window
+from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.walk import read_schedule
 from tests.scheduled_text import EIGHT, body, computation, dot, loop, program
 
@@ -57,24 +57,6 @@ def test_what_is_fused_is_looked_into():
     assert window(*GRADIENT, fused("rows"), computations=inside("table")).read_by == ("table",)
     outside = fused("rows"), read("more", "table", "rows")
     assert window(*GRADIENT, *outside, computations=inside(None)).read_by == ("table",)
-
-
-def test_all_that_read_it_are_told():
-    assert window(*GRADIENT, read("rows", "table"), read("x", "(root)")).read_by == ("(root)", "table")
-    assert window(*GRADIENT, fused("rows"), read("x", "(root)"), computations=inside("table")).read_by == (
-        "(root)",
-        "table",
-    )
-    through = inside("(root)", result="b")
-    assert window(*GRADIENT, fused("rows"), read("x", "table", "rows"), computations=through).read_by == (
-        "(root)",
-        "table",
-    )
-
-
-def test_nothing_is_told_of_what_is_a_result_too():
-    result = "ROOT " + read("left", None)
-    assert window(*GRADIENT, read("rows", "table"), result).read_by == ()
 
 
 def test_nothing_is_told_of_what_goes_into_a_loop():

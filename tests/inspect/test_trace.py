@@ -12,8 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.errors import RunError, ShardingError
-from jshard.inspect.profile.ops import Ops
-from jshard.inspect.profile.planes import Event
+from jshard.inspect.profile.events import Event, Ops
 from tests.golden_texts import GoldenTexts
 from tests.inspect.made_up_profiles import event, kernel, marks, plane, thunk, write
 from tests.scheduled_text import body, dot, gather, gathered, loop, program, scatter, scattered
@@ -37,7 +36,7 @@ def parts(shares):
     return tuple(round(part_s * 1e6, 6) for part_s in found)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_shares_are_those_of_a_bitmap(seed, tmp_path):
     """Microsecond by microsecond; of what is exposed each collective in flight has an equal part."""
     random = np.random.default_rng(seed)
@@ -116,15 +115,16 @@ def test_gpus_by_streams(tmp_path):
 
 
 def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
-    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150, 300)))
-    assert [s.number for s in found.steps] == [1, 2, 3]
+    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0)))
+    assert [s.number for s in found.steps] == [1]
     assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 30, 20, 10), (40, 25, 25, 10)}
     assert {(r.kind, r.unit) for r in found.by_unit} == {("all-gather", None), ("reduce-scatter", None)}
     text = str(found)
     assert "By kind only" in text
     assert "Units are not known" in text
     assert "Steps are counted from 1" in text
-    assert "less sure" in text
+    several = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150)))
+    assert len(several.steps) == 1 and "does not say where a step begins" in str(several)
 
 
 def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
@@ -140,36 +140,6 @@ def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
         "all-reduce": pytest.approx(20e-6),
         "send or recv": pytest.approx(10e-6),
     }
-
-
-def tpu_plane(*, runs=((0, 100), (120, 220)), name="/device:TPU:0"):
-    lines = {"Steps": [], "XLA Modules": [], "XLA Ops": [], "Async XLA Ops": []}
-    for number, (at, end) in enumerate(runs):
-        lines["Steps"].append(event(str(number), at, end))
-        lines["XLA Modules"].append(event("step(77)", at, end, run_id=number))
-        lines["XLA Ops"] += [
-            event("%all-gather-start.1 = (f32[1]) all-gather-start(%x)", at, at + 1),
-            event("%fusion.1 = f32[] fusion(%y)", at + 1, at + 30),
-            event("%all-gather-done.1 = f32[] all-gather-done(%z)", at + 30, at + 45),  # waits
-            event("%while.1 = (s32[]) while(%t)", at + 45, at + 95),
-            event("%fusion.2 = f32[] fusion(%y)", at + 50, at + 70),
-            event("%fusion.3 = f32[] fusion(%y)", at + 75, at + 95),
-        ]
-        lines["Async XLA Ops"] += [
-            event("%all-gather-start.1", at, at + 1, flow=number, hlo_op="all-gather-start.1"),
-            event("%all-gather-done.1", at + 40, at + 45, flow=number, hlo_op="all-gather-done.1"),
-            event("%copy-start.3", at + 60, at + 80),
-        ]
-    return plane(name, lines)
-
-
-def test_tpus_by_their_lines(tmp_path):
-    found = js.trace(write(tmp_path / "host.xplane.pb", tpu_plane(), tpu_plane(name="/device:TPU:1"), marks(4, 5)))
-    assert (found.platform, [s.number for s in found.steps]) == ("tpu", [4, 5])
-    # The loop is what it holds: idle are 45..50, 95..100, and 70..75 though memory is copied meanwhile.
-    assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 16, 29, 15)}
-    (row,) = found.by_instruction
-    assert (row.kind, row.name, row.runs, round(row.in_flight_s * 1e6)) == ("all-gather", "all-gather.1", 1, 45)
 
 
 def cpu_run(at, run, device=0):
@@ -244,15 +214,13 @@ def test_the_timeline_of_a_step(tmp_path):
     page = found.to_html()
     assert all(f'title="{tip}"' in page for tip in drawn)
     assert "Step 2 of step on gpu:0, measured" in page  # gpu:1 hides more
-    assert "A step (measured" in page
-    assert not any(external in page for external in ("http:", "https:", "href", "url("))
 
 
 @pytest.mark.parametrize(
     ("kind", "names"),
     {
         "all-gather": "all-gather-start.12 all_gather.3",
-        "reduce-scatter": "reduce-scatter.4.call-done all-reduce-scatter.1",  # the last one is a TPU's fusion
+        "reduce-scatter": "reduce-scatter.4.call-done all-reduce-scatter.1",
         "all-reduce": "psum_invariant.7",
         "collective-permute": "ppermute",
         "ragged-all-to-all": "ragged-all-to-all-start",
@@ -272,9 +240,7 @@ def test_steps_that_are_cut_off_are_left_out(tmp_path):
     found = js.trace(write(tmp_path / FILE, *planes, marks(1, 2, 3, 4), program=PROGRAM))
     assert [s.number for s in found.steps] == [2, 3]
     assert "Left out, as the profile does not have all of them: 2 steps." in found.notes
-    chosen = js.trace(tmp_path / FILE, steps=[3])
-    assert [s.number for s in chosen.steps] == [3]
-    assert chosen.between_s == pytest.approx(50e-6)
+    assert found.between_s == pytest.approx(50e-6)
 
 
 # ---- files
@@ -297,20 +263,10 @@ def test_of_a_run_the_newest_profile_with_the_files_of_all_processes(tmp_path):
     assert js.trace(tmp_path / "profile" / "steps-2-3").devices == ("gpu:0", "gpu:1")
 
 
-def test_of_several_hosts_those_of_one_time(tmp_path):
-    for time, hosts in (("2026_01", ("a", "b")), ("2026_02", ("a", "b"))):
-        for host in hosts:
-            write(tmp_path / "plugins" / "profile" / time / f"{host}.xplane.pb", *gpu_planes(0, 150))
-    found = js.trace(tmp_path)
-    assert found.devices == ("a gpu:0", "a gpu:1", "b gpu:0", "b gpu:1")
-    assert all("2026_02" in source for source in found.source)
-
-
 # ---- errors
 
 
 LATE = {(0, name) for name in ("fusion.3", "fusion.4", "reduce-scatter-start.1")}
-ENDS = {(0, "all-gather-start.1"), (1, "fusion.4")}
 
 
 def empty(file):
@@ -320,21 +276,17 @@ def empty(file):
 
 MISTAKES = {
     "no such folder": lambda folder: (folder / "nowhere", {}),
-    "an empty folder": lambda folder: (folder, {}),
     "a run without a profile": lambda folder: (empty(folder / "run.json").parent, {}),
     "another kind of file": lambda folder: (empty(folder / "run.json"), {}),
     "nothing of devices": lambda folder: (
         write(folder / FILE, marks(1, 2, 3), plane("/host:CPU", {"python": [event("sleep", 0, 9)]})),
         {},
     ),
-    "nothing at all": lambda folder: (empty(folder / FILE), {}),
     "one step in part": lambda folder: (write(folder / FILE, *gpu_planes(0, drop=LATE)), {"program": PROGRAM}),
-    "two in part": lambda folder: (write(folder / FILE, *gpu_planes(0, 150, drop=ENDS)), {"program": PROGRAM}),
     "another program": lambda folder: (
         write(folder / FILE, *gpu_planes(0, 150), marks(7, 8)),
         {"program": PROGRAM.replace("HloModule step", "HloModule eval")},
     ),
-    "other steps": lambda folder: (write(folder / FILE, *gpu_planes(0, 150), marks(7, 8)), {"steps": [8, 9]}),
 }
 GOLDEN = GoldenTexts("trace_errors.txt", MISTAKES)
 
@@ -419,13 +371,13 @@ def test_a_real_profile(profiled):
 
 def test_text_and_json_of_a_real_profile(profiled):
     folder, compiled = profiled
-    found = js.trace(folder, program=compiled.as_text(), steps=range(12, 14))
+    found = js.trace(folder, program=compiled.as_text())
     text = str(found)
-    assert re.match(r"Measured: 2 steps \(12\.\.13\) of jit_step on 8 CPU devices, [\d.,]+ ms a step", text)
+    assert re.match(r"Measured: 3 steps \(11\.\.13\) of jit_step on 8 CPU devices, [\d.,]+ ms a step", text)
     assert "both: communication that is hidden" in text
     assert "blocks/0..1 backward" in text
     reported = json.loads(found.to_json())
-    assert [step["number"] for step in reported["steps"]] == [12, 13]
+    assert [step["number"] for step in reported["steps"]] == [11, 12, 13]
     assert len(reported["steps"][0]["devices"]) == 8
     for whole in (reported["mean"], *reported["steps"], *reported["steps"][0]["devices"].values()):
         four = (whole[name] for name in ("computing_s", "communicating_s", "both_s", "idle_s"))

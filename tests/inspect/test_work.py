@@ -119,3 +119,18 @@ def test_a_fusion_reads_the_layer_and_not_the_stack():
 def test_a_fusion_writes_the_layer_and_not_the_stack():
     found = work_of("%y = f32[96000]{0} fusion(%s, %l, %i), kind=kLoop, calls=%updated", computations=UPDATED)
     assert found == OpWork(memory_bytes=3 * 4000 + 4)
+
+
+def test_a_row_fetched_from_the_host_is_no_traffic_of_the_device():
+    """Such a fusion names the whole stack: it would count as that, and in each round of a loop."""
+    stack, row = "f32[4,1000]{1,0:S(5)}", "f32[1,1000]{1,0}"
+    text = program(
+        f"%stack = {stack} constant({{...}})",
+        f"%begun = (({stack}, s32[]), {row}, u32[]) fusion-start(%stack), kind=kLoop",
+        f"%row = {row} fusion-done(%begun)",
+        f"%twice = {row} add(%row, %row)",
+    )
+    module = parse_module(text)
+    home, worker = module.computations["main"], Worker(module)
+    work = {name: worker.work(home, home.by_name[name]).memory_bytes for name in ("begun", "row", "twice")}
+    assert work["begun"] == work["row"] == 0 and work["twice"] > 0

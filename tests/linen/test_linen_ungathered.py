@@ -1,6 +1,8 @@
 """A unit of a Linen model that is never gathered: it and what is around it run as written, the rest in regions."""
 
+import collections
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -10,9 +12,10 @@ import optax
 import pytest
 
 import jshard as js
-from tests.helpers import equations_run, with_placement
-from tests.linen_models import WIDTH, Block, assert_same, creator
-from tests.wide import wide
+from jshard.inspect.memory import memory_of
+from jshard.linen import route
+from tests.helpers import compile_to_read, equations_run, with_placement
+from tests.linen_models import WIDTH, Block, Layer, assert_same
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
 NEVER = {"placement": js.ShardPlacement(gathered=False, shard_dim=0)}
@@ -62,7 +65,6 @@ class Lookup(nn.Module):
 
 
 IDS = np.random.default_rng(0).integers(0, ROWS, BATCH, dtype=np.int32)
-MESHES = pytest.mark.parametrize("degrees", [wide({}), {"replica": 2}], ids=["zero3", "hsdp"])
 
 
 def made(plain: nn.Module, mesh: Any, **settings: Any) -> tuple[nn.Module, Any]:
@@ -83,36 +85,13 @@ def results(model: nn.Module, variables: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"], state)
 
 
-@MESHES
-@pytest.mark.parametrize("plain", [wide(Clicks()), Nested()], ids=["setup", "compact"])
-def test_gradients_equal_those_of_one_device(plain, degrees):
-    units = UNITS if isinstance(plain, Clicks) else {"lookup/table": NEVER, Block: {}}
-    model = js.fully_shard(plain, mesh=js.mesh(**degrees), units=units)
+def test_gradients_equal_those_of_one_device():
+    plain = Nested()
+    model = js.fully_shard(plain, mesh=js.mesh(replica=2), units={"lookup/table": NEVER, Block: {}})
     js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     found = results(model, variables)
     assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))), 5e-6)
-
-
-@MESHES
-def test_a_train_state_lies_and_trains_as_of_any_unit(degrees):
-    mesh = js.mesh(**degrees)
-    model, _ = made(Clicks(), mesh)
-    tx = optax.sgd(0.1, momentum=0.9)
-    state = js.shard_init(creator(model, js.shard_optimizer(model, tx), IDS), model)
-    wanted = creator(Clicks(), tx, IDS)()
-
-    @jax.jit
-    def step(state):
-        loss = lambda params: (state.apply_fn({"params": params}, IDS) ** 2).mean()
-        return state.apply_gradients(grads=jax.grad(loss)(state.params))
-
-    for _ in range(2):
-        state, wanted = step(state), step(wanted)
-    for tree in (state.params, state.opt_state[0].trace):
-        stored = tree["table"]["embedding"].value
-        assert stored.sharding.spec[0] == "fsdp" and stored.shape[0] % mesh.shape["fsdp"] == 0
-    assert_same(nn.unbox(state.params), wanted.params, 5e-6)
 
 
 def test_each_call_beside_it_is_a_region_that_gathers_once_a_pass():
@@ -123,21 +102,6 @@ def test_each_call_beside_it_is_a_region_that_gathers_once_a_pass():
     gathers = [eqn.outvars[0].aval.shape for eqn in program if eqn.primitive.name == "all_gather"]
     # Three blocks, before and again after; the head of the tower is the root's, and kept.
     assert sorted(shape for shape in gathers if len(shape) == 2) == [(32, 32)] + [(32, 128)] * 6 + [(128, 32)] * 6
-
-
-@pytest.mark.wide
-def test_microbatches_reduced_at_the_end_are_those_of_one_device():
-    """The others' copies are gathered once; the table has none."""
-    model, _ = made(Clicks(), js.mesh(replica=2))
-    params = js.shard_init(lambda: model.init(jax.random.key(0), IDS)["params"], model)
-    loss = lambda model, params, ids: (model.apply({"params": params}, ids) ** 2).mean()
-    of_model = functools.partial(loss, model)
-    run = js.value_and_grad(of_model, model=model, accumulate=2, sync="last")
-    program = equations_run(jax.make_jaxpr(run)(params, IDS).jaxpr)
-    gathers = [eqn for eqn in program if eqn.primitive.name == "all_gather"]
-    assert len(gathers) == sum(p.placement.dim is not None and p.placement.gathered for p in js.plan(model).leaves)
-    wanted = jax.jit(jax.value_and_grad(functools.partial(loss, Clicks())))(nn.unbox(jax.device_get(params)), IDS)
-    assert_same(nn.unbox(jax.jit(run)(params, IDS)), wanted)
 
 
 def test_regions_that_flax_transforms_gather_for_themselves_and_are_told():
@@ -161,3 +125,81 @@ def test_a_whole_model_may_be_one():
     found = jax.jit(jax.grad(functools.partial(loss, model)))(variables)
     assert found["params"]["embedding"].value.sharding.spec[0] == "fsdp"
     assert_same(nn.unbox(found), jax.grad(functools.partial(loss, plain))(nn.unbox(jax.device_get(variables))))
+
+
+# ---- Layers that nn.scan stacks and no unit names ------------------------------------------------
+
+
+LAYERS = 4
+SHAPE = jax.ShapeDtypeStruct((16, WIDTH), "float32")
+KERNEL = 4 * WIDTH * WIDTH
+
+
+class Stack(nn.Module):
+    """Layers in a loop, each with parameters of its own or all with the same."""
+
+    lifted: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        lifted = self.lifted or {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(Layer, length=LAYERS, **lifted)(name="layers")(x, None)[0]
+
+
+class Model(nn.Module):
+    tower: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH, name="head")(self.tower(x))
+
+
+def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
+    model = js.fully_shard(Model(tower or Stack()), mesh=js.mesh(), **settings)
+    jax.eval_shape(model.init, jax.random.key(0), SHAPE)
+    return model
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    """Whatever is stacked is worth a warning, reported anew."""
+    monkeypatch.setattr(route, "_LARGE_BYTES", 1)
+    route.warn_of_stacks.cache_clear()
+
+
+NOT_AHEAD = {
+    "a unit beside": ("head", "(root)", "each layer when it is due"),
+    "a unit around": (Stack, "tower", "all layers at once"),
+}
+
+
+@pytest.mark.parametrize(("units", "unit", "how"), NOT_AHEAD.values(), ids=NOT_AHEAD)
+def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
+    size = 4 * LAYERS * 2 * KERNEL
+    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}, {how}")) as reported:
+        model = annotated(units=units)
+    assert len(reported) == 1
+    plan = js.plan(model)
+    assert plan.unscheduled_stacks == {("tower/layers", unit): size}
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+    words = f"Stacked layers: tower/layers, 128.00 KiB, gathered by {unit}, {how}: no unit is inside their loop"
+    assert words in " ".join(str(js.explain(model)).split())
+
+
+@pytest.mark.parametrize(("units", "loop", "whole"), [("head", 2, False), (Stack, 0, True)], ids=str)
+def test_the_program_does_as_told(units, loop, whole):
+    """A layer's kernel at a time, forward and backward; or those of all layers before the first."""
+    model = annotated(units=units)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), SHAPE)["params"], model)
+    grad = jax.jit(jax.grad(lambda params, x: (model.apply({"params": params}, x) ** 2).mean()))
+    found = js.audit(compile_to_read(grad.lower(params, SHAPE)), model=model)
+    gathered = collections.Counter()
+    for window in found.schedule.windows:
+        for _, shape in window.arrays if window.kind == "all-gather" else ():
+            gathered[shape] += window.executions
+    assert gathered[WIDTH, 4 * WIDTH] == loop * LAYERS
+    assert gathered[LAYERS, WIDTH, 4 * WIDTH] in ((1, 2) if whole else (0,))  # XLA:CPU may join those of both passes
+    assert found.ok, found.differences
+    memory = memory_of(js.plan(model))  # two kernels of four bytes an element; the head may be the root's, and kept
+    assert memory.largest_unit_bytes == 2 * KERNEL * 4 * (LAYERS if whole else 1)
+    assert memory.kept_bytes == (4 * WIDTH * WIDTH if whole else 0)

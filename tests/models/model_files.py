@@ -1,34 +1,26 @@
 """What every file in models/ has to hold: it trains sharded as on one device, and its largest recipes plan in seconds.
 
-A test of a model file is given by the file's name:
-
-    assert_parity_of("llama", replica=2, fsdp=4)                    # the tiny recipe
-    assert_parity_of("llama", smaller(tiny("llama"), n_layer=1))    # or one derived from it
-    assert_plans("llama", "llama3_405b", num_parameters=405_853_388_800, fsdp=512)
+A test of a model file is given by the file's name: `assert_parity_of("llama", replica=2, fsdp=4)`.
 """
 
 import dataclasses
 import functools
 import math
 import sys
-import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
 import jshard as js
 from jshard.data import Data, Loader, load_text
 from jshard.train import ModelFile, Recipe, load_model_file
-from tests.helpers import fresh, placed
-from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Difference, Trained, compare, flat
+from tests.parity import assert_parity
 
 MODELS = Path(__file__).parents[2] / "models"
-STEPS = 5
+STEPS = 3
 LARGE = 1 << 20  # elements; smaller leaves may be whole on every device
 
 
@@ -78,73 +70,23 @@ def first_batches(name: str, recipe: Recipe, steps: int = STEPS) -> tuple[dict[s
     return tuple(loader.train(steps))
 
 
-def assert_parity_of(
-    name: str,
-    recipe: Recipe | None = None,
-    *,
-    gradient: float = GRADIENT_TOLERANCE,
-    parameters: float = PARAMETER_TOLERANCE,
-    state: float = 1e-5,
-    **degrees: int,
-) -> Difference:
+def assert_parity_of(name: str, recipe: Recipe, **degrees: int) -> None:
     """Trains a recipe for some steps in plain Flax on one device, and annotated on eight, and compares.
 
     The optimizer is the recipe's own, its warmup cut to one step, as a rate of nothing would show nothing; and so are
     the data: those of the first steps of its run. Losses, the gradients of the first step, the parameters after the
     last and all other state have to agree.
-
-    Args:
-        name: of the file in models/.
-        recipe: the tiny one by default. It is a key of what is kept, so its config has to hash.
-        gradient: tolerance, of the largest element of a leaf.
-        parameters: tolerance, relative, L2 over all of them.
-        state: tolerance of other floating-point state, as for a gradient.
-        degrees: of `js.mesh`: nothing for ZeRO-3, `replica=2, fsdp=4` for HSDP.
-
-    Returns:
-        How far the two are apart, to be printed.
     """
-    recipe = dataclasses.replace(recipe or tiny(name), warmup_steps=1)
-    mesh = js.mesh(**degrees)
-    model = placed(_builder(name, recipe), lambda model: model_file(name).annotate(model, mesh))
-    assert js.plan(model).bytes_per_device < js.plan(model).logical_bytes, "nothing is sharded"
-    apart = compare(_trained(name, recipe, model, mesh), _trained_plain(name, recipe))
-    assert apart.gradient <= gradient, apart
-    assert apart.parameters <= parameters, apart
-    assert apart.loss <= 2e-6, apart
-    assert apart.state <= state, apart
-    return apart
+    recipe = dataclasses.replace(recipe, warmup_steps=1)
+    file, mesh = model_file(name), js.mesh(**degrees)
+    batches = [(batch,) for batch in first_batches(name, recipe)]
 
+    def annotate(model: nnx.Module) -> None:
+        plan = js.plan(file.annotate(model, mesh) or model)
+        assert plan.bytes_per_device < plan.logical_bytes, "nothing is sharded"
 
-@functools.cache
-def _builder(name: str, recipe: Recipe) -> Callable[[], nnx.Module]:
-    return lambda: model_file(name).build(recipe.model, nnx.Rngs(recipe.seed))
-
-
-@functools.cache
-def _trained_plain(name: str, recipe: Recipe) -> Trained:
-    """On one device; for each recipe once, whatever the meshes it is compared with."""
-    return _trained(name, recipe, fresh(_builder(name, recipe)), None)
-
-
-def _trained(name: str, recipe: Recipe, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> Trained:
-    tx, loss_fn = recipe.optimizer(), model_file(name).loss_fn
-    optimizer = js.shard_optimizer(model, tx) if mesh else nnx.Optimizer(model, tx, wrt=nnx.Param)
-    traces = 0
-
-    @nnx.jit
-    def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> tuple[jax.Array, Any]:
-        nonlocal traces
-        traces += 1
-        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-        optimizer.update(model, grads)
-        return loss, grads
-
-    batches = first_batches(name, recipe)
-    out = [step(model, optimizer, js.shard_batch(batch, mesh) if mesh else batch) for batch in batches]
-    assert traces == 1
-    parameters, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
-    return Trained([float(loss) for loss, _ in out], flat(out[0][1]), flat(parameters), flat(rest), traces)
+    build = lambda: file.build(recipe.model, nnx.Rngs(recipe.seed))
+    assert_parity(build, annotate, file.loss_fn, batches, tx=recipe.optimizer())
 
 
 def plan_of(name: str, recipe_name: str, **degrees: int) -> js.ShardPlan:
@@ -157,20 +99,8 @@ def plan_of(name: str, recipe_name: str, **degrees: int) -> js.ShardPlan:
 
 
 def assert_plans(name: str, recipe_name: str, *, num_parameters: int, **degrees: int) -> js.ShardPlan:
-    """Plans a recipe for a cluster, from shapes alone: of the size it claims, and nothing large left whole.
-
-    Args:
-        name: of the file in models/.
-        recipe_name: a key of its RECIPES.
-        num_parameters: exactly so many, tied ones once.
-        degrees: of all mesh axes but those of degree 1.
-
-    Returns:
-        The plan, for what else a test asks of it.
-    """
-    start_s = time.perf_counter()
+    """Plans a recipe for a cluster, from shapes alone: of the size it claims, and nothing large left whole."""
     plan = plan_of(name, recipe_name, **degrees)
-    print(f"{name} {recipe_name}: {plan.num_parameters:,} parameters planned in {time.perf_counter() - start_s:.1f} s")
     assert plan.num_parameters == num_parameters
     whole = [leaf.path for leaf in plan.replicated if leaf.placement.size >= LARGE]
     assert not whole, whole

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from flax import nnx
 
 import jshard as js
 from tests.models.model_files import assert_parity_of, assert_plans, model_file, module, smaller, tiny
-from tests.wide import wide
 
 FILE, llama = model_file("llama"), module("llama")
 RECIPE = smaller(tiny("llama"), sequence_length=24, n_layer=2, n_head=4, d_model=64, d_ff=96, queries_at_once=16)
@@ -62,13 +60,8 @@ def test_heads_that_do_not_split_over_the_tensor_axis_are_refused():
         abstract(MICRO, js.mesh(fsdp=2, tensor=4))
 
 
-@pytest.mark.parametrize("degrees", [{}, wide({"replica": 2, "fsdp": 4})], ids=["zero3", "hsdp"])
-def test_sharded_training_is_that_of_one_device(degrees):
-    assert_parity_of("llama", RECIPE, **degrees)
-
-
 def test_training_in_three_dimensions_is_that_of_one_device():
-    assert_parity_of("llama", smaller(RECIPE, scan=True), replica=2, fsdp=2, tensor=2)
+    assert_parity_of("llama", smaller(RECIPE, n_layer=1), replica=2, fsdp=2, tensor=2)
 
 
 def test_model_is_causal():
@@ -76,13 +69,6 @@ def test_model_is_causal():
     logits, changed = (call(build(), x) for x in (ids, ids.at[:, 18].add(1)))
     np.testing.assert_array_equal(logits[:, :18], changed[:, :18])
     assert (jnp.abs(logits - changed)[:, 18:].max(-1) > 1e-4).all()
-
-
-def test_queries_in_pieces_find_what_all_at_once_find():
-    ids = tokens((2, 24))
-    whole, *pieces = (call(build(dataclasses.replace(MICRO, queries_at_once=n)), ids) for n in (24, 16, 5))
-    for found in pieces:
-        np.testing.assert_allclose(found, whole, atol=1e-6)
 
 
 def test_shared_heads_are_heads_repeated():
@@ -102,13 +88,6 @@ def test_rotary_turns_the_halves_of_a_head_as_complex_numbers():
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angle)[None, :, None]
     wanted = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(llama.rotate(jnp.asarray(x), 500_000.0), wanted, atol=1e-5)
-
-
-def test_kernels_of_pallas_leave_the_model_as_it_is():
-    """On a CPU their twins run; in float32 these do what Flax's layers do."""
-    ids = tokens((2, 24))
-    pallas = build(dataclasses.replace(MICRO, mlp="pallas"))
-    np.testing.assert_allclose(call(pallas, ids), call(build(), ids), atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -133,19 +112,9 @@ def test_flops_are_those_of_the_traced_loss():
     assert llama.flops(recipe)[0] == pytest.approx(3 * forward, rel=0.04)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_every_product_is_in_the_dtype_of_computation(scan):
-    config = dataclasses.replace(MICRO, compute_dtype="bfloat16", scan=scan, tied=scan)
+def test_every_product_is_in_the_dtype_of_computation():
+    config = dataclasses.replace(MICRO, compute_dtype="bfloat16", scan=True)
     batch = {name: jnp.zeros((8, 24), jnp.int32) for name in ("inputs", "targets")}
     text = nnx.jit(FILE.loss_fn).lower(abstract(config, js.mesh()), batch).lowered.as_text()
     products = re.findall(r"dot_general.* : \(tensor<\S*x(\w+)>, tensor<\S*x(\w+)>\)", text)
     assert len(products) >= 8 and set(products) == {("bf16", "bf16")}
-
-
-def test_generate_continues_past_the_block_size():
-    model = build(dataclasses.replace(MICRO, block_size=24))
-    prompt = tokens((2, 22))
-    text = llama.generate(model, prompt, 4, key=jax.random.key(0), temperature=1e-6)
-    np.testing.assert_array_equal(text[:, :22], prompt)
-    np.testing.assert_array_equal(text[:, 22], call(model, prompt)[:, -1].argmax(-1))
-    np.testing.assert_array_equal(text[:, 25], call(model, text[:, 1:25])[:, -1].argmax(-1))

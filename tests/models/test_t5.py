@@ -1,7 +1,6 @@
 """models/t5.py: T5 in its sizes, trained on spans that can be put back, padding left out, equal when sharded."""
 
 import dataclasses
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,6 @@ from tests.models.model_files import (
     smaller,
     tiny,
 )
-from tests.wide import wide
 
 FILE, t5, spans = model_file("t5"), module("t5"), neighbour("spans")
 RECIPE = smaller(tiny("t5"), sequence_length=64, n_head=2, d_model=64, d_kv=16, d_ff=96)
@@ -95,17 +93,14 @@ def put_back(inputs, targets):
     return np.array(text)
 
 
-@pytest.mark.parametrize("length", [2, 3, 10, 64, 568])
+@pytest.mark.parametrize("length", [2, 10, 568])
 def test_inputs_and_targets_give_the_text_back(length):
     recipe = dataclasses.replace(RECIPE, sequence_length=length)
     text = np.random.default_rng(length).integers(spans.FIRST_BYTE, 259, length)
     inputs, targets = spans.corrupt(text, recipe, np.random.default_rng(0))
     assert (inputs.size, targets.size) == spans.lengths(recipe)
-    np.testing.assert_array_equal(put_back(inputs, targets), text)
-
-
-def test_samples_have_the_lengths_of_the_paper():
     assert spans.lengths(FILE.recipe("t5_11b")[1]) == (512, 114)
+    np.testing.assert_array_equal(put_back(inputs, targets), text)
 
 
 def test_samples_are_lines_of_real_text_with_a_share_cut_out():
@@ -166,23 +161,6 @@ def test_distances_fall_into_the_buckets_of_t5():
         np.testing.assert_array_equal(t5.buckets(jnp.array(distance), MICRO, both_ways=both_ways), wanted)
 
 
-def test_scores_have_a_bias_and_no_scale():
-    attention = t5.Attention(MICRO, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-    x, y, bias = (rng.normal(size=s).astype(np.float32) for s in ((1, 5, 64), (1, 7, 64), (1, 2, 5, 7)))
-    found = attention(jnp.asarray(x), jnp.asarray(y), bias_1HTS=jnp.asarray(bias))
-    q, k, v = (
-        a[0] @ np.asarray(layer.kernel[...]) for a, layer in ((x, attention.q), (y, attention.k), (y, attention.v))
-    )
-    heads = []
-    for h in range(2):
-        part = slice(16 * h, 16 * h + 16)
-        scores = np.exp(q[:, part] @ k[:, part].T + bias[0, h])
-        heads.append(scores / scores.sum(-1, keepdims=True) @ v[:, part])
-    wanted = np.concatenate(heads, axis=-1) @ np.asarray(attention.out.kernel[...])
-    np.testing.assert_allclose(found[0], wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_flops_are_those_of_the_traced_loss():
     recipe = smaller(RECIPE, sequence_length=512, d_model=128, d_kv=64, d_ff=256)
     names = ("inputs", "targets")
@@ -192,25 +170,10 @@ def test_flops_are_those_of_the_traced_loss():
     assert t5.flops(recipe)[0] == pytest.approx(3 * forward, rel=0.04)
 
 
-@pytest.mark.parametrize("variant", [{"scan": True}, {"tied": False, "gated": True}], ids=["scan", "v1.1"])
-def test_every_product_is_in_the_dtype_of_computation(variant):
-    config = dataclasses.replace(MICRO, compute_dtype="bfloat16", **variant)
-    batch = {"inputs": jnp.ones((8, 20), jnp.int32), "targets": jnp.ones((8, 12), jnp.int32)}
-    text = nnx.jit(t5.loss_fn).lower(abstract(config, js.mesh()), batch).lowered.as_text()
-    products = re.findall(r"dot_general.* : \(tensor<\S*x(\w+)>, tensor<\S*x(\w+)>\)", text)
-    assert len(products) >= 12 and set(products) == {("bf16", "bf16")}
-
-
 # ---- Sharded -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees", [{}, wide({"replica": 2, "fsdp": 4})], ids=["zero3", "hsdp"])
-def test_sharded_training_is_that_of_one_device(degrees):
+def test_sharded_training_is_that_of_one_device():
     real = [(batch["targets"] != spans.PAD).sum(-1) for batch in first_batches("t5", RECIPE)]
     assert len({int(number) for number in np.concatenate(real)}) > 1  # shards have different numbers of tokens
-    assert_parity_of("t5", smaller(RECIPE, n_layer=1), **degrees)  # of each kind; two are stacked below
-
-
-@pytest.mark.wide
-def test_sharded_training_of_stacked_layers_is_that_of_one_device():
-    assert_parity_of("t5", smaller(RECIPE, scan=True, tied=False, gated=True), replica=2, fsdp=4)
+    assert_parity_of("t5", smaller(RECIPE, n_layer=1), replica=2, fsdp=4)  # of each kind

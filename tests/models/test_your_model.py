@@ -122,7 +122,6 @@ def test_the_page_is_true(tmp_path):
     folder.mkdir()
     done = list(follow(folder, environment(tmp_path)))
 
-    # Exit codes: those that the page names, and 0.
     codes = {each.command: each.code for each in done if each.code}
     assert list(codes.values()) == [130, 2]
     assert codes["jshard train my_model.py --set model.num_layer=2"] == 2

@@ -1,11 +1,13 @@
 """What the tests of kernels hold them against: numpy in float64, and how far results may be from it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jshard as js
 
 SINGLE = 2e-3  # relative error of one product or norm, whose many results are rounded to bfloat16; one errs up to 2**-8
 
@@ -30,14 +32,14 @@ def allowed(wanted: np.ndarray) -> float:
     return SINGLE if wanted.size >= 1000 else 2.0**-8
 
 
-def both_ways(function: Callable[..., Any], arrays: Mapping[str, jax.Array], dy: Any) -> jax.stages.Lowered:
-    """Results and gradients of one program, lowered for `arrays` and `dy`."""
+def results(kernel: str, arrays: Mapping[str, jax.Array], dy: Any, **settings: Any) -> Any:
+    """Results and gradients of a kernel, by one program."""
 
     def run(arrays, dy):
-        y, back = jax.vjp(lambda arrays: function(**arrays), arrays)
+        y, back = jax.vjp(lambda arrays: getattr(js.kernels, kernel)(**arrays, **settings), arrays)
         return y, back(dy)[0]
 
-    return jax.jit(run).lower(arrays, dy)
+    return jax.jit(run)(arrays, dy)
 
 
 def too_far(found: Mapping[str, jax.Array], wanted: Mapping[str, np.ndarray], limit: float = 0.0) -> dict[str, float]:

@@ -9,14 +9,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard as js
 from jshard.kernels import KernelError
-from jshard.kernels import backend as where
+from jshard.kernels.backend import decide
+from tests.occupancy.on_h200 import H200, on
 
 ARRAYS = [jnp.ones((8, 8), jnp.bfloat16)]
 HOPPER = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
 
 
 def form(backend="auto", arrays=ARRAYS):
-    return where.choose("matmul", backend, arrays, where.place())
+    return decide("matmul", backend, None, arrays).form
 
 
 @pytest.fixture
@@ -27,23 +28,17 @@ def hopper(monkeypatch):
 
 
 def test_on_a_cpu_the_twin():
-    assert form() == "xla" and form("xla") == "xla"
+    assert form() == form("xla") == "xla"
     with pytest.raises(KernelError, match="cpu is no Hopper GPU"):
         form("mosaic")
 
 
-def test_on_a_hopper_the_kernel_but_not_for_other_dtypes(hopper):
+def test_on_a_hopper_the_kernel_but_not_for_other_dtypes_or_devices(hopper, monkeypatch):
     assert form() == form("mosaic") == "mosaic"
     assert form(arrays=[jnp.ones((8, 8))]) == "xla"
-
-
-def test_what_is_computed_on_the_cpu_of_a_machine_with_a_gpu(hopper):
     with jax.default_device(ARRAYS[0].device):
         assert form() == "xla"
-
-
-def test_of_several_devices_nobody_knows_what_is_split(hopper, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)  # nobody knows what is split
     assert form() == "xla" and form("mosaic") == "mosaic"  # who asks for it knows
 
 
@@ -51,17 +46,18 @@ def test_of_several_devices_nobody_knows_what_is_split(hopper, monkeypatch):
     ("kind", "cores", "found"), [("NVIDIA H100 80GB HBM3", 132, "mosaic"), ("NVIDIA B200", 148, "xla")]
 )
 def test_of_a_device_that_is_not_there_its_kind(kind, cores, found):
-    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        assert form() == found and where.place().sms == cores
+    with on((kind, "gpu", cores)):
+        run = decide("matmul", "auto", None, ARRAYS)
+        assert (run.form, run.here.sms) == (found, cores)
 
 
 def test_axes_over_which_xla_splits_arrays():
+    with on(H200, axes=[("tensor", 2)]):
+        assert form() == "xla"
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    for axis_type, found in ((AxisType.Auto, "xla"), (AxisType.Manual, "mosaic")):
-        mesh = AbstractMesh((2,), ("tensor",), axis_types=(axis_type,), abstract_device=device)
-        with jax.sharding.use_abstract_mesh(mesh):
-            assert form() == found
+    mesh = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Manual,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert form() == "mosaic"
 
 
 def test_the_interpreter_runs_on_one_device():
@@ -70,13 +66,12 @@ def test_the_interpreter_runs_on_one_device():
     assert form("interpret") == "interpret"
 
 
-def test_on_a_cpu_the_audit_tells_of_the_twin():
+def test_on_a_cpu_the_audit_names_the_twin():
     def step(x, w):
         return jax.lax.psum((js.kernels.matmul(x, w).astype(jnp.float32)).sum(), "fsdp")
 
-    sharded = jax.shard_map(
-        step, mesh=js.mesh(), in_specs=(PartitionSpec("fsdp"), PartitionSpec()), out_specs=PartitionSpec()
-    )
-    found = js.audit(jax.jit(sharded).lower(jnp.ones((16, 8), jnp.bfloat16), jnp.ones((8, 8), jnp.bfloat16)))
+    rows, whole = PartitionSpec("fsdp"), PartitionSpec()
+    sharded = jax.shard_map(step, mesh=js.mesh(), in_specs=(rows, whole), out_specs=whole)
+    found = js.audit(jax.jit(sharded).lower(jnp.ones((16, 8), jnp.bfloat16), ARRAYS[0]))
     assert [str(use) for use in found.schedule.kernels] == ["matmul as plain XLA"]
     assert "Kernels: matmul as plain XLA." in str(found)

@@ -1,8 +1,8 @@
-"""The kernels, step by step on a CPU, against numpy in float64: results, gradients, and that nothing is left unwritten.
+"""The kernels against numpy in float64: results, gradients, and that nothing is left unwritten.
 
-One device, as the interpreter has no more, and small arrays, as it is slow; it cannot run under `jax.checkpoint`:
-that kernels lower there is in test_kernel_launch.py. It fills what a kernel is to write with NaN beforehand.
-After an exception inside a kernel it hangs: every test here has a time limit.
+Step by step on a CPU: one device, as the interpreter has no more, and small arrays, as it is slow. It fills what a
+kernel is to write with NaN beforehand. After an exception inside a kernel it hangs: every test here has a time limit.
+On a Hopper GPU: `JAX_PLATFORMS=cuda pytest -m gpu` of this file.
 """
 
 import dataclasses
@@ -18,18 +18,26 @@ from hypothesis import Phase, given, settings
 import jshard as js
 from jshard import _compat
 from jshard.kernels import Occupancy
-from tests.occupancy.kernel_truth import SINGLE, both_ways, drawn, error, exact, exact_mlp, exact_norm, too_far
+from tests.occupancy.kernel_truth import SINGLE, drawn, error, exact, exact_mlp, exact_norm, results, too_far
 from tests.wide import wide
 
 TILED = Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2)
 PERSISTENT = Occupancy(tile_m=128, tile_n=64, stages=2, reserved_sms=130)  # two blocks walk over the tiles
+FORMS = {
+    "persistent": Occupancy(),
+    "reserved": Occupancy(reserved_sms=16),
+    "tiled": Occupancy(persistent=False, tile_m=128),
+    "padded": Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2, smem_pad_bytes=56_320),
+}
+# The last ones have several tiles for each multiprocessor: blocks walk on, after one step along k or after some.
+SHAPES = [(1, 1, 1), (64, 64, 64), (1000, 500, 300), (513, 1031, 777), (8192, 64, 4096), (4096, 320, 8192)]
+on_gpu = pytest.mark.gpu
 
 
-def check_matmul(m, k, n, *, bias, dtype=jnp.bfloat16, occupancy=TILED, lead=()):
+def check_matmul(m, k, n, *, bias=True, dtype=jnp.bfloat16, occupancy=TILED, lead=(), backend="interpret"):
     x, w, b, dy = drawn(m + 1000 * k + n, (*lead, m, k), (k, n), (n,), (*lead, m, n), dtype=dtype)
     arrays = {"x": x, "w": w} | ({"bias": b} if bias else {})
-    call = functools.partial(js.kernels.matmul, occupancy=occupancy, backend="interpret")
-    y, grads = both_ways(call, arrays, dy).compile()(arrays, dy)
+    y, grads = results("matmul", arrays, dy, occupancy=occupancy, backend=backend)
     assert y.dtype == dtype and {g.dtype for g in grads.values()} == {jnp.dtype(dtype)}
     x64, w64, b64, dy64 = exact(x, w, b, dy)
     rows = lambda a: a.reshape(-1, a.shape[-1])
@@ -43,8 +51,27 @@ def test_matmul_of_any_shape(m, k, n, bias):
     check_matmul(m, k, n, bias=bias)
 
 
-def test_matmul_in_float16_of_an_array_of_rank_three():
-    check_matmul(33, 70, 90, bias=True, dtype=jnp.float16, lead=(2,))
+@pytest.mark.parametrize(
+    ("mkn", "how"),
+    [
+        ((33, 70, 90), {"dtype": jnp.float16, "lead": (2,)}),
+        wide((130, 70, 66), {"occupancy": PERSISTENT}),
+        # A block goes on to its next tile while nothing of the last one is under way: with one step all would be.
+        wide((384, 64, 128), {"bias": False, "occupancy": dataclasses.replace(PERSISTENT, reserved_sms=131)}),
+    ],
+    ids=str,
+)
+def test_matmul(mkn, how):
+    check_matmul(*mkn, **how)
+
+
+@on_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("mkn", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_matmul_on_a_gpu(form, mkn, dtype):
+    check_matmul(*mkn, dtype=dtype, occupancy=FORMS[form], backend="mosaic")
 
 
 def test_more_tiles_than_blocks_visit_before_they_go_on():
@@ -54,9 +81,12 @@ def test_more_tiles_than_blocks_visit_before_they_go_on():
     assert too_far({"y": y}, {"y": x64 @ w64}) == {}
 
 
-@pytest.mark.wide
-def test_matmul_persistent_with_fewer_blocks_than_tiles():
-    check_matmul(130, 70, 66, bias=True, occupancy=PERSISTENT)
+def mlp_arrays(activation, m, d, f, scale):
+    x, up, down, gate, dy = drawn(7, (m, d), (d, f), (f, d), (d, f), (m, d))
+    b_up, b_down = drawn(8, (f,), (d,))
+    arrays = {"x": x, "w_up": up / scale, "w_down": down / scale}
+    gated = activation == "silu"
+    return arrays | ({"w_gate": gate / scale} if gated else {"b_up": b_up, "b_down": b_down}), dy
 
 
 @pytest.mark.parametrize("activation", [wide("gelu"), "silu"])
@@ -66,17 +96,11 @@ def test_mlp_errs_no_more_than_its_twin(activation):
     In the gradients there is one more for each product that the activation takes: they are kept in bfloat16, and the
     twin's in float32.
     """
-    gated = activation == "silu"
-    m, d, f = 66, 70, 130
-    x, up, down, gate, dy = drawn(7, (m, d), (d, f), (f, d), (d, f), (m, d))
-    b_up, b_down = drawn(8, (f,), (d,))
-    arrays = {"x": x, "w_up": up / 8, "w_down": down / 8}
-    arrays |= {"w_gate": gate / 8} if gated else {"b_up": b_up, "b_down": b_down}
+    arrays, dy = mlp_arrays(activation, 66, 70, 130, 8)
     wanted, wanted_grads = exact_mlp(activation, arrays, dy)
 
     def errors(backend):
-        call = functools.partial(js.kernels.mlp, activation=activation, occupancy=TILED, backend=backend)
-        y, grads = both_ways(call, arrays, dy).compile()(arrays, dy)
+        y, grads = results("mlp", arrays, dy, activation=activation, occupancy=TILED, backend=backend)
         return {"y": error(y, wanted)} | {name: error(g, wanted_grads[name]) for name, g in grads.items()}
 
     twin, kernel = errors("xla"), errors("interpret")
@@ -85,17 +109,25 @@ def test_mlp_errs_no_more_than_its_twin(activation):
     assert {name: (e, twin[name]) for name, e in kernel.items() if not e <= more.get(name, 1.6) * twin[name]} == {}
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_norms(name, residual):
+@on_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_mlp_on_a_gpu(activation, form):
+    """Several roundings to bfloat16 lie one behind the other in it."""
+    arrays, dy = mlp_arrays(activation, 1000, 300, 1100, 16)
+    y, grads = results("mlp", arrays, dy, activation=activation, occupancy=FORMS[form], backend="mosaic")
+    wanted, wanted_grads = exact_mlp(activation, arrays, dy)
+    assert too_far({"y": y}, {"y": wanted}, limit=2 * SINGLE) == {}
+    assert too_far(grads, wanted_grads, limit=4 * SINGLE) == {}
+
+
+def check_norm(name, rows, width, *, residual, backend="interpret"):
     centred = name == "layer_norm"
-    rows, width = (11, 256) if residual else (19, 128)
     x, added, dy, dh = drawn(3, *[(rows, width)] * 4)
     scale, bias = drawn(4, (width,), (width,))
     arrays = {"x": x, "scale": scale} | ({"bias": bias} if centred else {}) | ({"residual": added} if residual else {})
-    call = functools.partial(getattr(js.kernels, name), eps=1e-3, backend="interpret")
-    cotangents = (dy, dh) if residual else dy
-    found, grads = both_ways(call, arrays, cotangents).compile()(arrays, cotangents)
+    found, grads = results(name, arrays, (dy, dh) if residual else dy, eps=1e-3, backend=backend)
     x64, added64, dy64, dh64, scale64, bias64 = exact(x, added, dy, dh, scale, bias)
     stream = x64 + residual * added64
     # Backward takes the sum as it was stored, and a mistake of the kernel in that would show in `found[1]`.
@@ -109,6 +141,22 @@ def test_norms(name, residual):
     assert too_far({"y": found, **grads}, {"y": y, "x": dx, "residual": dx, "scale": d_scale, "bias": d_bias}) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "residual"),
+    [("rms_norm", True), ("layer_norm", False), wide("rms_norm", False), wide("layer_norm", True)],
+)
+def test_norms(name, residual):
+    check_norm(name, *((11, 256) if residual else (19, 128)), residual=residual)
+
+
+@on_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("width", [128, 1024, 4096])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_norms_on_a_gpu(name, width):
+    check_norm(name, 1003, width, residual=True, backend="mosaic")
+
+
 def test_a_tile_that_is_left_out_is_seen(monkeypatch):
     """What no block writes is NaN, so the comparisons above would fail: here the last of four tiles."""
     whole = _compat.mosaic_kernel
@@ -117,16 +165,6 @@ def test_a_tile_that_is_left_out_is_seen(monkeypatch):
     y = np.asarray(js.kernels.matmul(x, w, occupancy=TILED, backend="interpret"), np.float32)
     assert np.isnan(y).sum() in {1 * 26, 1 * 64, 64 * 26, 64 * 64}
     assert not error(y, np.zeros(y.shape)) <= SINGLE
-
-
-def test_a_row_that_is_left_out_is_seen(monkeypatch):
-    from jshard.kernels import mosaic_run
-
-    whole = mosaic_run.plgpu.nd_loop
-    monkeypatch.setattr(mosaic_run.plgpu, "nd_loop", lambda grid, **how: whole((grid[0] - 1,), **how))
-    x, scale = drawn(0, (9, 128), (128,))
-    y = np.asarray(js.kernels.rms_norm(x, scale, backend="interpret"), np.float32)
-    assert np.isnan(y[8]).all() and not np.isnan(y[:8]).any()
 
 
 def test_under_vmap():
@@ -147,9 +185,3 @@ def test_in_a_loop():
 
     found, wanted = (jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, ws, how) for how in ("interpret", "xla"))
     assert [error(a, np.asarray(b, np.float64)) < 1e-2 for a, b in zip(found, wanted, strict=True)] == [True, True]
-
-
-@pytest.mark.wide
-def test_persistent_over_one_step_and_many_tiles_for_each_block():
-    """A block goes on to its next tile while nothing of the last one is under way: with one step all would be."""
-    check_matmul(384, 64, 128, bias=False, occupancy=dataclasses.replace(PERSISTENT, reserved_sms=131))

@@ -21,9 +21,8 @@ import jshard as js
 from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
-from jshard.checkpoint import saving, series_folder, storage
-from jshard.checkpoint.files import places
-from jshard.checkpoint.files.dealing import HeldState
+from jshard.checkpoint import file_io, saving, series_store, storage
+from jshard.checkpoint.dealing import HeldState
 from jshard.checkpoint.saving import Saving
 from jshard.errors import FourPartError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
@@ -72,7 +71,7 @@ def bucket():
 
 def not_shared():
     """Each process is given a folder of its own."""
-    series_folder.SHOWN_S = 0.5
+    series_store.SHOWN_S = 0.5
     own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets nobody, and makes nothing
     assert own.latest() is None and not own.folder.exists()
     return reported(lambda: own.save(1, state(1)))
@@ -121,11 +120,11 @@ def once():
     found["forecast"] = checkpoint.forecast(path, held, read_once=True).touched_bytes
     found["other leaves"] = reported(lambda: restore({"large": held["large"], "step": 0} if PROCESS else held))
 
-    read = places.LocalFolder.read
+    read = file_io.LocalFolder.read
     if PROCESS == 1:
-        places.LocalFolder.read = lambda self, *where: fails() if where[1] > 1 << 20 else read(self, *where)
+        file_io.LocalFolder.read = lambda self, *where: fails() if where[1] > 1 << 20 else read(self, *where)
     found["one fails"] = reported(restore)
-    places.LocalFolder.read = read
+    file_io.LocalFolder.read = read
     (file,) = (path / "arrays").glob("00001-*")
     if PROCESS == 1:
         with file.open("r+b") as changed:

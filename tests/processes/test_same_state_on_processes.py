@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests import compiling
-from tests.engine.one_device import apart
+from tests.engine.one_device import NAMES, apart
 from tests.engine.test_one_device import AFTER_STEPS, trained_alone
-from tests.engine.trained_states import NAMES
 from tests.wide import wide
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +32,7 @@ def test_two_processes_have_the_state_of_trained_alone(names, tmp_path):
     started = []
     for process, log in enumerate(logs):
         arguments = [str(process), str(port), str(tmp_path / "found.npz"), *names]
-        command = [sys.executable, "-m", "tests.engine.trained_states", *arguments]
+        command = [sys.executable, "-m", "tests.engine.one_device", *arguments]
         with log.open("w") as stderr:
             started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=stderr, stderr=stderr))
     try:

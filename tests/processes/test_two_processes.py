@@ -17,8 +17,8 @@ from flax import nnx
 import jshard as js
 from jshard.checkpoint import Checkpointer
 from jshard.data import Loader
+from jshard.recipes.building import restore
 from jshard.recipes.overrides import override
-from jshard.recipes.state import restore
 from jshard.train import load_model_file
 from jshard.train.records import read_metrics
 from tests.compiling import environment

@@ -16,14 +16,12 @@ from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Cost
 from jshard.cluster.estimate import machine_here
 from jshard.cluster.search import Search
-from jshard.errors import AnnotationError
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
-from jshard.plans.policies import strategies
 from jshard.recipes.building import abstract_model
 from jshard.train import auto
 from jshard.train.auto import Factors, fitted, with_feedback
-from tests.helpers import Block, Config, abstract, builder
+from tests.helpers import Config, abstract
 from tests.micro_gpt import USERS_FILE
 
 MESH = {"replica": 1, "fsdp": 8, "tensor": 1}
@@ -85,47 +83,6 @@ def test_what_does_not_run_is_not_chosen():
     assert found.best is not None and found.best.cost is not AGAIN
     assert "does not run" in printed(auto.tried_table(found)) and printed(auto.tried_table(found)).count("chosen") == 1
     assert with_feedback(FOUND, lambda cost: math.inf).best is None
-
-
-# ---- a strategy in an annotation --------------------------------------------------------------------------------
-
-
-def annotated(strategy, mesh=None, **settings):
-    mesh = mesh or js.mesh()
-
-    def annotate(model):
-        with pytest.warns(FutureWarning, match="strategy: this setting of fully_shard goes") as caught:
-            js.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, **settings)
-        assert caught[0].filename == __file__
-        written.append(str(caught[0].message).partition("\n  js.fully_shard(layer, mesh=mesh, ")[2])
-
-    written: list[str] = []
-    model = js.abstract_init(builder(Config()), annotate)
-    (line,) = written
-    return model, line
-
-
-def layers(model):
-    return {(unit.reshard_after_forward, unit.remat) for unit in js.plan(model).units[1:]}
-
-
-def test_a_strategy_works_and_its_warning_has_the_new_line():
-    model, line = annotated("zero2")
-    assert layers(model) == {(False, "none")} and line == "reshard_after_forward=False)"
-    model, line = annotated("zero3", reshard_after_forward=False)
-    assert layers(model) == {(True, "none")} and line == "reshard_after_forward=True)"
-    two = dataclasses.replace(strategies["hpz"], reshard_after_forward=2)
-    model, line = annotated(two, remat="full")
-    assert layers(model) == {(2, "full")} and line == "reshard_after_forward=2)"
-    assert "Strategy: hpz" in str(js.explain(model))
-    with pytest.raises(AnnotationError, match="The strategy is not known"):
-        js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="zero4")
-
-
-def test_a_library_call_chooses_nothing_by_itself():
-    with pytest.raises(AnnotationError, match="does not choose a strategy") as error:
-        js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="auto")
-    assert "jshard train MODEL --auto" in error.value.do and "reshard_after_forward=False" in error.value.do
 
 
 # ---- `jshard train --auto` --------------------------------------------------------------------------------------

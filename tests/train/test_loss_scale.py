@@ -19,10 +19,10 @@ from flax.training.train_state import TrainState
 import jshard as js
 from jshard.data import Data, load_text
 from jshard.errors import AnnotationError, RunError
-from jshard.recipes import state as state_of_a_run
+from jshard.recipes import building
+from jshard.recipes.building import optimizer_of
 from jshard.recipes.loss_scale import LossScale, loss_scale_of, scaled_value_and_grad
 from jshard.recipes.model_file import next_token_loss
-from jshard.recipes.state import optimizer_of
 from jshard.train import ModelFile, Recipe, run_recipe
 from jshard.train.records import read_metrics
 from tests.helpers import compile_to_read
@@ -224,7 +224,7 @@ def run(out: Path, data: Data, say: Any = lambda line: None, **settings: Any) ->
 
 
 def test_a_run_in_float16_skips_and_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_of_a_run, "LossScale", lambda: LossScale(initial=2.0**24, growth_interval=2))
+    monkeypatch.setattr(building, "LossScale", lambda: LossScale(initial=2.0**24, growth_interval=2))
     lines: list[str] = []
     whole = run(tmp_path / "whole", data, lines.append)
     run(tmp_path / "parts", data, checkpoint_every=3)
@@ -239,7 +239,7 @@ def test_a_run_in_float16_skips_and_goes_on_bit_for_bit(data, tmp_path, monkeypa
 
 
 def test_a_run_that_only_overflows_ends(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_of_a_run, "LossScale", lambda: LossScale(initial=2.0))
+    monkeypatch.setattr(building, "LossScale", lambda: LossScale(initial=2.0))
     file = dataclasses.replace(model_file(), loss_fn=lambda model, batch: 1e9 * next_token_loss(model, batch))
     with pytest.raises(RunError, match="at step 1, before any update"):
         run_recipe(file, recipe(), mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)

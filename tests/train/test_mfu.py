@@ -5,7 +5,8 @@ import types
 import jax
 import pytest
 
-from jshard.recipes import mfu
+from jshard.recipes import step as mfu
+from jshard.recipes.model_file import dense_flops
 
 
 def devices(kind, count=1, **attributes):
@@ -76,7 +77,7 @@ def test_only_devices_of_this_process_are_measured(monkeypatch):
 
 def test_the_share_and_the_line_that_explains_it():
     peak = mfu.Peak(2e12, "measured")
-    used = mfu.Mfu(*mfu.dense_flops(num_parameters=1_425_600, num_tokens=4096), peak)
+    used = mfu.Mfu(*dense_flops(num_parameters=1_425_600, num_tokens=4096), peak)
     assert used.of(0.1) == pytest.approx(0.175177728)
     assert used.describe() == (
         "MFU = flops per step / step time / peak; "

@@ -34,7 +34,7 @@ def tokenizer_file(tmp_path):
 
 def test_bytes_are_tokens():
     tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(TEXT.encode())
+    (ids,) = tokenizer.encode_batch([TEXT.encode()])
     assert ids.tolist() == list(TEXT.encode())
     assert ids.dtype == np.uint8
     assert tokenizer.decode(ids) == TEXT
@@ -43,7 +43,7 @@ def test_bytes_are_tokens():
 
 def test_hugging_face_file(tokenizer_file):
     tokenizer = HuggingFaceTokenizer(tokenizer_file)
-    ids = tokenizer.encode(TEXT.encode())
+    (ids,) = tokenizer.encode_batch([TEXT.encode()])
     assert tokenizer.decode(ids) == TEXT
     assert len(ids) < 0.7 * len(TEXT)
     assert ids.dtype == np.uint16
@@ -51,7 +51,7 @@ def test_hugging_face_file(tokenizer_file):
     assert tokenizer.end_of_text == 0
     assert 1 not in ids  # the <s> that the file would put in front
     assert tokenizer.name.startswith("tokenizer.json ")
-    assert tokenizer.encode(b"").size == 0
+    assert tokenizer.encode_batch([b""])[0].size == 0
 
 
 def test_texts_of_a_batch_stay_apart(tokenizer_file, monkeypatch):

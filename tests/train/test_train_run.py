@@ -19,7 +19,7 @@ from jshard.checkpoint.readers import own_checkpoint
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.launch import StallWatch
-from jshard.recipes.state import create_from, restore
+from jshard.recipes.building import create_from, restore
 from jshard.train import load_model_file, run_recipe
 from jshard.train.records import read_metrics
 from tests.micro_gpt import MODELS, micro

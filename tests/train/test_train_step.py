@@ -16,7 +16,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.errors import AnnotationError
-from jshard.recipes.state import create
+from jshard.recipes.building import create
 from jshard.train import EvalStep, Meter, Progress, Trackers, TrainStep, evaluate, fit, load_model_file
 from jshard.train.records import Jsonl
 from tests.micro_gpt import micro

@@ -5,14 +5,14 @@ Example:
     source = NamedSource(source, gpt.hf_names(config))        # under our names
     rows = source.read("tokens/embedding", (slice(0, 8), slice(None)))
 
-    write_safetensors("out/", whole_leaves(ForeignSource(ours, gpt.hf_names(config))))
+    write_safetensors("out/", ForeignSource(ours, gpt.hf_names(config)))
 """
 
 from pathlib import Path
 
 from jshard.checkpoint.formats.dcp import METADATA as _METADATA
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
-from jshard.checkpoint.formats.dcp_writer import write_dcp as write_dcp
+from jshard.checkpoint.formats.dcp import write_dcp as write_dcp
 from jshard.checkpoint.formats.safetensors import SUFFIX as _SUFFIX
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
@@ -20,24 +20,13 @@ from jshard.checkpoint.formats.source import ArraySource as ArraySource
 from jshard.checkpoint.formats.source import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.source import NamedSource as NamedSource
 from jshard.checkpoint.formats.source import Stored as Stored
-from jshard.checkpoint.formats.source import whole_leaves as whole_leaves
 
 
 def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | None:
     """Opens a checkpoint of another library.
 
-    Args:
-        path: a file or folder on this machine.
-
-    Returns:
-        The checkpoint; None if there is none of a format that is known here.
-
-    Raises:
-        CheckpointError: it cannot be read, or its pickle names something that is not allowed.
-        RunError: it is damaged.
-
-    Example:
-        >>> source = foreign_source("gpt2/")
+    None if there is none of a format that is known here. A `CheckpointError` if it cannot be read, or its pickle names
+    something that is not allowed, and a `RunError` if it is damaged.
     """
     path = Path(path)
     if (path / _METADATA).is_file():

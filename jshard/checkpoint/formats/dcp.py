@@ -7,23 +7,39 @@ numbers of a chunk are one run of bytes.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import io
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import torch_pickle
-from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, existing, read_region, stored_array
-from jshard.checkpoint.formats.torch_pickle import DTYPES, Archive, Record, records
+from jshard.checkpoint.formats.source import (
+    ArraySource,
+    Box,
+    FileRegion,
+    bounds,
+    check_export,
+    damaged,
+    existing,
+    finished_together,
+    read_region,
+    stored_array,
+)
+from jshard.checkpoint.formats.torch_pickle import DTYPES, STORAGES, Archive, Record, records
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import printable
 
 METADATA = ".metadata"
 
-_MOST_METADATA_BYTES = 1 << 30
 _DCP = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 and older had some of them
 _ALLOWED = {
@@ -44,30 +60,11 @@ _METADATA_CLASS, _TENSOR_CLASS, _BYTES_CLASS = (
 
 
 class DcpSource:
-    """The tensors and values of a PyTorch distributed checkpoint.
-
-    Args:
-        path: the folder that holds `.metadata`.
-
-    Attributes:
-        leaves: every tensor by the name it has there, such as `model.layers.0.attention.wq.weight`.
-        values: everything else (numbers, texts, lists of them), each read when it is asked for.
-
-    Raises:
-        CheckpointError: it is no such folder, or was written with extensions; or its pickle names something that is
-            not allowed. Nothing that a pickle names is ever run.
-        RunError: it is damaged.
-
-    Example:
-        >>> source = DcpSource("outputs/checkpoint/step-1000")
-        >>> source.read("model.norm.weight", (slice(0, 8),))
-        >>> source.values["lr"]
-    """
+    """The tensors and values of a PyTorch distributed checkpoint."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "PyTorch distributed")
         described, places = _metadata(self.path)
-        self._places = places
         self._tensors = {
             name: _tensor(self.path, name, record, places)
             for name, record in described.items()
@@ -75,36 +72,14 @@ class DcpSource:
         }
         self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
         others = [name for name, record in described.items() if isinstance(record, _BYTES_CLASS)]
-        self.values: Mapping[str, Any] = _Values(
-            {name: places[name, None] for name in others if (name, None) in places}
-        )
+        self.values = {name: places[name, None] for name in others if (name, None) in places}
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """A box of a tensor, as a new array, put together from the chunks it is in; threads may call it."""
         return self._tensors[name].read(box)
 
-    def damaged_names(self) -> list[str]:
-        """Tensors and values whose sums, which PyTorch stores beside them, do not fit; reads the whole checkpoint."""
-        return sorted({name for (name, _), place in self._places.items() if not place.is_whole()})
-
 
 _Places = Mapping[tuple[str, tuple[int, ...] | None], Archive]  # by name and, of a chunk, where it begins
-
-
-class _Values(Mapping[str, Any]):
-    """Values by name, each read when it is asked for."""
-
-    def __init__(self, places: Mapping[str, Archive]) -> None:
-        self._places = places
-
-    def __getitem__(self, name: str) -> Any:
-        return self._places[name].value()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 class _Tensor:
@@ -164,11 +139,9 @@ def _metadata(path: Path) -> tuple[dict[str, Any], _Places]:
         raise CheckpointError(
             "There is no PyTorch distributed checkpoint to read.",
             where=str(path),
-            why=f"the folder holds no {METADATA}, which is written last." + _hint(path),
+            why=f"the folder holds no {METADATA}, which is written last.",
             do="give the folder that torch.distributed.checkpoint.save was given.",
         )
-    if file.stat().st_size > _MOST_METADATA_BYTES:
-        raise damaged(file, f"it has {file.stat().st_size} bytes; more than {_MOST_METADATA_BYTES} are not read.")
     with file.open("rb") as stream:
         metadata = torch_pickle.load(stream, _ALLOWED, file)
     described = metadata.get("state_dict_metadata") if isinstance(metadata, _METADATA_CLASS) else None
@@ -180,13 +153,6 @@ def _metadata(path: Path) -> tuple[dict[str, Any], _Places]:
     ):
         raise damaged(file, "it holds no description of a checkpoint.")
     return described, _places(path, stored)
-
-
-def _hint(path: Path) -> str:
-    if below := sorted(file.parent.name for file in path.glob(f"*/{METADATA}")):
-        return f"\nthese in it do: {', '.join(below[-3:])}."
-    alone = sorted(file.name for file in path.glob("__*.metadata"))
-    return f"\nit holds {alone[0]}: each process saved for itself, and such files cannot be joined." if alone else ""
 
 
 def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
@@ -252,3 +218,219 @@ def _lies_in(shape: tuple[int, ...], begin: Any, size: Any) -> bool:
     if not _are_sizes(begin) or not _are_sizes(size) or not len(begin) == len(size) == len(shape):
         return False
     return all(a + b <= whole for a, b, whole in zip(begin, size, shape, strict=True))
+
+
+# Writes them without PyTorch: its pickles name classes of PyTorch, which need not be there. Names, and the calls that
+# rebuild its objects, are written as they are, by `_Global`, `_Call` and `_Object`.
+
+_FILE = "__0_0.distcp"
+_CHUNK_BYTES = 64 << 20  # PyTorch reads whole chunks
+_ALIGNMENT = 64
+_TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_STORAGE_NAMES = {name: storage for storage, name in STORAGES.items()}
+
+
+def write_dcp(
+    folder: str | Path,
+    source: ArraySource,
+    *,
+    values: Mapping[str, int | float | str] | None = None,
+    on_written: Callable[[int], object] = lambda num_bytes: None,
+) -> list[Path]:
+    """Writes arrays and values as a checkpoint of one rank, which any number of them can load.
+
+    Names get dots for slashes. A chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last: without it
+    there is no checkpoint.
+    """
+    folder, values = Path(folder).absolute(), values or {}
+    names = [name.replace("/", ".") for name in (*source.leaves, *values)]
+    check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, _TORCH_NAMES)
+    with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):
+        with data.open("wb") as stream:
+            places = _write_items(stream, source, values, on_written)
+        metadata.write_bytes(_pickled(_description(folder, source.leaves, places), protocol=4))
+    return [folder / _FILE, folder / METADATA]
+
+
+def _dotted(name: str) -> str:
+    return name.replace("/", ".")
+
+
+class _StoredItem(NamedTuple):
+    """Where an item, or a chunk of it, is in the file."""
+
+    name: str
+    begin: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def _write_items(
+    stream: BinaryIO, source: ArraySource, values: Mapping[str, Any], on_written: Callable[[int], object]
+) -> list[_StoredItem]:
+    places = []
+    for name, value in values.items():
+        offset = stream.tell()
+        places.append(_StoredItem(_dotted(name), None, (), offset, _write_archive(stream, value, ())))
+    for name, leaf in source.leaves.items():
+        for box in _chunks(leaf):
+            array, offset = np.asarray(source.read(name, box), order="C"), stream.tell()
+            length = _write_archive(stream, _rebuilt(array), (array,))
+            places.append(_StoredItem(_dotted(name), tuple(part.start for part in box), array.shape, offset, length))
+            on_written(array.nbytes)
+    return places
+
+
+def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
+    """Boxes of some 64 MiB that make up an array, cut along the first dims."""
+    shape, left = leaf.shape, max(1, _CHUNK_BYTES // np.dtype(leaf.dtype).itemsize)
+    steps = []
+    for dim, size in enumerate(shape):
+        steps.append(max(1, min(size, left // max(1, math.prod(shape[dim + 1 :])))))
+        left = left if steps[-1] == 1 else math.prod(shape[dim + 1 :])
+    starts = [range(0, max(size, 1), step) for size, step in zip(shape, steps, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(slice(a, min(a + step, n)) for a, step, n in zip(corner, steps, shape, strict=True))
+
+
+# What `torch.save` writes.
+
+
+def _write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) -> int:
+    """A zip of a pickle and of the bytes of its tensors, which begin at multiples of 64; its length."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", zipfile.ZIP_STORED) as archive:
+        members: dict[str, Any] = {"data.pkl": _pickled(value, protocol=2)}
+        members |= {".format_version": b"1", ".storage_alignment": str(_ALIGNMENT).encode(), "byteorder": b"little"}
+        members |= {f"data/{key}": array.reshape(-1).view(np.uint8).data for key, array in enumerate(arrays)}
+        members |= {"version": b"3\n", ".data/serialization_id": b"0" * 40}
+        for name, raw in members.items():
+            info = zipfile.ZipInfo(f"archive/{name}")
+            padding = -(held.tell() + 30 + len(info.filename) + 4) % _ALIGNMENT
+            info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+            archive.writestr(info, raw)
+            info.extra = b""  # the table at the end does not speak of the padding
+    return stream.write(held.getbuffer())
+
+
+def _rebuilt(array: np.ndarray) -> Any:
+    """A tensor whose numbers are the first storage of the archive."""
+    dtype, strides = _TORCH_NAMES[array.dtype], tuple(step // array.itemsize for step in array.strides)
+    typed = dtype in _STORAGE_NAMES
+    kind = _Global("torch", _STORAGE_NAMES[dtype]) if typed else _Global("torch.storage", "UntypedStorage")
+    storage = _Persistent(("storage", kind, "0", "cpu", array.size if typed else array.nbytes))
+    args = (storage, 0, array.shape, strides, False, collections.OrderedDict())
+    if typed:
+        return _Call(_Global("torch._utils", "_rebuild_tensor_v2"), args)
+    return _Call(_Global("torch._utils", "_rebuild_tensor_v3"), (*args, _Global("torch", dtype)))
+
+
+# `.metadata`.
+
+
+def _description(folder: Path, leaves: Mapping[str, StoredLeaf], places: list[_StoredItem]) -> Any:
+    chunks = collections.defaultdict(list)
+    for place in places:
+        if place.begin is not None:
+            corners = {"offsets": _size(place.begin), "sizes": _size(place.shape)}
+            chunks[place.name].append(_record("ChunkStorageMetadata", corners))
+    described = {}
+    layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
+    for name, leaf in leaves.items():
+        state = (_Global("torch", _TORCH_NAMES[np.dtype(leaf.dtype)]), layout, False, contiguous, False)
+        fields = {"properties": _record("TensorProperties", state), "size": _size(leaf.shape)}
+        described[_dotted(name)] = _record("TensorStorageMetadata", fields | {"chunks": chunks[_dotted(name)]})
+    described |= {place.name: _record("BytesStorageMetadata", {}) for place in places if place.begin is None}
+    info = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    stored = {}
+    for place in places:
+        begin = None if place.begin is None else _size(place.begin)
+        index = _record("MetadataIndex", {"fqn": place.name, "offset": begin, "index": None})
+        stored[index] = _Object(info, {"relative_path": _FILE, "offset": place.offset, "length": place.length})
+    meta = {"checkpoint_id": str(folder), "save_id": "jshard", "load_id": None, "modules": []}
+    return _record(
+        "Metadata",
+        {
+            "state_dict_metadata": described,
+            "planner_data": {name: (name,) for name in described},
+            "storage_data": stored,
+            "storage_meta": _record("StorageMeta", meta),
+            "version": "1.0.0",
+        },
+    )
+
+
+def _record(name: str, state: Any) -> Any:
+    return _Object(_Global(_DCP, name), state)
+
+
+def _size(shape: tuple[int, ...]) -> Any:
+    return _Call(_Global("torch", "Size"), (tuple(shape),))
+
+
+# Pickles of objects that are not here.
+
+
+class _Global(NamedTuple):
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+
+class _Call(NamedTuple):
+    """What a function, or a class, gives for these arguments."""
+
+    function: _Global
+    args: tuple
+
+
+@dataclasses.dataclass(eq=False)  # a key of a dict
+class _Object:
+    """An object that is made without arguments and is then given its state."""
+
+    kind: _Global
+    state: Any
+
+
+class _Persistent(NamedTuple):
+    """Something that is beside the pickle."""
+
+    key: tuple
+
+
+_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]  # of Python: that of C asks for each name's object
+
+
+class _Writer(_Pickler):
+    """Writes what is above as what it stands for."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
+
+    def persistent_id(self, obj: Any) -> Any:
+        """The key of what is beside the pickle."""
+        return obj.key if isinstance(obj, _Persistent) else None
+
+    def _global(self, found: _Global) -> None:
+        self.write(pickle.GLOBAL + f"{found.module}\n{found.name}\n".encode())
+
+    def _call(self, found: _Call) -> None:
+        self.save(found.function)
+        self.save(found.args)
+        self.write(pickle.REDUCE)
+
+    def _object(self, found: _Object) -> None:
+        self.save(found.kind)
+        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        self.save(found.state)
+        self.write(pickle.BUILD)
+
+    dispatch |= {_Global: _global, _Call: _call, _Object: _object}
+
+
+def _pickled(value: Any, *, protocol: int) -> bytes:
+    file = io.BytesIO()
+    _Writer(file, protocol).dump(value)
+    return file.getvalue()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,20 +11,22 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.checkpoint.draft import flush, mend
-from jshard.checkpoint.errors import CheckpointError, reason
+from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import (
+    ArraySource,
     Box,
     FileRegion,
-    WholeLeaf,
+    check_export,
     damaged,
     existing,
+    finished_together,
     read_region,
     row_major,
     stored_array,
+    whole,
 )
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.errors import RunError, printable
+from jshard.errors import printable
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -51,26 +51,11 @@ _PARTS_KEY = "DCP_SHARDING_INFO"
 
 
 class SafetensorsSource:
-    """The arrays of a safetensors file, or of a folder of them.
-
-    Args:
-        path: a file; or a folder with an index as Hugging Face writes it, or with safetensors files alone.
-
-    Raises:
-        CheckpointError: there are no such files, or some hold what cannot be read as whole arrays.
-        RunError: a file is damaged, or one that the index names is missing.
-
-    Example:
-        >>> source = SafetensorsSource("gpt2/model.safetensors")
-        >>> source.read("wte.weight", (slice(0, 8), slice(None)))
-    """
+    """The arrays of a safetensors file, or of a folder of them."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "safetensors")
-        files, self._index = _files(self.path)
-        self._regions = _all_regions(files)
-        if self._index is not None:
-            _check_index(self.path / INDEX, self._index, self._regions)
+        self._regions = _all_regions(_files(self.path))
         self.leaves: Mapping[str, StoredLeaf] = {
             name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
@@ -81,13 +66,12 @@ class SafetensorsSource:
         return read_region(self._regions[name], box)
 
 
-def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The files to read, and the index if there is one: file by name of the array."""
+def _files(path: Path) -> list[Path]:
+    """The files to read."""
     if path.is_file():
-        return [path], None
+        return [path]
     if (path / INDEX).is_file():
-        index = _read_index(path / INDEX)
-        return [path / file for file in sorted(set(index.values()))], index
+        return [path / file for file in sorted(set(_read_index(path / INDEX).values()))]
     files = sorted(path.glob("*" + SUFFIX))
     if not files:
         raise CheckpointError(
@@ -96,7 +80,7 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
             why=f"the folder holds neither {INDEX} nor a file that ends in {SUFFIX}.",
             do="give the path of such a file, or of the folder it is in.",
         )
-    return files, None
+    return files
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
@@ -112,12 +96,6 @@ def _read_index(path: Path) -> Mapping[str, str]:
     if gone:
         raise damaged(path, f"files that it names are missing: {', '.join(gone)}")
     return index
-
-
-def _check_index(path: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
-    wrong = [name for name, file in index.items() if name not in regions or regions[name].path.name != file]
-    if wrong:
-        raise damaged(path, f"{len(wrong)} arrays are not where it says, the first is {wrong[0]} in {index[wrong[0]]}.")
 
 
 def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
@@ -165,19 +143,12 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             raise damaged(path, f"its header would have {length} bytes; the file has {size}.")
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"its header is no JSON: {error}") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise damaged(path, "its header is no table of arrays.")
     return header, 8 + length
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return table
 
 
 def _regions(path: Path, header: Mapping[str, Any], start: int) -> dict[str, FileRegion]:
@@ -231,138 +202,71 @@ def _check_cover(path: Path, spans: list[tuple[int, int, str]], size: int) -> No
 # Writes safetensors as Hugging Face's libraries expect them, with one array in memory at a time.
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_METADATA = {"format": "pt"}  # transformers refuses files that do not say whose layout of arrays they hold
 
 
 def write_safetensors(
     folder: str | Path,
-    leaves: Iterable[WholeLeaf],
+    source: ArraySource,
     *,
     max_shard_bytes: float = 5e9,
-    metadata: Mapping[str, str] = _METADATA,
     on_written: Callable[[int], object] = lambda num_bytes: None,
 ) -> list[Path]:
     """Writes arrays as `model.safetensors`; or, if they do not fit one file, as several with an index.
 
-    Each array is asked for when its turn comes and let go when it is written. The files get their names when all of
-    them are on disk, the index last.
-
-    Args:
-        folder: where to; it is made if need be. Files that are there already are never replaced.
-        leaves: of each array its name, shape, dtype and a function that gets it (`whole_leaves`).
-        max_shard_bytes: bytes of arrays per file; an array that is larger has a file of its own.
-        metadata: texts for the header of each file.
-        on_written: called with the bytes of each array that was written.
-
-    Returns:
-        The files.
-
-    Raises:
-        CheckpointError: there are such files already, or the format lacks the dtype of some arrays.
-        RunError: writing failed; what was written is removed.
-
-    Example:
-        >>> write_safetensors("out", whole_leaves(ForeignSource(source, names)))
+    One array is in memory at a time; one that is larger than a file is to be has a file of its own. Files that are
+    there already are never replaced.
     """
-    folder = Path(folder).absolute()
-    leaves = list(leaves)
-    _check(folder, leaves)
+    folder, leaves = Path(folder).absolute(), source.leaves
+    there = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
+    check_export("safetensors", sorted(there), source, list(leaves), _NAMES)
     shards = _shards(leaves, max_shard_bytes)
-    names = [f"model-{number + 1:05}-of-{len(shards):05}" for number in range(len(shards))]
-    files = [folder / (name + SUFFIX) for name in (names if len(shards) > 1 else ["model"])]
-    index = {leaf[0]: file.name for shard, file in zip(shards, files, strict=True) for leaf in shard}
-    unfinished = {file: file.with_name(f".{file.name}.unfinished") for file in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for shard, file in zip(shards, files, strict=True):
-            with unfinished[file].open("wb") as stream:
-                _write_file(stream, shard, metadata, on_written)
+    parts = [f"model-{number + 1:05}-of-{len(shards):05}" for number in range(len(shards))]
+    names = [part + SUFFIX for part in (parts if len(shards) > 1 else ["model"])]
+    index = {leaf: name for shard, name in zip(shards, names, strict=True) for leaf in shard}
+    table = {"metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())}, "weight_map": index}
+    names += [INDEX] if len(shards) > 1 else []
+    with finished_together("safetensors", folder, names) as drafts:
+        for shard, draft in zip(shards, drafts, strict=False):
+            with draft.open("wb") as stream:
+                _write_file(stream, source, shard, on_written)
         if len(shards) > 1:
-            files.append(folder / INDEX)
-            unfinished[files[-1]] = folder / f".{INDEX}.unfinished"
-            table = {"metadata": {"total_size": sum(map(_bytes, leaves))}, "weight_map": index}
-            unfinished[files[-1]].write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
-            flush(unfinished[files[-1]])
-        for file in files:
-            os.rename(unfinished[file], file)
-        flush(folder)
-    except OSError as error:
-        raise RunError(
-            "The safetensors checkpoint could not be written.",
-            where=str(folder),
-            why=reason(error),
-            do=mend(reason(error)),
-        ) from error
-    finally:
-        for file in unfinished.values():
-            file.unlink(missing_ok=True)
-    return files
+            drafts[-1].write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+    return [folder / name for name in names]
 
 
-def _check(folder: Path, leaves: list[WholeLeaf]) -> None:
-    there = sorted(folder.glob("model*" + SUFFIX)) + sorted(folder.glob(INDEX))
-    if there:
-        raise CheckpointError(
-            "The safetensors checkpoint cannot be written.",
-            where=[str(file) for file in there],
-            why="there are such files already.",
-            do="name a new folder.",
-        )
-    unknown = [f"{name}  {dtype}" for name, _, dtype, _ in leaves if np.dtype(dtype) not in _NAMES]
-    if unknown:
-        raise CheckpointError(
-            f"safetensors has no such dtype for {len(unknown)} arrays.",
-            where=unknown,
-            why=f"it has {', '.join(map(str, _NAMES))}.",
-            do="leave them out, or cast them to one of these.",
-        )
-    count = collections.Counter(leaf[0] for leaf in leaves)
-    if twice := [name for name in count if count[name] > 1]:
-        raise CheckpointError(
-            "Two arrays would have one name.",
-            where=twice,
-            why="a name stands for one array.",
-            do="mend the table of names.",
-        )
-
-
-def _shards(leaves: list[WholeLeaf], max_shard_bytes: float) -> list[list[WholeLeaf]]:
+def _shards(leaves: Mapping[str, StoredLeaf], max_shard_bytes: float) -> list[list[str]]:
     """The arrays of each file, in their order, as huggingface_hub divides them."""
-    shards: list[list[WholeLeaf]] = [[]]
+    shards: list[list[str]] = [[]]
     filled = 0
-    for leaf in leaves:
-        num_bytes = _bytes(leaf)
-        if shards[-1] and filled + num_bytes > max_shard_bytes:
+    for name, leaf in leaves.items():
+        if shards[-1] and filled + leaf.nbytes > max_shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(leaf)
-        filled += num_bytes
+        shards[-1].append(name)
+        filled += leaf.nbytes
     # Within a file the widest elements come first, as the package has it: every array is then aligned.
-    return [sorted(shard, key=lambda leaf: (-np.dtype(leaf[2]).itemsize, leaf[0])) for shard in shards]
+    return [sorted(shard, key=lambda name: (-np.dtype(leaves[name].dtype).itemsize, name)) for shard in shards]
 
 
-def _bytes(leaf: WholeLeaf) -> int:
-    return math.prod(leaf[1]) * np.dtype(leaf[2]).itemsize
-
-
-def _write_file(
-    stream: BinaryIO, leaves: list[WholeLeaf], metadata: Mapping[str, str], on_written: Callable[[int], object]
-) -> None:
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+def _write_file(stream: BinaryIO, source: ArraySource, names: list[str], on_written: Callable[[int], object]) -> None:
+    # transformers refuses files that do not say whose layout of arrays they hold
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for leaf in leaves:
-        name, shape, dtype, _ = leaf
-        begin, end = end, end + _bytes(leaf)
-        header[name] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [begin, end]}
+    for name in names:
+        leaf = source.leaves[name]
+        begin, end = end, end + leaf.nbytes
+        header[name] = {
+            "dtype": _NAMES[np.dtype(leaf.dtype)],
+            "shape": list(leaf.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
-    for leaf in leaves:
-        name, shape, dtype, get = leaf
-        array = get()
-        if (array.shape, array.dtype) != (tuple(shape), dtype):
-            raise ValueError(f"{name} was said to be {shape} {dtype} and is {array.shape} {array.dtype}")
+    for name in names:
+        leaf = source.leaves[name]
+        array = source.read(name, whole(leaf))
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(f"{name} was said to be {leaf.shape} {leaf.dtype} and is {array.shape} {array.dtype}")
         stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         on_written(array.nbytes)
-    stream.flush()
-    os.fsync(stream.fileno())

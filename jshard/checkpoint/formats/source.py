@@ -6,17 +6,18 @@ And leaves under other names: what a model's parameters are called elsewhere, an
 from __future__ import annotations
 
 import collections
-import functools
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.errors import CheckpointError, mend, reason
+from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import RunError, printable
@@ -37,20 +38,6 @@ class ArraySource(Protocol):
     def read(self, name: str, box: Box) -> np.ndarray:
         """A box of a leaf, a slice without step for each dim, as a new array. Threads may call it at the same time."""
         ...
-
-
-WholeLeaf = tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
-"""Name, shape, dtype, and a function that gets the whole array: what a writer takes."""
-
-
-def whole_leaves(source: ArraySource) -> Iterator[WholeLeaf]:
-    """The leaves of a source for a writer, which gets one after another.
-
-    Example:
-        >>> write_safetensors("out", whole_leaves(source))
-    """
-    for name, leaf in source.leaves.items():
-        yield name, leaf.shape, np.dtype(leaf.dtype), functools.partial(source.read, name, whole(leaf))
 
 
 def stored_array(shape: Sequence[int], dtype: np.dtype) -> StoredLeaf:
@@ -128,6 +115,49 @@ def damaged(path: Path, why: str) -> RunError:
     )
 
 
+def check_export(
+    kind: str, files: Iterable[Path], source: ArraySource, names: Sequence[str], known: Collection[np.dtype]
+) -> None:
+    """Raises a `CheckpointError` if files are there already, or these names or dtypes cannot be written."""
+    if there := [str(file) for file in files if file.exists()]:
+        what, do = f"The {kind} checkpoint cannot be written.", "name a new folder."
+        raise CheckpointError(what, where=there, why="there are such files already.", do=do)
+    unknown = [f"{name}  {leaf.dtype}" for name, leaf in source.leaves.items() if np.dtype(leaf.dtype) not in known]
+    if unknown:
+        raise CheckpointError(
+            f"{kind} has no such dtype for {len(unknown)} arrays.",
+            where=unknown,
+            why=f"it has {', '.join(map(str, known))}.",
+            do="leave them out, or cast them to one of these.",
+        )
+    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        why, do = "a name stands for one.", "name one of them differently."
+        raise CheckpointError("Two arrays or values would have one name.", where=twice, why=why, do=do)
+
+
+@contextlib.contextmanager
+def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator[list[Path]]:
+    """Files under other names: when all are written, and on the disk, they get their own, in this order.
+
+    A `RunError` if that fails; then nothing is left of them.
+    """
+    drafts = [folder / f".{name}.unfinished" for name in names]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield drafts
+        for draft in drafts:
+            flush(draft)
+        for draft, name in zip(drafts, names, strict=True):
+            draft.rename(folder / name)
+        flush(folder)
+    except OSError as error:
+        what, why = f"The {kind} checkpoint could not be written.", reason(error)
+        raise RunError(what, where=str(folder), why=why, do=mend(why)) from error
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+
+
 # Leaves under other names.
 
 
@@ -173,23 +203,6 @@ class NamedSource:
 
     Where no stored name begins with the word that names begin with, they are looked for without it: Hugging Face's
     `GPT2LMHeadModel` saves `transformer.wte.weight`, and its `GPT2Model` `wte.weight`.
-
-    Args:
-        source: what is stored.
-        names: what is called how.
-
-    Attributes:
-        leaves: those of ours that are there, with our shapes.
-        absent: the others, each with the stored names that are not there.
-        unused: stored names that `names` does not speak of, without buffers that older files hold.
-
-    Raises:
-        CheckpointError: parts that make up one leaf do not fit one another.
-
-    Example:
-        >>> source = NamedSource(SafetensorsSource("gpt2/"), gpt.hf_names(config))
-        >>> source.leaves["blocks/0/attention/qkv/kernel"].shape
-        (768, 3, 768)
     """
 
     def __init__(self, source: ArraySource, names: Names) -> None:
@@ -239,18 +252,7 @@ class NamedSource:
 
 
 class ForeignSource:
-    """The inverse of `NamedSource`: our leaves under the names that another library gives them, to be exported.
-
-    Args:
-        source: ours, layer by layer and without the name of the model.
-        names: what is called how; each leaf of `source` must be in it.
-
-    Raises:
-        CheckpointError: a leaf has no name there, or cannot be cut as `names` says.
-
-    Example:
-        >>> write_safetensors("out", whole_leaves(ForeignSource(source, gpt.hf_names(config))))
-    """
+    """The inverse of `NamedSource`: our leaves under the names that another library gives them, to be exported."""
 
     def __init__(self, source: ArraySource, names: Names) -> None:
         self._source = source

@@ -124,18 +124,7 @@ PLAIN: dict[tuple[str, str], Any] = {
 
 
 def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[..., Any] | None = None) -> Any:
-    """What a pickle holds, if every name in it is allowed.
-
-    Args:
-        file: the pickle.
-        allowed: what each module and name stands for.
-        path: for errors.
-        storage: makes a persistent object of its key; None if there are none.
-
-    Raises:
-        CheckpointError: it names something else. Nothing of it has run.
-        RunError: it is no pickle, or damaged.
-    """
+    """What a pickle holds, if every name in it is allowed."""
     try:
         return _PickleReader(file, allowed, storage).load()
     except FourPartError:
@@ -232,12 +221,7 @@ class Archive(NamedTuple):
     length: int
 
     def tensor(self) -> FileRegion:
-        """The tensor that it is an archive of: where its numbers are; they are not read.
-
-        Raises:
-            CheckpointError: its pickle names something that is not allowed.
-            RunError: it is damaged, or holds no tensor.
-        """
+        """The tensor that it is an archive of: where its numbers are; they are not read."""
         region = self._load(_TENSOR)
         if not isinstance(region, FileRegion):
             raise damaged(self.path, f"the archive at byte {self.offset} holds no tensor.")
@@ -246,14 +230,6 @@ class Archive(NamedTuple):
     def value(self) -> Any:
         """The value that it is an archive of: plain Python, with tensors as numpy arrays; raises as `tensor`."""
         return self._load(_VALUE)
-
-    def is_whole(self) -> bool:
-        """Whether the sums (CRC-32) that the archive holds of its members are theirs; reads all of it, part by part."""
-        try:
-            with self._opened() as (archive, _):
-                return archive.testzip() is None
-        except Exception:  # a damaged zip may raise anything
-            return False
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _ArchiveWindow]]:

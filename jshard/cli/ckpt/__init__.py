@@ -6,16 +6,20 @@ something is damaged, and `diff` where something differs.
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import importlib
+import json
+import math
 import os
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jshard.errors import ShardingError
+from jshard.cli import no_command
 
 COMMANDS = {
     "ls": "the checkpoints of a run: steps, sizes, whether their files are all there",
@@ -29,8 +33,7 @@ COMMANDS = {
 }
 
 _MODULES = {
-    **dict.fromkeys(("ls", "inspect"), "look"),
-    **dict.fromkeys(("verify", "diff"), "compare"),
+    **dict.fromkeys(("ls", "inspect", "verify", "diff"), "look"),
     **dict.fromkeys(("reshard", "import", "export"), "convert"),
     "timeline": "timeline",
 }
@@ -47,13 +50,35 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise ShardingError(
-            f"There is no command {name!r}.",
-            where=f"jshard ckpt {name}",
-            why=f"the commands are {', '.join(COMMANDS)}.",
-            do=shlex.join(["jshard", "ckpt", near[0], *rest]) if near else "jshard ckpt --help",
-        )
+        raise no_command("jshard ckpt", name, rest, COMMANDS)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
     return getattr(importlib.import_module(f"jshard.cli.ckpt.{_MODULES[name]}"), f"run_{name}")(rest)
+
+
+# What the commands share.
+
+
+@contextlib.contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while the block works, if that is a terminal; it is given the bytes done, from any thread."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON; numbers that are none, which JSON lacks, are null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import jax
 import tyro
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jshard as js
 from jshard._text import human_bytes
-from jshard.checkpoint.comparing import verify
+from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.comparing import listing, verify
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
     ArraySource,
     ForeignSource,
     NamedSource,
     foreign_source,
-    whole_leaves,
     write_dcp,
     write_safetensors,
 )
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.lookup import local_path
+from jshard.checkpoint.lookup import checkpoint_at, is_checkpoint, local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
-from jshard.checkpoint.series_folder import checkpoint_at, is_checkpoint, listing
-from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
+from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, simulate_devices
+from jshard.cli.ckpt import as_json, progress
 from jshard.errors import RunError, ShardingError
+from jshard.recipes.building import abstract_state
+from jshard.recipes.model_file import ModelFile, load_model_file
+from jshard.recipes.overrides import override
+from jshard.recipes.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,14 +49,24 @@ class _ModelArgs:
     hf_names(config) what its parameters are called elsewhere; without it they keep their names."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
-    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    set: Settings = ()
     """Another value for the recipe, as often as needed: --set model.n_layer=4."""
     json: bool = False
     """Print JSON and nothing else."""
 
     def loaded(self) -> Model | None:
-        """The model that is asked for."""
-        return Model.load(self.model, self.recipe, self.set)
+        """The model that is asked for, if one is."""
+        if self.model is not None:
+            file = load_model_file(self.model)
+            return Model(file, override(file.recipe(self.recipe)[1], self.set))
+        if self.recipe is not None or self.set:
+            raise ShardingError(
+                "There is a recipe, and no model file.",
+                where="--recipe, --set",
+                why="they are of the file that --model names.",
+                do="--model gpt",
+            )
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,26 +155,24 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
     if model is None:
         path = args.path.absolute()
         return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)
-    named = NamedSource(_arrays(args.path) if found is None else found, model.names())
-    _check_whole(args, named)
+    if found is None:
+        ours = own_checkpoint(args.path.absolute())
+        found = Part(ours, {name: (name, None) for name in ours.arrays})
+    named = NamedSource(found, model.names())
+    bad = [f"{path}  {', '.join(names)} is not there" for path, names in named.absent.items()]
+    bad += [f"{name}  has no counterpart in the model" for name in named.unused]
+    if bad:
+        raise _other_model(args, len(named.leaves) + len(named.absent), "differ", bad)
     return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
 
 
-def _arrays(path: Path) -> Part:
-    ours = own_checkpoint(path.absolute())
-    return Part(ours, {name: (name, None) for name in ours.arrays})
-
-
-def _check_whole(args: ImportArgs, source: NamedSource) -> None:
-    bad = [f"{path}  {', '.join(names)} is not there" for path, names in source.absent.items()]
-    bad += [f"{name}  has no counterpart in the model" for name in source.unused]
-    if bad:
-        raise ShardingError(
-            f"The checkpoint is not of this model: {len(bad)} leaves differ.",
-            where=[str(args.path), *bad],
-            why=f"hf_names of {args.model} lists {len(source.leaves) + len(source.absent)} leaves.",
-            do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N.",
-        )
+def _other_model(args: ImportArgs | ExportArgs, count: int, what: str, lines: Sequence[str], do: str = "") -> Exception:
+    return ShardingError(
+        f"The checkpoint is not of this model: {len(lines)} leaves {what}.",
+        where=[str(args.path), *lines],
+        why=f"hf_names of {args.model} lists {count} leaves.",
+        do=f"choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N{do or '.'}",
+    )
 
 
 # `jshard ckpt export PATH OUT`: writes safetensors of a checkpoint.
@@ -208,7 +223,7 @@ def run_export(argv: Sequence[str]) -> int:
             files = write_dcp(local_path(args.out), source, values=values, on_written=note)
         else:
             files = write_safetensors(
-                local_path(args.out), whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
+                local_path(args.out), source, max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
             )
     if args.json:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
@@ -231,20 +246,60 @@ def _check_good(ours: Opened) -> None:
 
 
 def _named(args: ExportArgs, source: Part, names: Names) -> ArraySource:
-    missing = [path for path in names if path not in source.leaves]
+    missing = ["/".join(filter(None, (args.part, path))) for path in names if path not in source.leaves]
     if missing:
-        raise ShardingError(
-            f"The checkpoint is not of this model: {len(missing)} leaves are missing.",
-            where=[str(args.path), *("/".join(filter(None, (args.part, path))) for path in missing)],
-            why=f"hf_names of {args.model} lists {len(names)} leaves.",
-            do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N.",
-        )
+        raise _other_model(args, len(names), "are missing", missing)
     if source.left_over and args.extra == "error":
-        raise ShardingError(
-            f"The checkpoint is not of this model: {len(source.left_over)} leaves are left over.",
-            where=[str(args.path), *source.left_over],
-            why=f"hf_names of {args.model} lists {len(names)} leaves, and not these: what is written would lack them.",
-            do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N;\n"
-            "--extra ignore  # leaves them out",
-        )
+        do = ";\n--extra ignore  # leaves out what would not be written"
+        raise _other_model(args, len(names), "are left over", source.left_over, do)
     return ForeignSource(source, names)
+
+
+# The model, and the mesh.
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A recipe of a model file."""
+
+    file: ModelFile
+    recipe: Recipe
+
+    def names(self) -> Names:
+        """What others call its parameters, layer by layer."""
+        names = self.file.names_elsewhere(self.recipe.model)
+        if names is None:
+            raise ShardingError(
+                "The model file does not say what its parameters are called elsewhere.",
+                where=str(self.file.path),
+                why="it has no function hf_names(config).",
+                do="add it: its result maps each path, such as blocks/0/mlp/up/kernel, to a name;\n"
+                "jshard init gpt my_gpt.py  # copies a file that has one\n"
+                "Without --model all leaves keep their names.",
+            )
+        return names
+
+    def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
+        """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""
+        state = abstract_state(self.file, self.recipe, mesh)
+        found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
+        shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}
+        padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}  # cut as it would be without a model
+        return {path: x.spec for path, x in shardings.items() if isinstance(x, NamedSharding) and path not in padded}
+
+
+def cpu_mesh(text: str) -> Mesh:
+    """The mesh that --mesh asks for, over simulated devices."""
+    sizes = parse_mesh(text)
+    simulate_devices(sizes)
+    wanted, there = num_devices(sizes), jax.devices("cpu")
+    if wanted > len(there):
+        raise ShardingError(
+            "There are not as many devices as the mesh has.",
+            where=f"--mesh {text}",
+            why=f"{wanted} are wanted, and {len(there)} are simulated in this process.",
+            do=f"JAX_NUM_CPU_DEVICES={wanted} jshard ckpt ...",
+        )
+    mesh = js.mesh(**sizes, devices=there[:wanted])
+    assert isinstance(mesh, Mesh) and math.prod(mesh.shape.values()) == wanted
+    return mesh

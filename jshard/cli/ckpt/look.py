@@ -1,8 +1,10 @@
-"""`jshard ckpt ls` and `inspect`: which checkpoints a run has, and the leaves of one."""
+"""`jshard ckpt ls`, `inspect`, `verify` and `diff`: which checkpoints there are, what they hold, if it is whole."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +15,16 @@ from rich.text import Text
 
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.comparing import Finding, LeafDiff, ListedCheckpoint, Listing, Verdict, diff, listing, verify
+from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import open_checkpoint
-from jshard.checkpoint.series_folder import ListedCheckpoint, Listing, checkpoint_at, listing
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text
+from jshard.cli.ckpt import as_json, progress
 from jshard.errors import ShardingError, printable
-from jshard.inspect.tables import add_row, made_table, show, whole_line
+from jshard.inspect.tables import FittedTable, add_row, made_table, show, whole_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,42 +46,29 @@ def run_ls(argv: Sequence[str]) -> int:
     args = parse(LsArgs, argv, command="jshard ckpt ls")
     found = listing(args.path)
     if args.json:
-        print(as_json(_listing_json(found)))
+        entries = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in found.entries]
+        print(as_json({"path": str(found.path), "checkpoints": entries, "unfinished": found.unfinished}))
     else:
         show(_listing_table(found))
     return 0
 
 
 def _listing_table(found: Listing) -> Group:
-    table = made_table(
-        "", "step>", "size>", "leaves>?", "saved>", "mesh", "processes>?", "jshard??", "metrics", "state"
-    )
+    names = "step>", "size>", "leaves>?", "saved>", "mesh", "processes>?", "jshard??", "metrics", "state"
+    table = made_table("", *names)
+    lines = []
     for entry in found.entries:
         metrics = ", ".join(f"{name}={value:g}" for name, value in entry.metrics.items())
+        version = entry.version or ("" if entry.damage else "(plain Orbax)")
+        state = "DAMAGED" if entry.damage else "latest" if entry.is_latest else "complete"
         cells = ("?" if entry.step is None else str(entry.step), human_bytes(entry.num_bytes, 1), str(entry.num_leaves))
-        cells += (moment(entry.saved_at), mesh_text(entry.mesh), str(entry.processes or ""), _version(entry))
-        add_row(table, *cells, metrics, _state(entry))
-    lines = []
+        cells += (_moment(entry.saved_at), _mesh_text(entry.mesh), str(entry.processes or ""), version, metrics)
+        add_row(table, *cells, state if entry.is_complete else "INCOMPLETE")
     for entry in found.entries:
         lines += [printable(f"{entry.path.name}: {line}") for line in entry.damage[:10]]
     why = "of a save that was interrupted, or is writing now; the next save of the run removes what is left over."
     lines += [f"{name}: {why}" for name in found.unfinished]
     return Group(whole_line(str(found.path)), table, *map(Text, lines))
-
-
-def _version(entry: ListedCheckpoint) -> str:
-    return entry.version or ("" if entry.damage else "(plain Orbax)")
-
-
-def _state(entry: ListedCheckpoint) -> str:
-    if not entry.is_complete:
-        return "INCOMPLETE"
-    return "DAMAGED" if entry.damage else "latest" if entry.is_latest else "complete"
-
-
-def _listing_json(found: Listing) -> dict[str, object]:
-    entries = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in found.entries]
-    return {"path": str(found.path), "checkpoints": entries, "unfinished": found.unfinished}
 
 
 # `jshard ckpt inspect PATH`: the leaves of a checkpoint.
@@ -129,14 +120,13 @@ def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | No
     for name, node, level, count in _rows(_leaves.nested(shown), depth):
         indented = "  " * level + name
         if isinstance(node, StoredLeaf):
-            cells = (shape_text(node.shape), node.kind, human_bytes(count * node.nbytes, 1), node.spec or "")
-            chunk = "" if node.chunk in (None, node.shape) else shape_text(node.chunk)
+            cells = (_shape_text(node.shape), node.kind, human_bytes(count * node.nbytes, 1), node.spec or "")
+            chunk = "" if node.chunk in (None, node.shape) else _shape_text(node.chunk)
             add_row(table, indented, *(cells if node.is_array else ("", node.kind, "", "")), chunk)
         else:
             below = _leaves.flat(node).values()
-            add_row(
-                table, indented + "/", _count(count * len(below)), "", human_bytes(count * _bytes(below), 1), "", ""
-            )
+            cells = _count(count * len(below)), "", human_bytes(count * _bytes(below), 1)
+            add_row(table, indented + "/", *cells, "", "")
     path, *lines = map(printable, _head(opened))
     sums = Text(f"{_count(len(shown))}, {human_bytes(_bytes(shown.values()), 1)}")
     return Group(whole_line(path), *map(Text, lines), table, sums)
@@ -149,15 +139,11 @@ def _head(opened: Opened) -> Iterator[str]:
         yield "jshard did not write it: there are no sums to verify it by."
         return
     step = "" if manifest.step is None else f"step {manifest.step}, "
-    mesh = mesh_text(manifest.mesh) or "1 device"
-    yield f"{step}saved {moment(manifest.saved_at)} by {_processes(manifest)} on {mesh}"
+    processes = "1 process" if manifest.processes == 1 else f"{manifest.processes} processes"
+    yield f"{step}saved {_moment(manifest.saved_at)} by {processes} on {_mesh_text(manifest.mesh) or '1 device'}"
     yield ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
     if manifest.metrics:
         yield ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items())
-
-
-def _processes(manifest: Manifest) -> str:
-    return "1 process" if manifest.processes == 1 else f"{manifest.processes} processes"
 
 
 def _rows(tree: Mapping[str, Any], depth: int | None, level: int = 0) -> Iterator[tuple[str, Any, int, int]]:
@@ -202,3 +188,135 @@ def _leaves_json(opened: Opened, shown: Mapping[str, StoredLeaf]) -> dict[str, A
     manifest = {} if found is None else dataclasses.asdict(dataclasses.replace(found, leaves={}, files={}))
     leaves = {path: dataclasses.asdict(leaf) | {"bytes": leaf.nbytes} for path, leaf in shown.items()}
     return {"path": str(opened.path), **manifest, "is_sealed": found is not None, "leaves": leaves}
+
+
+# `jshard ckpt verify PATH`: a checkpoint against its sums.
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyArgs:
+    """Reads checkpoints whole, and compares them with what was noted when they were saved.
+
+    It finds every file that is missing or cut off and every change of a single word, and names the leaf and the file.
+    Changes of several words that cancel each other in the sums of a leaf do not show. Exit codes: 0 nothing was found,
+    1 something is damaged, 2 there is no checkpoint.
+    """
+
+    path: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
+    step: int | None = None
+    """Of a folder, the checkpoint of this step."""
+    all: bool = False
+    """Of a folder, all checkpoints."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run_verify(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt verify`."""
+    args = parse(VerifyArgs, argv, command="jshard ckpt verify")
+    entries = listing(args.path if args.all else checkpoint_at(args.path, args.step)).entries
+    verdicts = []
+    with progress("verify", sum(entry.num_bytes for entry in entries)) as note:
+        for entry in entries:
+            verdicts.append(verify(entry.path, on_read=note) if entry.is_complete else _incomplete(entry))
+            if not args.json:
+                show(_verdict_text(verdicts[-1]))
+    if args.json:
+        asdict = dataclasses.asdict
+        print(as_json([asdict(one) | {"path": str(one.path), "is_good": one.is_good} for one in verdicts]))
+    return 0 if all(verdict.is_good for verdict in verdicts) else 1
+
+
+def _incomplete(entry: ListedCheckpoint) -> Verdict:
+    findings = tuple(Finding(leaf=None, file=None, why=why) for why in entry.damage)
+    return Verdict(path=entry.path, findings=findings, num_leaves=0, num_bytes=0, num_files=0)
+
+
+def _verdict_text(verdict: Verdict) -> str | FittedTable:
+    read = f"{verdict.num_leaves} leaves, {human_bytes(verdict.num_bytes, 1)}, {verdict.num_files} files"
+    if verdict.is_good and not verdict.num_files:
+        return f"{verdict.path}: all can be read ({read}). jshard did not write it: it has no sums to compare with."
+    if verdict.is_good:
+        return f"{verdict.path}: good, all files are there and all sums are those of the save ({read})."
+    table = made_table(f"{verdict.path}: DAMAGED", "leaf", "file", "what is wrong")
+    for finding in verdict.findings:
+        add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
+    return table
+
+
+# `jshard ckpt diff A B`: where two checkpoints differ.
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffArgs:
+    """Compares two checkpoints leaf by leaf: meshes, processes and chunks they were saved with do not count.
+
+    Exit codes, as those of `diff`: 0 they are equal, 1 they differ (or one is damaged), 2 there is no checkpoint.
+    """
+
+    a: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
+    b: tyro.conf.Positional[Path]
+    """The other one."""
+    no_values: bool = False
+    """Read no values: compare paths, shapes, dtypes, and the sums that were noted when they were saved."""
+    all: bool = False
+    """List the leaves that are equal, too."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run_diff(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt diff`."""
+    args = parse(DiffArgs, argv, command="jshard ckpt diff")
+    paths = [checkpoint_at(path) for path in (args.a, args.b)]
+    with progress("compare", sum(listing(path).entries[0].num_bytes for path in paths)) as note:
+        found = diff(*paths, values=not args.no_values, on_read=note)
+    if args.json:
+        leaves = [dataclasses.asdict(leaf) for leaf in found]
+        print(as_json({"a": str(paths[0]), "b": str(paths[1]), "leaves": leaves}))
+    else:
+        show(_differences_table(paths, found, args))
+    return 1 if any(leaf.kind != "equal" for leaf in found) else 0
+
+
+def _differences_table(paths: Sequence[Place], found: Sequence[LeafDiff], args: DiffArgs) -> Group:
+    counts = collections.Counter(leaf.kind for leaf in found)
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    lines = [whole_line(f"a: {paths[0]}"), whole_line(f"b: {paths[1]}")]
+    lines.append(Text(f"{len(found)} leaves: {summary or 'none'}"))
+    if args.no_values:
+        lines[-1].append(" (no values were read: equal means that sums, or at least shapes, are)")
+    shown = [leaf for leaf in found if args.all or leaf.kind != "equal"]
+    if not shown:
+        return Group(*lines)
+    table = made_table("", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "shape, dtype", "leaf")
+    for leaf in shown:
+        norms = [f"{x:.4g}" for x in dataclasses.astuple(leaf.norms)] if leaf.norms is not None else [""] * 4
+        add_row(table, leaf.kind, *norms, _kinds(leaf), leaf.path)
+    return Group(*lines, table)
+
+
+def _kinds(leaf: LeafDiff) -> str:
+    """Shape and dtype; both, where they differ."""
+    sides = [side for side in (leaf.a, leaf.b) if side is not None]
+    return " / ".join(dict.fromkeys(f"{_shape_text(x.shape)} {x.kind}" if x.is_array else x.kind for x in sides))
+
+
+# Values as text.
+
+
+def _moment(seconds: float | None) -> str:
+    """Seconds since 1970 in local time."""
+    return "" if seconds is None else datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _mesh_text(mesh: Mapping[str, int]) -> str:
+    """The axes of a mesh that split something."""
+    return ", ".join(f"{axis}={degree}" for axis, degree in mesh.items() if degree > 1) or "1 device" * bool(mesh)
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    """A shape without the comma of Python's short tuples."""
+    return f"({', '.join(map(str, shape))})"

@@ -1,16 +1,285 @@
-"""The table: for each primitive, how the states of its operands flow to its results.
+"""What one data shard holds of a value of the global program, and the table: how each primitive carries states on.
 
 `RULES[name]` is called with operands of which one at least is split and none is partial. It returns the results, or
 None where a shard cannot compute its part alone: then the operands are gathered and the equation is computed whole.
 """
 
-from jshard.engine.rules import calls as calls
-from jshard.engine.rules import contraction as contraction
-from jshard.engine.rules import effects as effects
-from jshard.engine.rules import indexing as indexing
-from jshard.engine.rules import loops as loops
-from jshard.engine.rules import opaque as opaque
-from jshard.engine.rules import reductions as reductions
-from jshard.engine.rules import shapes as shapes
-from jshard.engine.rules.table import RULES as RULES
-from jshard.engine.rules.table import rule as rule
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jshard.plans.placement import Placement
+
+if TYPE_CHECKING:
+    from jshard.engine.partitioner import Partitioner
+else:  # which imports the table
+    Partitioner = Any
+
+Eqn = Any  # jax.extend.core.JaxprEqn
+PARTIAL = "partial"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The state of a value that is stored as a parameter is: split over `fsdp`, and the same over `replica`."""
+
+    placement: Placement
+    pieces: int = 0  # 0: a stored shard. Else one of so many pieces of a gathered parameter, for a group of neighbours
+
+
+State = int | str | Shard | None
+"""A dim: split along it. PARTIAL: the sum over the shards is the value. A `Shard`: stored as a parameter, and gathered
+by whoever reads it. None: whole on every shard."""
+
+
+class MadeFrom(NamedTuple):
+    """The equation that made a whole value from others that are known without data."""
+
+    eqn: Eqn
+    values: list["Value"]
+    index: int
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value on one shard: the array that the shard holds, and how the shards' arrays make up the value."""
+
+    x: Any
+    state: State = None
+    source: MadeFrom | None = None  # how a shard of a whole value is made, instead of cut from the whole
+    done: dict[State, "Value"] = dataclasses.field(default_factory=dict)  # the same in states it was converted to
+    counted: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Of indices: `{column: dim}`, where `[..., column]` is the index along that dim, in global view."""
+    parameter: str = ""  # path of the parameter that it is, perhaps cast; empty for anything else, as a gradient
+
+    def __post_init__(self) -> None:
+        if isinstance(self.state, np.integer):
+            self.state = int(self.state)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each shard has a part of it."""
+        return isinstance(self.state, int)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is a stored shard."""
+        return isinstance(self.state, Shard)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the sum over the shards is the value."""
+        return self.state == PARTIAL
+
+    @property
+    def is_known(self) -> bool:
+        """Whole, and known without data: masks, positions, random bits."""
+        return self.source is not None and self.state is None
+
+    @property
+    def dim(self) -> int:
+        """The dim that a split value is split along."""
+        assert isinstance(self.state, int), f"the value is not split: {self.state}"
+        return self.state
+
+    @property
+    def shard(self) -> Shard:
+        """How a stored value is stored."""
+        assert isinstance(self.state, Shard), f"the value is not stored: {self.state}"
+        return self.state
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what this shard holds."""
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.x.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what this shard holds."""
+        return array_bytes(self.x)
+
+    def with_array(self, x: Any) -> "Value":
+        """The same state of another array, without conversions and source."""
+        return Value(x, self.state, counted=self.counted, parameter=self.parameter)
+
+
+def array_bytes(x: Any) -> int:
+    """Bytes of an array or of its shape and dtype; a typed key counts as one word."""
+    is_extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return math.prod(x.shape) * (4 if is_extended else np.dtype(x.dtype).itemsize)
+
+
+# ---- the table
+
+Rule = Callable[[Partitioner, Eqn, list[Value]], list[Value] | None]
+
+RULES: dict[str, Rule] = {}
+TAKE_PARTIAL: set[str] = set()
+"""Primitives whose rule takes operands in any state, and is asked always."""
+KEEP_STORED: set[str] = set()
+"""Of these, those whose rule takes stored shards as they are."""
+CONVERT_PARTIAL: set[str] = set()
+"""Primitives whose rule reads no operand but by `whole` and `split`, and so takes partial ones beside a split one."""
+
+
+def rule(
+    *names: str, takes_partial: bool = False, keeps_stored: bool = False, converts_partial: bool = False
+) -> Callable[[Rule], Rule]:
+    """Enters a function into the table, for primitives; see the sets above."""
+
+    def enter(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        if takes_partial or keeps_stored:
+            TAKE_PARTIAL.update(names)
+        if keeps_stored:
+            KEEP_STORED.update(names)
+        if converts_partial:
+            CONVERT_PARTIAL.update(names)
+        return function
+
+    return enter
+
+
+def same(p: Partitioner, eqn: Eqn, values: Sequence[Value], state: State, **params: Any) -> list[Value]:
+    """The equation on what the shards hold; all results in one state."""
+    return [Value(x, state) for x in p.bind(eqn, [v.x for v in values], **params)]
+
+
+def traced(run: Callable[..., list[Value]], *xs: Any) -> tuple[Any, list[State]]:
+    """A function of arrays that returns values, as a program that returns arrays; and the states of these."""
+    states: list[State] = []
+
+    def arrays(*xs: Any) -> list[Any]:
+        values = run(*xs)
+        states[:] = [v.state for v in values]
+        return [v.x for v in values]
+
+    return jax.make_jaxpr(arrays)(*xs), states
+
+
+def split_dim(values: Sequence[Value]) -> int:
+    """The dim that the largest split operand is split along."""
+    return max((v for v in values if v.is_split), key=lambda v: v.bytes).dim
+
+
+def shared_dim(left: Value, right: Value, mine: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Which of the dims that two operands have in common is split in one of them."""
+    if left.is_split and left.dim in mine:
+        return tuple(mine).index(left.dim)
+    if right.is_split and right.dim in theirs:
+        return tuple(theirs).index(right.dim)
+    return None
+
+
+def can_be_partial(value: Value) -> bool:
+    """Whether a dtype has sums."""
+    return jnp.issubdtype(value.x.dtype, jnp.number)
+
+
+def free_dim(p: Partitioner, shape: Sequence[int], taken: Collection[int]) -> int | None:
+    """A dim of an array that can be split, other than those taken."""
+    return next((i for i, n in enumerate(shape) if i not in taken and p.divides(n)), None)
+
+
+def beside(
+    p: Partitioner,
+    eqn: Eqn,
+    values: list[Value],
+    taken: Collection[int],
+    run: Callable[[list[Value]], list[Value] | None] | None = None,
+) -> list[Value] | None:
+    """An equation that acts along the dims `taken`, of operands and results of one rank, on values split along another.
+
+    If they are split along one of those, they are split along another for as long as it takes, which costs two moves of
+    a shard and gathers nothing. `run` is the equation on operands split along one dim; by default as it is.
+    """
+    dim = split_dim(values)
+    other = dim if dim not in taken else free_dim(p, eqn.invars[0].aval.shape, taken)
+    if other is None:
+        return None
+    values = [p.split(v, other) if v.ndim else v for v in values]
+    found = same(p, eqn, values, other) if run is None else run(values)
+    if found is None or other == dim:
+        return found
+    return [p.split(v, dim) if v.state == other and p.divides(v.shape[dim]) else v for v in found]
+
+
+# ---- equations that hold a program
+
+CALLS = frozenset(
+    """
+    remat2 jit closed_call custom_jvp_call custom_vjp_call custom_vmap_call composite custom_linear_solve linear_call
+    remat_opt eval_jaxpr
+    """.split()
+)
+
+
+def program(eqn: Eqn) -> tuple[Any, Any]:
+    """The program that a call holds, and its constants."""
+    if eqn.primitive.name == "custom_linear_solve":
+        return opened(eqn.params["jaxprs"].solve)
+    names = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
+    return opened(next(eqn.params[name] for name in names if eqn.params.get(name) is not None))
+
+
+def opened(jaxpr: Any) -> tuple[Any, Any]:
+    """A jaxpr, closed or not, and its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def operands(eqn: Eqn, given: Sequence[Any]) -> list[Any]:
+    """Which of a call's operands its program takes."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return list(given)
+    lengths = eqn.params["const_lengths"]
+    begin = lengths.matvec + lengths.vecmat
+    return [*given[begin : begin + lengths.solve], *given[sum(lengths) :]]
+
+
+@rule(*CALLS, keeps_stored=True)
+def call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """The program, in place: derivatives were taken before, in global view."""
+    if eqn.primitive.name == "remat2":
+        values = _behind_barrier(p, eqn, values)
+    gradients = [k for k, a in enumerate(eqn.outvars) if p.is_for_gradients(a)]
+    name = eqn.params.get("name")
+    with jax.named_scope(name if isinstance(name, str) else eqn.primitive.name):
+        return p.run(*program(eqn), operands(eqn, values), gradients=gradients)
+
+
+def _behind_barrier(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Operands of a remat in a backward pass: without a barrier XLA would see that forward has computed it."""
+    prevents = eqn.params["prevent_cse"]
+    if isinstance(prevents, bool):
+        prevents = (prevents,) * len(values)
+    if not (eqn.params["differentiated"] and any(prevents)):
+        return values
+    values = [v if v.is_stored else p.cross(v) for v in values]
+    tied = [k for k, v in enumerate(values) if prevents[k] and not v.is_stored and not v.is_known]
+    for k, x in zip(tied, lax.optimization_barrier([values[k].x for k in tied]), strict=True):
+        values[k] = values[k].with_array(x)
+    return values
+
+
+@rule("compute_on", "xla_metadata_call", takes_partial=True)
+def annotated_call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Calls that say something of the program that they hold: the same call of what runs on a shard."""
+    values = [p.land(v) for v in values]
+
+    def on_shard(*xs: Any) -> list[Value]:
+        found = p.run(*program(eqn), [v.with_array(x) for v, x in zip(values, xs, strict=True)])
+        return [p.land(v) for v in found]
+
+    jaxpr, states = traced(on_shard, *[v.x for v in values])
+    return [Value(x, s) for x, s in zip(p.bind(eqn, [v.x for v in values], jaxpr=jaxpr), states, strict=True)]

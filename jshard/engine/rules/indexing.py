@@ -1,7 +1,6 @@
 """Gather, scatter and dynamic slices; indices that count a dim, of which a shard finds its own rows."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +8,8 @@ import numpy as np
 from jax import lax
 
 from jshard._compat import is_tracer
+from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Value, beside, can_be_partial, rule, same, shared_dim
 from jshard.engine.rules.shapes import one_row
-from jshard.engine.rules.table import beside, can_be_partial, rule, same
-from jshard.engine.values import PARTIAL, Eqn, Value
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
 
 
 def counted_columns(eqn: Eqn, values: Sequence[Value]) -> dict[int, int]:
@@ -44,62 +39,43 @@ def counted_dim(value: Value) -> int | None:
     if value.source is None:
         return None
     eqn, values, _ = value.source
-    shape = eqn.outvars[0].aval.shape
-    inner = None if eqn.primitive.name in ("iota", "select_n") else counted_dim(values[0])
-    match eqn.primitive.name:
-        case "iota":
-            return eqn.params["dimension"]
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name == "iota":
+        return eqn.params["dimension"]
+    if name == "select_n":  # where(i < 0, i + n, i): never
+        test = values[0].source
+        if test is None or test.eqn.primitive.name != "lt" or counted_dim(test.values[0]) is None:
+            return None
+        bound = test.values[1].x
+        return counted_dim(values[1]) if not is_tracer(bound) and (np.asarray(bound) <= 0).all() else None
+    if (inner := counted_dim(values[0])) is None:
+        return None
+    match name:
         case "copy" | "name":
             return inner
         case "convert_element_type":
             new = eqn.params["new_dtype"]
-            fits = inner is not None and jnp.issubdtype(new, jnp.integer) and shape[inner] - 1 <= jnp.iinfo(new).max
-            return inner if fits else None
+            return inner if jnp.issubdtype(new, jnp.integer) and shape[inner] - 1 <= jnp.iinfo(new).max else None
         case "broadcast_in_dim":
-            if inner is None:
-                return None
             outer = eqn.params["broadcast_dimensions"][inner]
             return outer if values[0].shape[inner] == shape[outer] else None
-        case "reshape" | "squeeze":  # of dims of size 1
+        case "reshape" | "squeeze" if eqn.params["dimensions"] is None or name == "squeeze":  # of dims of size 1
             old = values[0].shape
-            if inner is None or (eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None):
-                return None
             if [n for n in old if n != 1] != [n for n in shape if n != 1] or old[inner] == 1:
                 return None
             return [i for i, n in enumerate(shape) if n != 1][[i for i, n in enumerate(old) if n != 1].index(inner)]
-        case "select_n":  # where(i < 0, i + n, i)
-            return counted_dim(values[1]) if _is_never(values[0]) else None
     return None
 
 
-def _is_never(value: Value) -> bool:
-    """Whether a predicate is `index < 0`."""
-    if value.source is None or value.source.eqn.primitive.name != "lt":
-        return False
-    left, right = value.source.values
-    if is_tracer(right.x) or counted_dim(left) is None:
-        return False
-    return bool((np.asarray(right.x) <= 0).all())
-
-
-def on_shard(p: "Partitioner", indices: Value, column: int, start: Any) -> jax.Array:
-    """Split indices, of which a column counts from the first row of this shard.
-
-    Args:
-        p: the partitioner.
-        indices: split along the dim that the column counts.
-        column: which.
-        start: index of the shard's first row.
-    """
+def _on_shard(p: Partitioner, indices: Value, column: int, size: int) -> jax.Array:
+    """Split indices, of which a column counts from the first row of this shard, which has `size` of them."""
+    start, dtype = p.shard * size, indices.x.dtype
     is_column = jnp.arange(indices.shape[-1]).reshape((1,) * (indices.ndim - 1) + (-1,)) == column
-    return indices.x - jnp.where(is_column, start.astype(indices.x.dtype), 0).astype(indices.x.dtype)
-
-
-# Gather, scatter and dynamic slices.
+    return indices.x - jnp.where(is_column, start.astype(dtype), 0).astype(dtype)
 
 
 @rule("dynamic_slice")
-def dynamic_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def dynamic_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is taken whole. Of one row of it, the shard that has it is the sum."""
     value, *starts = values[0], *map(p.whole, values[1:])
     if not value.is_split:
@@ -120,7 +96,7 @@ def dynamic_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value
 
 
 @rule("dynamic_update_slice")
-def dynamic_update_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def dynamic_update_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is written whole."""
     operand, update, *starts = *values[:2], *map(p.whole, values[2:])
     if not operand.is_split and not update.is_split:
@@ -139,18 +115,21 @@ def dynamic_update_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> lis
 
 
 @rule("gather")
-def gather(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def gather(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Batched dims, dims taken whole, or rows of a table that is whole."""
     operand, indices = values
     dims, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
     rows = [k for k in range(eqn.outvars[0].aval.ndim) if k not in dims.offset_dims]
     mine, theirs = dims.operand_batching_dims, dims.start_indices_batching_dims
-    at = _batched(operand, indices, mine, theirs)
+    at = shared_dim(operand, indices, mine, theirs)
     if at is not None:
         both = [p.split(operand, mine[at]), p.split(indices, theirs[at])]
         return same(p, eqn, both, rows[theirs[at]])
-    if (found := _counted_gather(p, eqn, operand, indices, rows)) is not None:
-        return [found]
+    indexed = [d if sizes[d] == 1 else None for d in dims.start_index_map]
+    if (operand.is_split or operand.is_known) and (at := _counted(p, operand, indices, indexed)) is not None:
+        column, row, dim = at  # each shard takes its own rows
+        operand, indices = p.split(operand, dim), p.split(indices, row)
+        return [Value(p.bind(eqn, [operand.x, _on_shard(p, indices, column, operand.shape[dim])])[0], rows[row])]
     if operand.is_split and not indices.is_split:
         kept = [k for k in range(operand.ndim) if k not in dims.collapsed_slice_dims and k not in mine]
         dim = operand.dim
@@ -163,33 +142,12 @@ def gather(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     return None
 
 
-def _counted_gather(p: "Partitioner", eqn: Eqn, operand: Value, indices: Value, rows: list[int]) -> Value | None:
-    """Rows of a split operand that are counted by the indices: each shard takes its own."""
-    if not operand.is_split and not operand.is_known:
-        return None
-    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    at = _counted(p, operand, indices, [d if sizes[d] == 1 else None for d in dims.start_index_map])
-    if at is None:
-        return None
-    column, row, dim = at
-    operand, indices = p.split(operand, dim), p.split(indices, row)
-    x = on_shard(p, indices, column, p.shard * operand.shape[dim])
-    return Value(p.bind(eqn, [operand.x, x])[0], rows[row])
-
-
-def _counted(
-    p: "Partitioner", operand: Value, indices: Value, indexed: Sequence[int | None]
-) -> tuple[int, int, int] | None:
+def _counted(p: Partitioner, operand: Value, indices: Value, indexed: list[int | None]) -> tuple[int, int, int] | None:
     """A column of the indices that counts, the dim that it counts, and the operand's dim that it indexes.
 
     The two dims have one size and divide, so that a shard of the indices indexes the same shard of the operand.
-
-    Args:
-        p: the partitioner.
-        operand: what is indexed.
-        indices: one row for each place.
-        indexed: the operand's dim of each column; None where more than one element is taken, as windows at the end of a
-            shard reach into the next.
+    `indexed` has the operand's dim of each column; None where more than one element is taken, as windows at the end of
+    a shard reach into the next.
     """
     shape, rows = p.full_shape(operand), p.full_shape(indices)
     for column, row in columns(indices).items():
@@ -201,23 +159,14 @@ def _counted(
     return None
 
 
-def _batched(operand: Value, indices: Value, mine: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
-    """Which of the batching dims is split in one of the two."""
-    if operand.is_split and operand.dim in mine:
-        return mine.index(operand.dim)
-    if indices.is_split and indices.dim in theirs:
-        return theirs.index(indices.dim)
-    return None
-
-
 @rule(*"scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
-def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def scatter(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Batched dims, windows that are written whole, or rows added to a table, which is partial then."""
     operand, indices, updates = values
     dims = eqn.params["dimension_numbers"]
     rows = [k for k in range(updates.ndim) if k not in dims.update_window_dims]
     mine, theirs = dims.operand_batching_dims, dims.scatter_indices_batching_dims
-    at = _batched(operand, indices, mine, theirs)
+    at = shared_dim(operand, indices, mine, theirs)
     if at is None and updates.is_split and updates.dim in rows and rows.index(updates.dim) in theirs:
         at = theirs.index(rows.index(updates.dim))
     if at is not None:
@@ -227,11 +176,10 @@ def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     if (at := _counted(p, operand, indices, indexed)) is not None:
         column, row, dim = at
         operand, indices, updates = p.split(operand, dim), p.split(indices, row), p.split(updates, rows[row])
-        x = on_shard(p, indices, column, p.shard * operand.shape[dim])
+        x = _on_shard(p, indices, column, operand.shape[dim])
         return [Value(p.bind(eqn, [operand.x, x, updates.x])[0], dim)]
-    if (
-        eqn.primitive.name in ("scatter-add", "scatter-sub") and not operand.is_split
-    ):  # a table's gradient: each shard adds its rows
+    if eqn.primitive.name in ("scatter-add", "scatter-sub") and not operand.is_split:
+        # a table's gradient: each shard adds its rows
         row = indices.dim if indices.is_split and indices.dim < indices.ndim - 1 else None
         if row is None and updates.is_split and updates.dim in rows:
             row = rows.index(updates.dim)
@@ -241,7 +189,7 @@ def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     return None if indices.is_split else _scatter_windows(p, eqn, values)
 
 
-def _scatter_windows(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def _scatter_windows(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is a dim of the windows, and written whole."""
     operand, indices, updates = values
     dims = eqn.params["dimension_numbers"]

@@ -6,7 +6,7 @@ needs for a result that is split along a dim; then the rule of the table is appl
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.rules.contraction import free_dims
+from jshard.engine.rules import RULES, Eqn, MadeFrom, Partitioner, Value
+from jshard.engine.rules.reductions import free_dims
 from jshard.engine.rules.shapes import ELEMENTWISE, draws_alone
-from jshard.engine.rules.table import RULES
-from jshard.engine.values import Eqn, MadeFrom, Value
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
 
 MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"})
 """Their result is known without data, or as large as it is without need."""
@@ -59,9 +55,7 @@ def is_costly(value: Value, seen: dict[int, bool] | None = None) -> bool:
 def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
     """A value for another trace: its equations again, made there; nothing of what was made here.
 
-    Args:
-        value: a known one, or any.
-        memo: what has entered that trace; it keeps the originals alive, as their ids are its keys.
+    `memo` is what has entered that trace; it keeps the originals alive, as their ids are its keys.
     """
     if id(value) not in memo:
         source = value.source
@@ -71,15 +65,10 @@ def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
     return memo[id(value)][0]
 
 
-def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
-    """A value as an array that leaves this trace.
+def land(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value:
+    """A value as an array that leaves this trace; a known one is not split along the dims to skip.
 
     A known one leaves as a shard, if it was asked for as one, or has a dim of the size of the batch.
-
-    Args:
-        p: the partitioner.
-        value: any value.
-        skip: dims along which it is not to be split.
     """
     if not value.is_known:
         return value
@@ -90,41 +79,37 @@ def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
     return value if dim is None else p.split(value, dim)
 
 
-def shard_of(p: "Partitioner", value: Value, dim: int) -> Any | None:
+def shard_of(p: Partitioner, value: Value, dim: int) -> Any | None:
     """This shard's part of a known value, made from its equation; None if it cannot be."""
     assert value.source is not None
-    with _compat.running(value.source.eqn):
-        return _shard_of(p, value, value.source, dim)
+    eqn, values, index = value.source
+    with _compat.running(eqn):
+        name = eqn.primitive.name
+        shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
+        if name == "iota":
+            if dim != eqn.params["dimension"]:
+                return lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
+            # rounded once, as it is on one device
+            return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
+        if name == "iota_2x32_shape":
+            return positions(shape, value.shape, dim, p.shard * shape[dim])[index]
+        if name == "broadcast_in_dim":
+            dims, (operand, *_) = eqn.params["broadcast_dimensions"], values
+            if dim in dims and operand.shape[dims.index(dim)] == value.shape[dim]:
+                operand = p.split(operand, dims.index(dim))
+            return lax.broadcast_in_dim(operand.x, shape, dims)
+        if name == "random_bits":
+            return _random_bits(p, value, dim)
+        wanted = backwards(p, eqn, values, dim)
+        if wanted is None or all(w is None for w in wanted):
+            return None
+        if any(w is not None and not p.divides(v.shape[w]) for v, w in zip(values, wanted, strict=True)):
+            return None
+        found = RULES[name](p, eqn, [v if w is None else p.split(v, w) for v, w in zip(values, wanted, strict=True)])
+        return found[index].x if found is not None and found[index].state == dim else None
 
 
-def _shard_of(p: "Partitioner", value: Value, source: MadeFrom, dim: int) -> Any | None:
-    eqn, values, index = source
-    name = eqn.primitive.name
-    shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
-    if name == "iota":
-        if dim != eqn.params["dimension"]:
-            return lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
-        # rounded once, as it is on one device
-        return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
-    if name == "iota_2x32_shape":
-        return positions(shape, value.shape, dim, p.shard * shape[dim])[index]
-    if name == "broadcast_in_dim":
-        dims, (operand, *_) = eqn.params["broadcast_dimensions"], values
-        if dim in dims and operand.shape[dims.index(dim)] == value.shape[dim]:
-            operand = p.split(operand, dims.index(dim))
-        return lax.broadcast_in_dim(operand.x, shape, dims)
-    if name == "random_bits":
-        return _random_bits(p, value, dim)
-    wanted = backwards(p, eqn, values, dim)
-    if wanted is None or all(w is None for w in wanted):
-        return None
-    if any(w is not None and not p.divides(v.shape[w]) for v, w in zip(values, wanted, strict=True)):
-        return None
-    found = RULES[name](p, eqn, [v if w is None else p.split(v, w) for v, w in zip(values, wanted, strict=True)])
-    return found[index].x if found is not None and found[index].state == dim else None
-
-
-def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
+def _random_bits(p: Partitioner, value: Value, dim: int) -> Any | None:
     assert value.source is not None
     eqn, (key, *_), _ = value.source
     if value.ndim == 0 or not draws_alone(key):
@@ -149,11 +134,7 @@ def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
 def positions(shape: Sequence[int], whole: Sequence[int], dim: int, start: Any) -> tuple[jax.Array, jax.Array]:
     """`iota_2x32_shape` of one shard: positions in the whole array as (high, low) words, also beyond 2**32.
 
-    Args:
-        shape: of the shard.
-        whole: of the whole array.
-        dim: the dim that it is split along.
-        start: index of the shard's first element along `dim`.
+    The shard has `shape`, the array `whole`; along `dim` the shard's first element has the index `start`.
     """
     high, low, half = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32), np.uint32(16)
     word = lambda n: np.uint32(n & 0xFFFFFFFF)
@@ -174,7 +155,7 @@ def positions(shape: Sequence[int], whole: Sequence[int], dim: int, start: Any) 
     return high, low
 
 
-def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list[int | None] | None:
+def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> list[int | None] | None:
     """Along which dim each operand is wanted, for the result to be split along `dim`; None: it cannot be."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
     one = values[0]
@@ -212,16 +193,11 @@ def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list
             rows = [k for k in range(len(shape)) if k not in dims.offset_dims]
             return [None, rows.index(dim)] if dim in rows and not dims.operand_batching_dims else None
         case "dot_general":
-            return _backwards_dot(params["dimension_numbers"], values, dim)
+            (lc, rc), (lb, rb) = params["dimension_numbers"]
+            left, right = free_dims(one.ndim, lc, lb), free_dims(values[1].ndim, rc, rb)
+            if (at := dim - len(lb)) < 0:
+                return [lb[dim], rb[dim]]
+            return [left[at], None] if at < len(left) else [None, right[at - len(left)]]
     if name.startswith(("reduce_", "arg")):
         return [[i for i in range(one.ndim) if i not in params["axes"]][dim]]
     return None
-
-
-def _backwards_dot(numbers: Any, values: list[Value], dim: int) -> list[int | None]:
-    (lc, rc), (lb, rb) = numbers
-    if dim < len(lb):
-        return [lb[dim], rb[dim]]
-    left, right = (free_dims(v.ndim, c, b) for v, c, b in zip(values, (lc, rc), (lb, rb), strict=True))
-    at = dim - len(lb)
-    return [left[at], None] if at < len(left) else [None, right[at - len(left)]]

@@ -12,19 +12,15 @@ proof that f(x + y) = f(x) + f(y) for all x and y, with the other operands whole
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jshard.engine.rules import calls
-from jshard.engine.rules.table import same
-from jshard.engine.values import PARTIAL, Eqn, Value
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
+from jshard.engine import rules
+from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Value, same
 
 MOVES = frozenset(
     """
@@ -37,18 +33,11 @@ MOVES = frozenset(
 SUMS = frozenset("conj cumsum imag neg real reduce_sum reduce_window_sum".split())
 """Each element of the result is a sum of elements, or of their parts, with signs. Windows are padded with zeros."""
 
-JOINED = {
-    "add": slice(0, None),
-    "add_any": slice(0, None),
-    "complex": slice(0, None),
-    "concatenate": slice(0, None),
+JOINED = dict.fromkeys("add add_any complex concatenate pad stack sub".split(), slice(0, None)) | {
     "dynamic_update_slice": slice(0, 2),
-    "pad": slice(0, None),
     "scatter-add": slice(0, None, 2),
     "scatter-sub": slice(0, None, 2),
     "select_n": slice(1, None),
-    "stack": slice(0, None),
-    "sub": slice(0, None),
 }
 """Linear in several operands together, those of the slice: whole ones among them are made partial. The others (indices,
 a predicate) must be whole."""
@@ -62,34 +51,28 @@ TAKES = frozenset("dynamic_slice gather".split())
 NAMES = MOVES | SUMS | JOINED.keys() | BILINEAR | TAKES | {"div", "convert_element_type"}
 
 
-def apply(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def apply(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The equation on partial values, if it is linear in them; None: they are to be summed before."""
     if not eqn.outvars or any(v.is_split for v in values) or not _is_sound(eqn, values):
         return None
-    ready = _ready(p, eqn, values)
-    if ready is None:
-        return None
-    grows = math.prod(eqn.outvars[0].aval.shape) > sum(math.prod(v.shape) for v in values if v.is_partial)
-    if grows and not p.is_for_gradients(eqn.outvars[0]):
-        return None  # sum before it grows
-    return same(p, eqn, ready, PARTIAL)
-
-
-def _ready(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The operands, made partial where the equation is linear in several; None where it is not linear."""
-    name, partial = eqn.primitive.name, [v.is_partial for v in values]
-    if name in MOVES or name in SUMS or name == "convert_element_type":
-        return values
+    name, partial = eqn.primitive.name, [k for k, v in enumerate(values) if v.is_partial]
+    grows = math.prod(eqn.outvars[0].aval.shape) > sum(math.prod(values[k].shape) for k in partial)
     if name in JOINED:
         joined = range(len(values))[JOINED[name]]
-        if any(is_partial and k not in joined for k, is_partial in enumerate(partial)):
-            return None
-        return [p.partial(v) if k in joined else v for k, v in enumerate(values)]
-    if name in BILINEAR:
-        return values if sum(partial) == 1 else None
-    if name in TAKES or name == "div":
-        return values if partial[0] and sum(partial) == 1 else None
-    return None
+        is_linear = all(k in joined for k in partial)
+    elif name in BILINEAR:
+        is_linear = len(partial) == 1
+    elif name in TAKES or name == "div":
+        is_linear = partial == [0]
+    else:
+        is_linear = name in MOVES or name in SUMS or name == "convert_element_type"
+    if not is_linear:
+        return None
+    if name in JOINED:
+        values = [p.partial(v) if k in joined else v for k, v in enumerate(values)]
+    if grows and not p.is_for_gradients(eqn.outvars[0]):  # sum before it grows
+        return None
+    return same(p, eqn, values, PARTIAL)
 
 
 def _is_sound(eqn: Eqn, values: list[Value]) -> bool:
@@ -110,21 +93,17 @@ def _is_sound(eqn: Eqn, values: list[Value]) -> bool:
 
 
 def needed_elsewhere(jaxpr: Any, gradients: Collection[int]) -> set[Any]:
-    """Variables of a program that do not flow to its gradients alone, by linear equations alone.
+    """Variables of a program that do not flow to its gradients (outputs, by number) alone, by linear equations alone.
 
     The others may stay partial even where they grow: they are summed once, as gradients.
-
-    Args:
-        jaxpr: the program.
-        gradients: which of its outputs are gradients.
     """
     elsewhere = {a for k, a in enumerate(jaxpr.outvars) if k not in gradients and not isinstance(a, jex.Literal)}
     for eqn in reversed(jaxpr.eqns):
         free = [k for k, a in enumerate(eqn.outvars) if a not in elsewhere]
-        if eqn.primitive.name in calls.CALLS:
-            inner, _ = calls.program(eqn)
+        if eqn.primitive.name in rules.CALLS:
+            inner, _ = rules.program(eqn)
             held = needed_elsewhere(inner, free)
-            given = calls.operands(eqn, eqn.invars)
+            given = rules.operands(eqn, eqn.invars)
             used = [a for a, inside in zip(given, inner.invars, strict=True) if inside in held]
         elif eqn.primitive.name in NAMES and len(free) == len(eqn.outvars):
             used = []

@@ -1,8 +1,9 @@
 """Loops and branches. The states of what a loop carries are found by repeating an abstract run until they stay."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,34 +12,15 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.rules.calls import opened
-from jshard.engine.rules.table import rule
-from jshard.engine.values import PARTIAL, Eqn, Shard, State, Value
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
-
-T = TypeVar("T")
+from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Shard, State, Value, known, opened, rule, traced
 
 
-def fixed_point(
-    p: "Partitioner",
-    body: Any,
-    operands: Sequence[Value],
-    states: list[State],
-    once: Callable[[list[State]], tuple[list[State], T]],
-) -> tuple[list[State], T]:
+def fixed_point(p: Partitioner, body: Any, operands: list[Value], states: list[State], once: Callable) -> tuple:
     """The states of a loop's carry.
 
     A whole value becomes split or partial if it comes out so; one that does not stay partial becomes whole again, or
     split. A loop inside of a loop starts from what was found before, so that its body is traced once more and no more.
-
-    Args:
-        p: the partitioner.
-        body: the loop's program.
-        operands: of the loop.
-        states: of the carry, at the start.
-        once: traces the body for states; the states that come out, and what it made.
+    `once` traces the body for states of the carry, and returns those that come out, and what it made; so does this.
     """
     never_partial: set[int] = set()
     key = id(body), tuple((v.state, v.is_known) for v in operands), tuple(states)
@@ -46,15 +28,13 @@ def fixed_point(
     for _ in range(2 * len(states) + 3):
         mark = len(p.noted)
         out, made = once(states)
-        new: list[State] = []
+        new = list(states)
         for k, (before, after) in enumerate(zip(states, out, strict=True)):
             if before == PARTIAL and after != PARTIAL:
                 never_partial.add(k)
-                new.append(after)
-            elif before is None and after is not None and not (after == PARTIAL and k in never_partial):
-                new.append(after)
-            else:
-                new.append(before)
+                new[k] = after
+            elif before is None and not (after == PARTIAL and k in never_partial):
+                new[k] = after
         if new == states:
             p.settled[key] = body, states  # the body stays alive, as its id is the key
             return states, made
@@ -68,14 +48,14 @@ def _array(value: Value) -> Any:
     return jnp.zeros(()) if value.is_known else value.x
 
 
-def _inside(p: "Partitioner", values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
+def _inside(p: Partitioner, values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
     """Values that crossed into a trace whose arrays are `xs`."""
     memo: dict[int, tuple[Value, Value]] = {}
-    return [p.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
+    return [known.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
 
 
 @contextlib.contextmanager
-def _times(p: "Partitioner", trips: int) -> Iterator[None]:
+def _times(p: Partitioner, trips: int) -> Iterator[None]:
     """Inside, a collective is noted as many times as it runs."""
     before, p.trips = p.trips, p.trips * trips
     try:
@@ -105,30 +85,21 @@ def is_stored_along_trips(value: Value) -> bool:
 
 
 class Scan:
-    """A `lax.scan` on a data shard. What is scanned over is not split along the dim of the trips.
+    """A `lax.scan` on a data shard. What is scanned over is not split along the dim of the trips."""
 
-    Attributes:
-        shared: what every trip reads.
-        carry: what is carried, at the start.
-        scanned: what is scanned over.
-        states: of the carry, in every trip.
-        row_states: of the results of one trip that are stacked.
-        through: for each of these, which of `scanned` it is a row of, unchanged, if that is stored.
-    """
-
-    def __init__(self, p: "Partitioner", eqn: Eqn, values: list[Value]) -> None:
+    def __init__(self, p: Partitioner, eqn: Eqn, values: list[Value]) -> None:
         self.p, self.eqn = p, eqn
         n_consts, self.n_carry = _compat.scan_arguments(eqn)
         end = n_consts + self.n_carry
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.jaxpr, self.consts = opened(eqn.params["jaxpr"])
-        self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]
-        self.carry = values[n_consts:end]
+        self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]  # what every trip reads
+        self.carry = values[n_consts:end]  # at the start
         scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
         self.scanned = [p.whole(v) if v.state == 0 or is_stored_along_trips(v) else v for v in scanned]
         self.mark = len(p.noted)
-        self.row_states: list[State] = []
-        self.through: list[int | None] = []
+        self.row_states: list[State] = []  # of the results of one trip that are stacked
+        self.through: list[int | None] = []  # of these: which of `scanned` it is a row of, unchanged, if that is stored
         self._settle([v.state for v in self.carry])
         landed = [p.land(v) if s is None else v for v, s in zip(self.carry, self.states, strict=True)]
         if any(v.is_split and s is None for v, s in zip(landed, self.states, strict=True)):
@@ -137,6 +108,7 @@ class Scan:
             self._settle([v.state if s is None else s for v, s in zip(landed, self.states, strict=True)])
 
     def _settle(self, states: list[State]) -> None:
+        """Finds the states of the carry, in every trip."""
         operands = [*self.shared, *self.carry, *self.scanned]
         self.states, (self.traced, self.start) = fixed_point(self.p, self.jaxpr, operands, states, self._once)
 
@@ -159,19 +131,14 @@ class Scan:
                 kept = [self.p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
             return kept, [v.x for v, i in zip(stacked, self.through, strict=True) if i is None]
 
-        traced = jax.make_jaxpr(step)([_array(v) for v in self.shared], start, row)
-        return list(found), (traced, start)
+        program = jax.make_jaxpr(step)([_array(v) for v in self.shared], start, row)
+        return list(found), (program, start)
 
-    def trip(
-        self, carry: list[Value], scanned: list[Value], *, shared_xs: Sequence[Any] | None = None, trips: int = 1
-    ) -> list[Value]:
+    def trip(self, carry: list[Value], scanned: list[Value], shared_xs: Any = None, trips: int = 1) -> list[Value]:
         """One trip: what is carried on, then what is stacked.
 
-        Args:
-            carry: what is carried in.
-            scanned: the rows of this trip.
-            shared_xs: the arrays of what every trip reads; those outside where not given.
-            trips: how many trips this trace stands for.
+        This trace stands for `trips` of them; `shared_xs` are the arrays of what every trip reads, by default those
+        outside.
         """
         p = self.p
         shared = _inside(p, self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
@@ -205,13 +172,13 @@ class Scan:
 
 
 @rule("scan", keeps_stored=True)
-def scan(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def scan(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """The body runs on a shard."""
     return p.run_scan(Scan(p, eqn, values))
 
 
 @rule("while", keeps_stored=True)
-def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """The condition is whole: all shards take the same trips. A loop for each row goes on while one row does."""
     params, n_test, n_body = eqn.params, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     values = [p.settle(v) for v in values]
@@ -245,13 +212,13 @@ def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
         return found, (jax.make_jaxpr(body)(start), start)
 
     operands, first = [*for_test, *for_body, *carry], [v.state for v in carry]
-    states, (traced, start) = fixed_point(p, params["body_jaxpr"], operands, first, once)
-    body = jex.jaxpr_as_fun(traced)
+    states, (program, start) = fixed_point(p, params["body_jaxpr"], operands, first, once)
+    body = jex.jaxpr_as_fun(program)
     last = lax.while_loop(lambda xs: p.whole(test(xs, states)).x.any(), lambda xs: body(*xs), start)
     return in_states(last, states)
 
 
-def _where(p: "Partitioner", going: Value, value: Value, before: Any) -> Any:
+def _where(p: Partitioner, going: Value, value: Value, before: Any) -> Any:
     """The new value in the rows that go on; in the others, which have ended, what was there."""
     if value.is_split and value.dim < going.ndim:
         going = p.split(going, value.dim)
@@ -264,34 +231,23 @@ def _where(p: "Partitioner", going: Value, value: Value, before: Any) -> Any:
 
 
 @rule("cond", keeps_stored=True)
-def cond(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def cond(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """All shards take the same branch. What the branches return has one state."""
     index, operands = p.whole(values[0]), [p.cross(v) for v in values[1:]]
     xs, branches = [_array(v) for v in operands], eqn.params["branches"]
 
-    def run(branch: Any, xs: Sequence[Any]) -> list[Value]:
+    def run(branch: Any, *xs: Any) -> list[Value]:
         return [p.land(v) for v in p.run_body(*opened(branch), _inside(p, operands, xs))]
 
-    def trace(branch: Any) -> tuple[list[State], Callable[..., list[Any]]]:
-        found: list[State] = []
-
-        def outs(*xs: Any) -> list[Any]:
-            values = run(branch, xs)
-            found[:] = [v.state for v in values]
-            return [v.x for v in values]
-
-        program = jax.make_jaxpr(outs)(*xs)
-        return found, jex.jaxpr_as_fun(program)
-
     mark = len(p.noted)
-    traced = [trace(branch) for branch in branches]
-    states = [_joined(states) for states in zip(*(states for states, _ in traced), strict=True)]
-    if all(own == states for own, _ in traced):
-        functions = [function for _, function in traced]
+    programs = [traced(functools.partial(run, branch), *xs) for branch in branches]
+    states = [_joined(states) for states in zip(*(states for _, states in programs), strict=True)]
+    if all(own == states for _, own in programs):
+        functions = [jex.jaxpr_as_fun(jaxpr) for jaxpr, _ in programs]
     else:  # traced again: what is known without data takes another state from its equation
         del p.noted[mark:]
         in_states = lambda outs: [p.in_state(v, state).x for v, state in zip(outs, states, strict=True)]
-        functions = [lambda *xs, branch=branch: in_states(run(branch, xs)) for branch in branches]
+        functions = [lambda *xs, branch=branch: in_states(run(branch, *xs)) for branch in branches]
     return [Value(x, state) for x, state in zip(lax.switch(index.x, functions, *xs), states, strict=True)]
 
 

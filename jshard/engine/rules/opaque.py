@@ -1,30 +1,26 @@
-"""Calls whose inside is not partitioned: declared per example, kernels, and a `shard_map` of the user's."""
+"""Calls whose inside is not partitioned (declared per example, kernels, a `shard_map` of the user's), and effects."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard.engine.rules.calls import opened
-from jshard.engine.rules.table import free_dim, rule, same
-from jshard.engine.values import PARTIAL, Eqn, State, Value, array_bytes
+from jshard.engine.rules import PARTIAL, Eqn, Partitioner, State, Value, array_bytes, free_dim, opened, rule, same
 from jshard.errors import CallError
+from jshard.plans.placement import axes_of, spec_over
 
 if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
     from jshard.engine.per_example import Body
 
 
-# ---- declared
-
-
 @rule("per_example", converts_partial=True)
-def per_example(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def per_example(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The function on the examples of this shard."""
     body: Body = eqn.params["body"]
     sizes = [p.full_shape(v)[d] for v, d in zip(values, body.ins, strict=True) if d is not None]
@@ -49,7 +45,7 @@ def per_example(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] 
     return [Value(x, state) for x, state in zip(found, body.outs, strict=True)]
 
 
-def _check_shapes(p: "Partitioner", eqn: Eqn, body: "Body", found: Any) -> None:
+def _check_shapes(p: Partitioner, eqn: Eqn, body: "Body", found: Any) -> None:
     wanted = [
         tuple(n // p.degree if i == state else n for i, n in enumerate(atom.aval.shape))
         for atom, state in zip(eqn.outvars, body.outs, strict=True)
@@ -60,11 +56,8 @@ def _check_shapes(p: "Partitioner", eqn: Eqn, body: "Body", found: Any) -> None:
         raise body.without_rows(why, _compat.user_place(eqn))
 
 
-# ---- known
-
-
 @rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper", converts_partial=True)
-def cudnn_attention(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def cudnn_attention(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """CuDNN's attention: every operand that has the batch has it as dim 0.
 
     Pages of keys and values belong to no example. Dropout's mask depends on the place in the batch: whole. Over other
@@ -110,7 +103,7 @@ def _on_heads(eqn: Eqn, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequ
 
 
 @rule("scaled_matmul_wrapper", "scaled_matmul")
-def scaled_matmul(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def scaled_matmul(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """(batch, rows, contracted) times (batch, columns, contracted), each with its scales: batch or rows."""
     left, right, *scales = values
     if 0 in (left.state, right.state) and p.divides(p.full_shape(left)[0]):
@@ -120,131 +113,136 @@ def scaled_matmul(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value
     return None
 
 
-# ---- with a program that says what they compute
-
-
 @rule("custom_partitioning")
-def custom_partitioning(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def custom_partitioning(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """Its function for whole arrays, in place, as JAX itself runs it where all axes are manual."""
     return p.run(*opened(eqn.params["call"]), values)
 
-
-# A `shard_map` that the user has written inside the model.
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim the axes that it is split over, outermost first; those of degree 1 split nothing and are left out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Axes:
-    """The axes of degree above 1: of the region, and those of the user's `shard_map` that are not among them."""
-
-    data: tuple[str, ...]
-    other: tuple[str, ...]
-    sizes: dict[str, int]
-
-    def over(self, dims: Dims, axes: Sequence[str]) -> Dims:
-        return tuple(tuple(a for a in dim if a in axes) for dim in dims)
-
-
 @rule("shard_map", takes_partial=True)
-def shard_map(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def shard_map(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """The user's `shard_map` on a data shard."""
-    axes, params = _axes(p, eqn), eqn.params
-    ins = [_dims(eqn, axes, spec, v.ndim) for spec, v in zip(params["in_specs"], values, strict=True)]
-    outs = [_dims(eqn, axes, spec, a.aval.ndim) for spec, a in zip(params["out_specs"], eqn.outvars, strict=True)]
-    body = _compat.without_varying(params["jaxpr"], ())
-    if not any(a in axes.data for a in params["newly_manual_axes"]):
-        return _partitioned(p, axes, values, ins, outs, body)
-    xs = [_local(p, axes, v, dims) for v, dims in zip(values, ins, strict=True)]
-    found = _nested(axes, ins, outs, body)(*xs)
-    return [_result(p, eqn, axes, x, dims) for x, dims in zip(found, outs, strict=True)]
+    return _Inner(p, eqn).run(values)
 
 
-def _nested(axes: _Axes, ins: Sequence[Dims], outs: Sequence[Dims], body: Callable) -> Callable[..., Sequence[Any]]:
-    if not axes.other:
-        return body
-    specs = lambda of: [P(*(dim or None for dim in axes.over(dims, axes.other))) for dims in of]
-    return jax.shard_map(
-        body, in_specs=tuple(specs(ins)), out_specs=specs(outs), axis_names=set(axes.other), check_vma=False
-    )
+class _Inner:
+    """The user's `shard_map`, which may be over the region's axes (`data`) and over others, all of degree above 1."""
+
+    def __init__(self, p: Partitioner, eqn: Eqn) -> None:
+        self.p, self.eqn, params = p, eqn, eqn.params
+        theirs, here = dict(params["mesh"].shape), jax.sharding.get_abstract_mesh()
+        sizes = self.sizes = dict(here.shape)
+        if wrong := [f"{a} of degree {theirs[a]}" for a in params["newly_manual_axes"] if sizes.get(a) != theirs[a]]:
+            ours = ", ".join(f"{a}={n}" for a, n in sizes.items())
+            raise CallError(
+                "A shard_map inside the model is over another mesh than the model's.",
+                where=_compat.user_place(eqn),
+                why=f"it is over {', '.join(sorted(wrong))}; the model is over {ours}.",
+                do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
+            )
+        specs = (*params["in_specs"], *params["out_specs"])
+        if any(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None) for spec in specs):
+            raise CallError(
+                "A shard_map inside the model has an unreduced argument or result.",
+                where=_compat.user_place(eqn),
+                why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data"
+                " shards.",
+                do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
+            )
+        manual = [a for a in params["newly_manual_axes"] if sizes[a] > 1]
+        self.data = tuple(a for a in p.axes if sizes[a] > 1)
+        self.other = tuple(a for a in here.axis_names if a in manual and a not in p.axes)
+        self.is_over_data = any(a in self.data for a in manual)
+        dims = [self._dims(spec, a.aval.ndim) for spec, a in zip(specs, (*eqn.invars, *eqn.outvars), strict=True)]
+        self.ins, self.outs = dims[: len(eqn.invars)], dims[len(eqn.invars) :]
+
+    def _dims(self, spec: P, ndim: int) -> Dims:
+        """The axes of each dim by a spec; refuses a dim that is split over a data axis inside of another one."""
+        dims = tuple(tuple(a for a in axes_of(dim) if self.sizes[a] > 1) for dim in spec) + ((),) * (ndim - len(spec))
+        for dim in dims:
+            data_first = tuple(sorted(dim, key=lambda a: a not in self.data))
+            if [a in self.data for a in dim] != [a in self.data for a in data_first]:
+                raise CallError(
+                    "A shard_map inside the model splits a dim over a data axis inside of another axis.",
+                    where=_compat.user_place(self.eqn),
+                    why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(self.data)}.",
+                    do=f"jax.P({data_first!r})  # the data axes first",
+                )
+        return dims
+
+    def run(self, values: list[Value]) -> list[Value]:
+        """Over data axes the body runs as it is, on the parts that the specs say; else it is split as any program."""
+        body = _compat.without_varying(self.eqn.params["jaxpr"], ())
+        if self.is_over_data:
+            xs = [self._local(v, dims) for v, dims in zip(values, self.ins, strict=True)]
+            return [self._result(x, dims) for x, dims in zip(self._nested(body)(*xs), self.outs, strict=True)]
+        values = [v if v.is_partial else self.p.land(v) for v in values]  # the body settles the sums that it must
+        values = [self._apart(v, dims) for v, dims in zip(values, self.ins, strict=True)]
+        states: list[State] = []
+
+        def on_shard(*xs: Any) -> list[Any]:
+            p, given = self.p, [v.with_array(x) for v, x in zip(values, xs, strict=True)]
+            program = jax.make_jaxpr(body)(*[_full(p, v) for v in given])
+            found = p.run(program.jaxpr, program.consts, given)
+            found = [v if v.is_partial else p.land(v) for v in found]
+            found = [self._apart(v, dims) for v, dims in zip(found, self.outs, strict=True)]
+            states[:] = [v.state for v in found]
+            return [v.x for v in found]
+
+        found = self._nested(on_shard)(*[v.x for v in values])
+        return [Value(x, state) for x, state in zip(found, states, strict=True)]
+
+    def _nested(self, body: Callable) -> Callable[..., Sequence[Any]]:
+        if not self.other:
+            return body
+        ins, outs = ([spec_over(self.other, dims) for dims in of] for of in (self.ins, self.outs))
+        axes = set(self.other)
+        return jax.shard_map(body, in_specs=tuple(ins), out_specs=outs, axis_names=axes, check_vma=False)
+
+    def _apart(self, value: Value, dims: Dims) -> Value:
+        """The value split along a dim that is not split over the user's axes, too: those are outside of the region's.
+
+        JAX passes what backward needs of a `shard_map` with all its axes on dim 0, which are the examples as a rule.
+        """
+        if not value.is_split or not dims[value.dim]:
+            return value
+        dim = free_dim(self.p, self.p.full_shape(value), [i for i, axes in enumerate(dims) if axes])
+        return self.p.whole(value) if dim is None else self.p.split(value, dim)
+
+    def _local(self, value: Value, dims: Dims) -> Any:
+        """A shard's part by `in_specs`, over the data axes."""
+        own = self._over_data(dims)
+        if [*own.values()] == [self.data]:
+            return self.p.split(value, *own).x
+        x = self.p.whole(value).x
+        for dim, over in own.items():
+            size = x.shape[dim] // math.prod(self.sizes[a] for a in over)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(over) * size, size, dim)
+        return x
+
+    def _result(self, x: Any, dims: Dims) -> Value:
+        """The value of which a shard has a part by `out_specs`; what they do not split is the same on all shards."""
+        own = self._over_data(dims)
+        if [*own.values()] == [self.data]:
+            return Value(x, *own)
+        for dim, over in own.items():
+            with self.p.sends("whole", self.eqn, array_bytes(x) * math.prod(self.sizes[a] for a in over)):
+                x = lax.all_gather(x, over, axis=dim, tiled=True)
+        return Value(x)
+
+    def _over_data(self, dims: Dims) -> dict[int, tuple[str, ...]]:
+        """The dims that are split over data axes; one over all of them is split as the region splits it."""
+        own = {dim: tuple(a for a in over if a in self.data) for dim, over in enumerate(dims)}
+        return {dim: over for dim, over in own.items() if over}
 
 
-def _partitioned(
-    p: "Partitioner", axes: _Axes, values: list[Value], ins: Sequence[Dims], outs: Sequence[Dims], body: Callable
-) -> list[Value]:
-    """The body split over the data axes as any program, inside of a `shard_map` over the others."""
-    values = [v if v.is_partial else p.land(v) for v in values]  # a sum may stay open: the body settles what it must
-    values = [_apart(p, v, dims) for v, dims in zip(values, ins, strict=True)]
-    states: list[State] = []
-
-    def on_shard(*xs: Any) -> list[Any]:
-        like = [_full(p, v, x) for v, x in zip(values, xs, strict=True)]
-        program = jax.make_jaxpr(body)(*like)
-        found = p.run(program.jaxpr, program.consts, [v.with_array(x) for v, x in zip(values, xs, strict=True)])
-        found = [v if v.is_partial else p.land(v) for v in found]
-        found = [_apart(p, v, dims) for v, dims in zip(found, outs, strict=True)]
-        states[:] = [v.state for v in found]
-        return [v.x for v in found]
-
-    found = _nested(axes, ins, outs, on_shard)(*[v.x for v in values])
-    return [Value(x, state) for x, state in zip(found, states, strict=True)]
-
-
-def _apart(p: "Partitioner", value: Value, dims: Dims) -> Value:
-    """The value split along a dim that is not split over the user's axes, too: those are outside of the region's.
-
-    JAX passes what backward needs of a `shard_map` with all its axes on dim 0, which are the examples as a rule.
-    """
-    if not value.is_split or not dims[value.dim]:
-        return value
-    dim = free_dim(p, p.full_shape(value), [i for i, axes in enumerate(dims) if axes])
-    return p.whole(value) if dim is None else p.split(value, dim)
-
-
-def _full(p: "Partitioner", value: Value, x: Any) -> jax.ShapeDtypeStruct:
-    """What the body was written for: the part of the user's axes, whole over the data axes."""
-    return jax.ShapeDtypeStruct(p.full_shape(value.with_array(x)), x.dtype)
-
-
-# ---- in place
-
-
-def _local(p: "Partitioner", axes: _Axes, value: Value, dims: Dims) -> Any:
-    """A shard's part by `in_specs`, over the data axes."""
-    own = axes.over(dims, axes.data)
-    if (dim := _only(own, axes.data)) is not None:
-        return p.split(value, dim).x
-    x = p.whole(value).x
-    for dim, over in _split_dims(own):
-        size = x.shape[dim] // _degree(axes, over)
-        x = lax.dynamic_slice_in_dim(x, lax.axis_index(over) * size, size, dim)
-    return x
-
-
-def _result(p: "Partitioner", eqn: Eqn, axes: _Axes, x: Any, dims: Dims) -> Value:
-    """The value of which a shard has a part by `out_specs`; one that they do not split is the same on all shards."""
-    own = axes.over(dims, axes.data)
-    if (dim := _only(own, axes.data)) is not None:
-        return Value(x, dim)
-    for dim, over in _split_dims(own):
-        with p.sends("whole", eqn, array_bytes(x) * _degree(axes, over)):
-            x = lax.all_gather(x, over, axis=dim, tiled=True)
-    return Value(x)
-
-
-def _only(own: Dims, data: tuple[str, ...]) -> int | None:
-    """The dim that is split over all data axes, in the region's order, if no other dim is split over them."""
-    split = list(_split_dims(own))
-    return split[0][0] if len(split) == 1 and split[0][1] == data else None
-
-
-def _split_dims(own: Dims) -> Iterator[tuple[int, tuple[str, ...]]]:
-    return ((dim, over) for dim, over in enumerate(own) if over)
-
-
-def _degree(axes: _Axes, over: Sequence[str]) -> int:
-    return math.prod(axes.sizes[axis] for axis in over)
+def _full(p: Partitioner, value: Value) -> jax.ShapeDtypeStruct:
+    """What a program was written for: whole over the data axes, of others the part."""
+    return jax.ShapeDtypeStruct(p.full_shape(value), value.x.dtype)
 
 
 # ---- collectives over axes that are not the region's, and over dims, as a vmap that names its axis makes them
@@ -254,13 +252,13 @@ _OVER_DIMS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax
 
 
 @rule(*_OVER_DIMS, takes_partial=True)
-def reduction(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def reduction(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """Over dims first, which is what `jax.vmap(axis_name=...)` leaves. Then of each element; sums may stay open."""
     dims = tuple(a for a in eqn.params["axes"] if isinstance(a, int))
     names = tuple(a for a in eqn.params["axes"] if not isinstance(a, int))
     if dims:
         reduce = lambda *xs: [_OVER_DIMS[eqn.primitive.name](x, dims) for x in xs]
-        program = jax.make_jaxpr(reduce)(*[_full(p, v, v.x) for v in values])
+        program = jax.make_jaxpr(reduce)(*[_full(p, v) for v in values])
         values = p.run(program.jaxpr, program.consts, values)
     if not names:
         return values
@@ -269,14 +267,14 @@ def reduction(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values], axes=names), strict=True)]
 
 
-@rule("ppermute", "pbroadcast", takes_partial=True)
-def linear_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+@rule("ppermute", "pbroadcast", "layout_constraint", takes_partial=True)
+def linear_in_place(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """Of each element, and linear: all states stay."""
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
 
 
 @rule("all_gather", "reduce_scatter", "all_to_all")
-def moving_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def moving_collective(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Split along a dim that it leaves alone: it stays split."""
     params, (value,) = eqn.params, values
     names = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
@@ -290,59 +288,76 @@ def moving_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[V
     return same(p, eqn, values, value.dim)
 
 
-# ---- what the user has written
+# ---- what a program does besides computing: constraints, memories, barriers, callbacks
 
 
-def _axes(p: "Partitioner", eqn: Eqn) -> _Axes:
-    """The axes of the region and of the user's `shard_map`.
+@rule("sharding_constraint", "reshard", takes_partial=True)
+def constraint(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """`with_sharding_constraint`, `reshard`, and what Flax makes of logical axes: without the data axes."""
+    sharding = eqn.params["sharding" if "sharding" in eqn.params else "dst_sharding"]
+    free = eqn.params.get("unconstrained_dims", frozenset())
+    return [placed(v, sharding, frozenset(free)) for v in values]
 
-    Raises:
-        CallError: it is over another mesh, or sums are left open in its types.
+
+@rule("device_put", takes_partial=True)
+def device_put(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """A memory, or a sharding without the data axes; a single device says nothing here."""
+    return [placed(v, to) for v, to in zip(values, eqn.params["devices"], strict=True)]
+
+
+def placed(value: Value, to: Any, free: frozenset[int] = frozenset()) -> Value:
+    """A value at a place (a memory, a sharding, a device); itself where that says nothing on a shard.
+
+    Its state stays. The user leaves the dims `free` to the compiler.
     """
-    theirs, here = dict(eqn.params["mesh"].shape), jax.sharding.get_abstract_mesh()
-    sizes = dict(here.shape)
-    wrong = [f"{a} of degree {theirs[a]}" for a in eqn.params["newly_manual_axes"] if sizes.get(a) != theirs[a]]
-    if wrong:
+    x, memory = value.x, to if isinstance(to, jax.memory.Space) else None
+    if kind := getattr(to, "memory_kind", None):
+        memory = jax.memory.Space.Host if kind.endswith("_host") else jax.memory.Space.Device
+    if isinstance(to, NamedSharding) and (axes := _compat.automatic_axes()):
+        dims: list[Any] = [*to.spec, *[None] * (value.ndim - len(to.spec))]
+        for i, dim in enumerate(dims):  # without the axes that are not the compiler's
+            if i in free or dim is P.UNCONSTRAINED:
+                dims[i] = P.UNCONSTRAINED
+            else:
+                dims[i] = tuple(a for a in axes_of(dim) if a in axes) or None
+        x = lax.with_sharding_constraint(x, P(*dims))
+    if memory is not None and (memory == jax.memory.Space.Host) != _compat.on_host(x):
+        x = jax.device_put(x, memory)
+    return value if x is value.x else value.with_array(x)
+
+
+@rule("optimization_barrier", takes_partial=True)
+def optimization_barrier(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """States stay; known values have nothing to wait for."""
+    values = [p.cross(v) for v in values]
+    tied = iter(lax.optimization_barrier([v.x for v in values if not v.is_known]))
+    return [v if v.is_known else v.with_array(next(tied)) for v in values]
+
+
+@rule("debug_callback", "debug_print", "io_callback", "pure_callback", takes_partial=True)
+def callback(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Called once, on the first shard, with whole values."""
+    name, params = eqn.primitive.name, eqn.params
+    is_ordered = params.get("ordered") or "Ordered" in type(params.get("effect")).__name__
+    if p.degree > 1 and is_ordered and name.startswith("debug"):
         raise CallError(
-            "A shard_map inside the model is over another mesh than the model's.",
+            "An ordered debug callback inside the model cannot run on several devices.",
             where=_compat.user_place(eqn),
-            why=f"it is over {', '.join(sorted(wrong))}; the model is over "
-            + ", ".join(f"{a}={n}" for a, n in sizes.items())
-            + ".",
-            do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
+            why=f"the model runs on {p.degree} data shards, and JAX orders debug callbacks on one device only.",
+            do="jax.experimental.io_callback(f, None, x, ordered=True)  # or ordered=False",
         )
-    if any(_is_open(spec) for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"])):
-        raise CallError(
-            "A shard_map inside the model has an unreduced argument or result.",
-            where=_compat.user_place(eqn),
-            why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data shards.",
-            do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
-        )
-    manual = [a for a in eqn.params["newly_manual_axes"] if sizes[a] > 1]
-    data = tuple(a for a in p.axes if sizes[a] > 1)
-    other = tuple(a for a in here.axis_names if a in manual and a not in p.axes)
-    return _Axes(data, other, sizes)
+    xs = [p.whole(v).x for v in values]
+    nothing = lambda *xs: [jnp.zeros(a.aval.shape, a.aval.dtype) for a in eqn.outvars]
+    found = lax.cond(p.shard == 0, lambda *xs: p.bind(eqn, xs), nothing, *xs)
+    return [_of_first_shard(p, eqn, x) for x in found]
 
 
-def _is_open(spec: P) -> bool:
-    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+@rule("rng_uniform", takes_partial=True)
+def rng_uniform(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Numbers of the device's own generator: those of the first shard, on every shard."""
+    return [_of_first_shard(p, eqn, x) for x in p.bind(eqn, [p.whole(v).x for v in values])]
 
 
-def _dims(eqn: Eqn, axes: _Axes, spec: P, ndim: int) -> Dims:
-    """The axes of each dim by a spec.
-
-    Raises:
-        CallError: a dim is split over a data axis inside of another one.
-    """
-    listed = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec]
-    dims = tuple(tuple(a for a in dim if axes.sizes[a] > 1) for dim in listed) + ((),) * (ndim - len(listed))
-    for dim in dims:
-        kinds = [a in axes.data for a in dim]
-        if kinds != sorted(kinds, reverse=True):
-            raise CallError(
-                "A shard_map inside the model splits a dim over a data axis inside of another axis.",
-                where=_compat.user_place(eqn),
-                why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(axes.data)}.",
-                do=f"jax.P({tuple(sorted(dim, key=lambda a: a not in axes.data))!r})  # the data axes first",
-            )
-    return dims
+def _of_first_shard(p: Partitioner, eqn: Eqn, x: Any) -> Value:
+    with p.sends("move", eqn, array_bytes(x) * p.degree):
+        return Value(p.gather(x[None], 0)[0])

@@ -2,18 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.engine.rules.table import beside, can_be_partial, rule, same, split_dim
-from jshard.engine.values import PARTIAL, Eqn, Value
-
-if TYPE_CHECKING:
-    from jshard.engine.partitioner import Partitioner
-
+from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Value, beside, can_be_partial, rule, same, split_dim
 
 ELEMENTWISE = frozenset(
     """
@@ -29,7 +24,7 @@ ELEMENTWISE = frozenset(
 
 
 @rule(*ELEMENTWISE, converts_partial=True)
-def elementwise(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def elementwise(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Split as the largest operand is. Scalars and dims of size 1 stay whole."""
     dim, old, new = split_dim(values), eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
     if eqn.primitive.name == "bitcast_convert_type" and old != new:  # the last dim comes or goes
@@ -43,16 +38,13 @@ def elementwise(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] 
 
 
 @rule("tie", takes_partial=True)
-def tie(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+def tie(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     """The second operand."""
     return [values[1]]
 
 
-# Operations that move elements by their place alone: reshape, transpose, broadcast, pad, slice; and typed keys.
-
-
 @rule("broadcast_in_dim")
-def broadcast_in_dim(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def broadcast_in_dim(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim goes where the dim goes."""
     dim = eqn.params["broadcast_dimensions"][values[0].dim]
     shape = [n // p.degree if i == dim else n for i, n in enumerate(eqn.params["shape"])]
@@ -60,7 +52,7 @@ def broadcast_in_dim(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Va
 
 
 @rule("reshape")
-def reshape(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def reshape(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim stays the outermost of those that it is merged with or split into.
 
     Where it is not the outermost, or the new outermost dim does not divide, the value is split along another dim for
@@ -72,7 +64,9 @@ def reshape(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     if (order := eqn.params["dimensions"]) is not None:  # it transposes before
         value, old = Value(lax.transpose(value.x, order), order.index(value.dim)), [old[d] for d in order]
     mine, theirs = next(group for group in merged_dims(old, new) if value.dim in group[0])
-    pairs = [(i, j) for i, j in kept_dims(old, new) if p.divides(old[i]) and p.divides(new[j])]
+    outer = lambda shape: [math.prod(shape[:i]) for i in range(len(shape))]  # those with as many elements before them
+    same_parts = [(i, j) for i, n in enumerate(outer(old)) for j, m in enumerate(outer(new)) if n == m]
+    pairs = [(i, j) for i, j in same_parts if p.divides(old[i]) and p.divides(new[j])]
     pairs.sort(key=lambda pair: (pair[0] != value.dim, pair[0] not in mine))
     if not pairs:
         return None
@@ -83,12 +77,6 @@ def reshape(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
         return [found]
     again = next((k for k in theirs if p.divides(new[k])), None)
     return [found if again is None else p.split(found, again)]
-
-
-def kept_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of a dim before and one after a reshape with as many elements before them: their parts are the same."""
-    outer = lambda shape: [math.prod(shape[:i]) for i in range(len(shape))]
-    return [(i, j) for i, n in enumerate(outer(old)) for j, m in enumerate(outer(new)) if n == m]
 
 
 def merged_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -109,50 +97,26 @@ def merged_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
     return groups
 
 
-@rule("transpose")
-def transpose(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim goes where the dim goes."""
-    return same(p, eqn, values, eqn.params["permutation"].index(values[0].dim))
-
-
-@rule("squeeze")
-def squeeze(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim stays."""
-    return same(p, eqn, values, values[0].dim - sum(a < values[0].dim for a in eqn.params["dimensions"]))
-
-
-@rule("stack")
-def stack(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """All operands are split alike."""
-    dim, axis = split_dim(values), eqn.params["axis"]
-    return same(p, eqn, [p.split(v, dim) for v in values], dim + (axis <= dim))
-
-
-@rule("unstack")
-def unstack(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The dim that is taken apart is whole."""
-    dim, axis = values[0].dim, eqn.params["axis"]
-    return None if dim == axis else same(p, eqn, values, dim - (axis < dim))
-
-
-@rule("tile")
-def tile(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim is not repeated."""
-    return beside(p, eqn, values, [d for d, n in enumerate(eqn.params["reps"]) if n != 1])
-
-
-@rule("pad")
-def pad(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim is not padded."""
-    value, fill = values
-    if not value.is_split:
-        return None
-    taken = [d for d, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)]
-    return beside(p, eqn, [value, p.whole(fill)], taken)
+@rule("transpose", "squeeze", "stack", "unstack")
+def moved_dims(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """The split dim goes where the dim goes. One that is taken apart is whole."""
+    dim, params = split_dim(values), eqn.params
+    match eqn.primitive.name:
+        case "transpose":
+            to = params["permutation"].index(dim)
+        case "squeeze":
+            to = dim - sum(a < dim for a in params["dimensions"])
+        case "stack":
+            to = dim + (params["axis"] <= dim)
+        case _ if dim == params["axis"]:
+            return None
+        case _:
+            to = dim - (params["axis"] < dim)
+    return same(p, eqn, [p.split(v, dim) for v in values], to)
 
 
 @rule("slice")
-def slice_(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def slice_(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is taken whole. Of one row of it, the shard that has it is the sum."""
     (value,), params, shape = values, eqn.params, eqn.invars[0].aval.shape
     starts, limits = params["start_indices"], list(params["limit_indices"])
@@ -172,7 +136,7 @@ def slice_(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     return beside(p, eqn, values, taken, lambda values: of_shard(values[0]))
 
 
-def one_row(p: "Partitioner", value: Value, at: Any) -> Value:
+def one_row(p: Partitioner, value: Value, at: Any) -> Value:
     """Row `at`, in global view, of a value along its split dim: partial, as the other shards have zeros."""
     at = at - p.shard * value.shape[value.dim]
     inside = (at >= 0) & (at < value.shape[value.dim])
@@ -185,23 +149,17 @@ def draws_alone(key: Value) -> bool:
     return str(jax.random.key_impl(key.x)).startswith(("threefry", "philox"))
 
 
-@rule("random_wrap", "random_unwrap", "random_split")
-def keys(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """Typed keys: the dims of the keys stand first in every form of them."""
+@rule("random_wrap", "random_unwrap", "random_split", "random_bits")
+def keys(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """Typed keys: the dims of the keys stand first in every form of them, and in what each of them draws."""
     dim = values[0].dim
-    if eqn.primitive.name == "random_split" and not draws_alone(values[0]):
+    if eqn.primitive.name in ("random_split", "random_bits") and not draws_alone(values[0]):
         return None
     return same(p, eqn, values, dim) if dim < min(values[0].ndim, eqn.outvars[0].aval.ndim) else None
 
 
-@rule("random_bits")
-def random_bits(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """A key for each row. `shape` is that of one key's bits."""
-    return same(p, eqn, values, values[0].dim) if draws_alone(values[0]) else None
-
-
 @rule("random_gamma")
-def random_gamma(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+def random_gamma(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Each key is split by the number of the samples that it draws: only the dims of the keys can be split."""
     key, dim = values[0], split_dim(values)
     if dim >= key.ndim or not draws_alone(key):

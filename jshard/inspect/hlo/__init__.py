@@ -1,1 +1,162 @@
-"""Programs as compilers write them: computations, collectives, and the order in which they run."""
+"""Programs as compilers write them; here the schedule as values: the steps of one device, what runs beside what."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from jshard._text import folded_names
+from jshard.engine.moved import Mixing
+from jshard.inspect.hlo.collectives import ring_bytes
+from jshard.inspect.hlo.work import OpWork
+
+_FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA", "cudnn": "by cuDNN"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One collective of a schedule, and the computation between its start and its end."""
+
+    name: str  # the instruction's name in the text
+    kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`
+    # Bytes of the whole arrays by dtype, of one execution: the result of an all-gather, the input of a reduce-scatter,
+    # the array of an all-reduce, one device's array of the others.
+    sizes: tuple[tuple[str, int], ...]
+    group: tuple[int, ...]  # positions, in the mesh's order, of the devices of the first group
+    axes: tuple[str, ...] | None = None  # the mesh axes that it runs over; None if no mesh was given
+    # Paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the program does
+    # not say.
+    units: tuple[str, ...] = ()
+    # Where it does not, and what is sent was computed: the units whose operations read that first.
+    read_by: tuple[str, ...] = ()
+    # `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say
+    phase: str | None = None
+    loop: str = ""  # name of the innermost loop around it; empty if there is none
+    executions: int = 1  # how often it runs in one run of the program
+    is_async: bool = False  # the computation goes on while it runs
+    operations: int = 0  # instructions that compute between start and end
+    matmuls: int = 0  # matrix products among these, those in fusions and loops counted
+    flops: float = 0.0  # floating-point operations of these
+    conditional: bool = False  # it is in a branch, and may not run at all
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
+    # The lines of the model that mix examples by it; several if the compiler joined theirs.
+    mixing: tuple[Mixing, ...] = ()
+    is_mixing: bool = False  # it is for those alone
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole arrays, of one execution."""
+        return sum(size for _, size in self.sizes)
+
+    @property
+    def total_bytes(self) -> int:
+        """The same over all executions."""
+        return self.full_bytes * self.executions
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, over all executions, by the ring algorithm."""
+        return self.executions * ring_bytes(self.kind, self.full_bytes, len(self.group))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, or several joined by `+`."""
+        return "+".join(dtype for dtype, _ in self.sizes)
+
+    @property
+    def unit(self) -> str | None:
+        """The unit, or several joined by `+`, those of a list folded: `blocks/0..3`; None if not known."""
+        return "+".join(folded_names(self.units)) or None
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether matrix products run beside it. How much of it they hide is for an estimate to say."""
+        return self.is_async and self.matmuls > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """An instruction that computes."""
+
+    name: str
+    work: OpWork
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A collective begins; the computation goes on. `window` is its place in `Schedule.windows`."""
+
+    window: int
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """The computation waits for a collective that began under this token."""
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+    """A collective during which the computation stands still."""
+
+    window: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Steps that run again and again."""
+
+    name: str  # of the `while` in the text
+    rounds: int  # how often
+    steps: tuple["Step", ...]  # of one round
+    enters: tuple[tuple[str, str], ...] = ()  # tokens outside and inside, of collectives under way when the loop begins
+    turns: tuple[tuple[str, str], ...] = ()  # tokens at the end of a round and at the beginning of the next
+    leaves: tuple[tuple[str, str], ...] = ()  # tokens inside and outside, at the end of the last round
+
+
+Step = Compute | Start | Wait | Blocking | Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelUse:
+    """One kernel in one form."""
+
+    kernel: str  # such as `matmul`
+    form: str  # "mosaic", "cudnn", "interpret" or "xla"
+    calls: int  # instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused
+
+    def __str__(self) -> str:
+        calls = f" ({self.calls} call{'' if self.calls == 1 else 's'})" if self.calls else ""
+        return f"{self.kernel} {_FORMS.get(self.form, self.form)}{calls}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A scheduled program of one device."""
+
+    windows: tuple[Window, ...]  # its collectives, in the order of their starts; groups of one device are left out
+    steps: tuple[Step, ...]  # what the device does, in order
+    num_devices: int  # devices that run it together
+    flops: float  # floating-point operations of one run, loops counted; with those that are computed again for backward
+    notes: tuple[str, ...] = ()  # what could not be counted, in words
+    kernels: tuple[KernelUse, ...] = ()  # those of `jshard.kernels` in it, and which form of each
+
+    @property
+    def in_loops(self) -> tuple[Window, ...]:
+        """The collectives inside loops."""
+        return tuple(w for w in self.windows if w.loop)
+
+    def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
+        """The collectives that block, or during which nothing is multiplied; as `Audit.not_overlapped`."""
+        chosen = self.in_loops if in_loops else self.windows
+        return tuple(w for w in chosen if not w.is_overlapped and w.full_bytes >= at_least_bytes)
+
+
+def full_bytes(found: Iterable[Window], kind: str, *, over: int = 1) -> int:
+    """Sum of the whole arrays' bytes over all executions of one kind, for groups of more than `over` devices."""
+    return sum(w.total_bytes for w in found if w.kind == kind and len(w.group) > over)
+
+
+def wire_bytes(found: Iterable[Window]) -> float:
+    """Bytes that each device sends in one run of the program."""
+    return sum(w.wire_bytes for w in found)

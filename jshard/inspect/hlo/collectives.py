@@ -1,63 +1,20 @@
-"""Which collectives a program holds: read from the compiled HLO, or from StableHLO as it was asked for."""
+"""How compilers write collectives: their arrays, groups, units, and the forms in which they run beside computation."""
 
 import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.inspect.hlo.module import (
-    Instruction,
-    ProgramError,
-    arrays,
-    elements,
-    item_bytes,
-)
+from jshard.engine.moved import Mixing, named_in
+from jshard.inspect.hlo.module import Computation, Instruction, Module, ProgramError, arrays, elements, item_bytes
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Communication that is not counted: better an error than a total that is too small.
 OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a program; one that carries several dtypes counts as one for each.
-
-    Args:
-        name: the instruction's name in the text.
-        kind: one of `KINDS`.
-        dtype: HLO name of the element type, such as `f32` or `bf16`.
-        group: positions, in the mesh's order, of the devices of the first group.
-        executions: how often it runs in one run of the program, loops counted.
-        full_bytes: of one execution, the bytes of the whole array: the result of an all-gather, the input of
-            a reduce-scatter, the array of an all-reduce, one device's array of the others.
-        conditional: it is in a branch, and may not run at all.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    group: tuple[int, ...]
-    executions: int
-    full_bytes: int
-    conditional: bool = False
-
-    @property
-    def total_bytes(self) -> int:
-        """The whole array's bytes, times executions."""
-        return self.full_bytes * self.executions
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends, over all executions, by the ring algorithm."""
-        return self.executions * ring_bytes(self.kind, self.full_bytes, len(self.group))
-
-    def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-        """The mesh axes that it runs over."""
-        return axes_of_groups(self.group, mesh)
 
 
 def axes_of_groups(group: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -72,29 +29,6 @@ def ring_bytes(kind: str, full_bytes: float, group_size: int) -> float:
         return full_bytes
     rounds = 2 if kind == "all-reduce" else 1
     return rounds * full_bytes * (group_size - 1) / group_size
-
-
-def asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) -> tuple[int, ...]:
-    """The first group of a StableHLO collective: from a table, or from a mesh with axis names."""
-    if table := re.search(r"(?:replica_groups|source_target_pairs) = dense<\[(.*?\])\]?>", attributes):
-        rows = [_ints(row) for row in re.findall(r"[\d, ]+\d", table.group(1))]
-        return tuple(sorted({i for row in rows for i in row}) if kind == "collective-permute" else rows[0])
-    if named := re.search(r"replica_group_mesh_axes<mesh = (@[\w.]+), axes = \[(.*?)\]>", attributes):
-        sizes = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', meshes.get(named.group(1), ""))}
-        used = re.findall(r'name = "([^"]+)"', named.group(2))
-        if "sub_axis" not in named.group(2) and set(used) <= set(sizes):
-            return group_along(sizes, used)
-    raise cannot(f"{name} = {kind}(...)", "its groups of devices are written in an unknown way.")
-
-
-def full_bytes(found: Iterable[Collective], kind: str, *, over: int = 1) -> int:
-    """Sum of the whole arrays' bytes over all executions of one kind, for groups of more than `over` devices."""
-    return sum(c.total_bytes for c in found if c.kind == kind and len(c.group) > over)
-
-
-def wire_bytes(found: Iterable[Collective]) -> float:
-    """Bytes that each device sends in one run of the program."""
-    return sum(c.wire_bytes for c in found)
 
 
 def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, int]:
@@ -176,3 +110,216 @@ def cannot(where: str, why: str) -> ProgramError:
         why=why,
         do="report the program's text as an issue.",
     )
+
+
+# Units, phases and lines of the model, from the names that operations have in the traced program.
+
+_UNIT = re.compile(r"jshard\[([^\]]*)\](/backward)?")
+
+
+def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
+    """The units and the phase in a traced name: `.../jshard[blocks/3]/backward/...`."""
+    found = [(name, _UNIT.findall(name)) for name in _joined_names(op_name)]
+    tagged = [(name, tags[-1]) for name, tags in found if tags]  # the innermost unit
+    units = dict.fromkeys(unit for _, (unit, _) in tagged)
+    marked = [(name, bool(tags and tags[-1][1])) for name, tags in found if tags or named_in(name)]
+    phases = {"backward" if is_marked or "transpose(" in name else "forward" for name, is_marked in marked}
+    return tuple(units), "both" if len(phases) > 1 else next(iter(phases), None)
+
+
+def mixing_in(op_name: str) -> tuple[tuple[Mixing, ...], bool]:
+    """The lines of the model that mix examples by an operation, and whether all of its names say so."""
+    found = [named_in(name) for name in _joined_names(op_name)]
+    return tuple(dict.fromkeys(one for ones in found for one in ones)), all(found)
+
+
+def _joined_names(op_name: str) -> list[str]:
+    """The names that the compiler joined into one: `a/(b/c:d/e)` is `a/b/c` and `a/d/e`."""
+    prefix, parts, depth = "", [""], 0
+    for char in op_name:
+        depth += (char == "(") - (char == ")")
+        if depth == 1 and char == "(":  # perhaps the joined part begins: what comes before is common
+            prefix, parts = prefix + "".join(parts), [""]
+        elif depth == 1 and char == ":":
+            parts.append("")
+        elif depth == 0 and char == ")":
+            if len(parts) > 1:
+                return [prefix + part for part in parts]
+            prefix, parts = f"{prefix}({parts[0]})", [""]
+        else:
+            parts[-1] += char
+    return [op_name]
+
+
+# The ways in which compilers write a collective that runs beside the computation: its start, its end.
+
+_WRAPPED = ("async", "call")  # async-start, call-start
+_PRINTING = frozenset(
+    "fusion fusion-start call async-start async-update async-done call-start call-update call-done".split()
+)
+_DEPTH = 6  # of calls in calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What an instruction does for a collective."""
+
+    stage: str  # `start`, `done`, or `blocking` for one that is start and end at once
+    kind: str = ""  # one of `KINDS`; empty for a `done`
+    collective: Instruction | None = None  # the instruction that has its shape and its group; None for a `done`
+    key: str | None = None  # what start and end have in common, where they do not name each other
+
+
+class Forms:
+    """Says of each instruction of a module what it does for a collective."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def role(self, instruction: Instruction) -> Role | None:
+        """The part that an instruction plays; None if it only computes."""
+        base = base_opcode(instruction.opcode)
+        if instruction.opcode.endswith("-update"):
+            return None
+        if base in OTHERS:
+            raise cannot(instruction.text, f"{instruction.opcode} is not one of {', '.join(KINDS)}.")
+        if base in KINDS:
+            return self._plain(instruction, base, instruction)
+        if base in (*_WRAPPED, "fusion") and instruction.opcode.endswith("-start"):
+            inner = self._first(instruction)
+            return self._plain(instruction, base_opcode(inner.opcode), inner) if inner is not None else None
+        if base in _WRAPPED and instruction.opcode.endswith("-done"):
+            return Role("done")
+        return self._fusion(instruction) if instruction.opcode == "fusion" else None
+
+    def collectives(self, instruction: Instruction, depth: int = 0) -> list[Instruction]:
+        """The collectives that an instruction prints, through fusions and calls."""
+        if base_opcode(instruction.opcode) in KINDS:
+            return [instruction]
+        if depth >= _DEPTH or instruction.opcode not in _PRINTING:
+            return []
+        inner = (i for body in self._module.callees(instruction) for i in body.instructions)
+        return [c for i in inner for c in self.collectives(i, depth + 1)]
+
+    def carries(self, instruction: Instruction) -> bool:
+        """Whether it computes beside a collective that another fusion began, and prints that one again."""
+        names = self._module.called(instruction)
+        return instruction.opcode == "fusion" and any("async_collective_fusion" in name for name in names)
+
+    def _plain(self, instruction: Instruction, kind: str, collective: Instruction) -> Role:
+        if instruction.opcode.endswith("-done"):
+            return Role("done")
+        begins = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+        return Role("start" if begins else "blocking", kind, collective)
+
+    def _fusion(self, fusion: Instruction) -> Role | None:
+        targets = self._targets(fusion)
+        inner = self._first(fusion)
+        if "AsyncCollectiveStart" in targets and inner is not None:
+            return Role("start", base_opcode(inner.opcode), inner, _chain(fusion, inner))
+        if "AsyncCollectiveDone" in targets:
+            return Role("done", key=_chain(fusion, inner))
+        if inner is None or self.carries(fusion) or self._multiplies(fusion):
+            return None
+        scatters = any("scatter" in name for name in (fusion.name, *self._module.called(fusion)))
+        return Role("blocking", "reduce-scatter" if scatters else base_opcode(inner.opcode), inner)
+
+    def _first(self, instruction: Instruction) -> Instruction | None:
+        return next(iter(self.collectives(instruction)), None)
+
+    def _targets(self, fusion: Instruction) -> set[str]:
+        inner = (i for body in self._module.callees(fusion) for i in body.instructions if i.opcode == "custom-call")
+        return {t for i in inner for t in re.findall(r'custom_call_target="([^"]*)"', i.attributes)}
+
+    def _multiplies(self, fusion: Instruction) -> bool:
+        bodies = self._module.callees(fusion)
+        return any(i.opcode in ("dot", "convolution") for body in bodies for i in body.instructions)
+
+
+def base_opcode(opcode: str) -> str:
+    """`all-gather` of `all-gather-start`."""
+    for stage in ("-start", "-done", "-update"):
+        opcode = opcode.removesuffix(stage)
+    return opcode
+
+
+def channel(collective: Instruction) -> str | None:
+    """The channel id of a collective, if it has one. Several collectives may share one."""
+    found = re.search(r"channel_id=(\d+)", collective.attributes)
+    return found.group(1) if found else None
+
+
+def _chain(fusion: Instruction, inner: Instruction | None) -> str:
+    found = re.search(r'chain_id="?(\d+)', inner.attributes) if inner is not None else None
+    return "chain " + (found.group(1) if found else re.sub("start|done", "", fusion.name))
+
+
+# Whose a collective without a name is: the units that read what it has sent. XLA of jax 0.10 names what it adds after
+# the operation that reads it, that of 0.12 after what made it.
+
+_NOBODY = ""
+_WRAPPING, _OPAQUE = ("fusion", "call"), ("while", "conditional")
+# What these make is as good as what they read: a parameter that was cast or cut is one still.
+_MOVING = frozenset(
+    "parameter constant get-tuple-element tuple convert transpose reshape bitcast copy slice dynamic-slice pad"
+    " broadcast all-gather all-gather-start all-gather-done".split()
+)
+
+
+class Readers:
+    """Says which units read a value first, behind operations that are of no unit."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._known: dict[str, dict[str, frozenset[str]]] = {}
+
+    def units(self, home: Computation, collective: Instruction) -> tuple[str, ...]:
+        """The units whose operations are the first to read what a collective has sent.
+
+        Empty if some of it is read by no unit, or is not followed: into a loop. And if what is sent is stored, as a
+        parameter is: whoever reads that, it is the plan that says whether it is sent.
+        """
+        if not all(self._is_computed(home, home.by_name.get(name)) for name in collective.operands):
+            return ()
+        found = self._readers(home)[collective.name]
+        return () if _NOBODY in found else tuple(sorted(found))
+
+    def _is_computed(self, home: Computation, value: Instruction | None) -> bool:
+        """Whether anything was computed on the way from the arguments of a computation to a value."""
+        source = home.source(value)
+        if source is None or source.opcode in _OPAQUE:
+            return False
+        bodies = self._module.callees(source) if source.opcode in _WRAPPING else ()
+        inner = [i for body in bodies for i in body.instructions] or [source]
+        if any(i.opcode not in _MOVING for i in inner):
+            return True
+        return any(self._is_computed(home, home.by_name.get(name)) for name in source.operands)
+
+    def _readers(self, home: Computation) -> dict[str, frozenset[str]]:
+        """By instruction the units that read it first; `_NOBODY` among them where it ends as a result."""
+        if home.name not in self._known:
+            known = self._known[home.name] = {}
+            for value in reversed(home.instructions):
+                found: set[str] = {_NOBODY} if value.is_root else set()
+                for user in home.users.get(value.name, ()):
+                    found |= self._through(user, value, known)
+                known[value.name] = frozenset(found)
+        return self._known[home.name]
+
+    def _through(self, user: Instruction, value: Instruction, known: dict[str, frozenset[str]]) -> frozenset[str]:
+        """The units that read a value in one of its users, or behind it."""
+        inside = self._inside(user, value)
+        if _NOBODY not in inside:
+            return inside
+        units, _ = unit_and_phase(user.op_name)
+        behind = units or ((_NOBODY,) if user.opcode in _OPAQUE else known[user.name])
+        return inside - {_NOBODY} | frozenset(behind)
+
+    def _inside(self, user: Instruction, value: Instruction) -> frozenset[str]:
+        """The same of the operations inside a fusion; `_NOBODY` where the value gets through them."""
+        if user.opcode not in _WRAPPING:
+            return frozenset((_NOBODY,))
+        body = next(self._module.callees(user))
+        places = [str(place) for place, name in enumerate(user.operands) if name == value.name]
+        arguments = [i.name for i in body.instructions if i.opcode == "parameter" and i.inside in places]
+        return frozenset[str]().union(*(self._readers(body)[name] for name in arguments))

@@ -7,17 +7,23 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard._kernel_names import kernels_of
+from jshard._text import kernels_of
+from jshard.inspect.hlo import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.collectives import (
     KINDS,
-    Collective,
+    Forms,
+    Readers,
+    Role,
     axes_of_groups,
+    base_opcode,
     cannot,
+    channel,
     group_of,
+    mixing_in,
     results_of,
     sizes_of,
+    unit_and_phase,
 )
-from jshard.inspect.hlo.forms import Forms, Readers, Role, base_opcode, channel, mixing_in, unit_and_phase
 from jshard.inspect.hlo.module import (
     Computation,
     Instruction,
@@ -27,7 +33,6 @@ from jshard.inspect.hlo.module import (
     trip_count,
     tuple_index,
 )
-from jshard.inspect.hlo.schedule import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.work import CUDNN, MOSAIC, OpWork, Worker, added
 
 _ARRIVING = " state"
@@ -286,22 +291,17 @@ def _passed(operations: int, work: OpWork) -> _Passed:
     return collections.Counter(operations=operations, matmuls=work.matmuls, flops=work.total_flops)  # type: ignore[arg-type]
 
 
-def collectives(program: Any) -> tuple[Collective, ...]:
-    """The collectives of a compiled program, those in loops with their trip counts; groups of one device send nothing.
+def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
+    """The collectives of a program, a `jax.stages.Compiled` or its text; their axes are those of a mesh.
 
-    Args:
-        program: a `jax.stages.Compiled`, or its text.
+    Those in loops count with their trip counts; groups of one device send nothing.
 
     Raises:
         ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
     """
-    walk = Walk(parse_module(program if isinstance(program, str) else program.as_text()), None)
+    walk = Walk(parse_module(program if isinstance(program, str) else program.as_text()), mesh)
     walk.run()
-    return tuple(
-        Collective(w.name, w.kind, dtype, w.group, w.executions, size, w.conditional)
-        for w in walk.windows
-        for dtype, size in w.sizes
-    )
+    return tuple(walk.windows)
 
 
 def kernels_in(module: Module) -> tuple[KernelUse, ...]:
@@ -317,20 +317,13 @@ def kernels_in(module: Module) -> tuple[KernelUse, ...]:
 def read_schedule(
     program: Any, *, mesh: Mesh | AbstractMesh | None = None, expect_collectives: bool = False
 ) -> Schedule:
-    """Reads the schedule of a compiled program for GPU, TPU or CPU.
+    """Reads the schedule of a program for GPU, TPU or CPU, a `jax.stages.Compiled` or its text.
 
-    Args:
-        program: a `jax.stages.Compiled`, or its text.
-        mesh: for the axes of groups.
-        expect_collectives: a program of several devices without any is an error, as communication that was
-            overlooked would look like communication that is hidden.
+    With `expect_collectives` a program of several devices without any is an error, as communication that was
+    overlooked would look like communication that is hidden.
 
     Raises:
         ProgramError: the text has no schedule, or it holds communication that is not understood.
-
-    Example:
-        >>> read_schedule(jax.jit(step).lower(state, batch).compile()).not_overlapped()
-        ()
     """
     module = parse_module(program if isinstance(program, str) else program.as_text())
     if not module.is_scheduled:

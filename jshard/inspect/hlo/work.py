@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard._kernel_names import PREFIX
+from jshard._text import PREFIX
 from jshard.inspect.hlo.module import Computation, Instruction, Module, arrays, item_bytes
 
 # They move no data, or move it beside the computation.

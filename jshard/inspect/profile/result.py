@@ -1,8 +1,9 @@
 """What a profile says of its steps: values, tables, JSON, and the timeline of one measured step."""
 
+import collections
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Group
@@ -10,18 +11,50 @@ from rich.text import Text
 
 from jshard._text import duration, folded_names, name_pattern
 from jshard.inspect.drawing import Bar, chrome_trace, html_page
-from jshard.inspect.profile.ops import Op
-from jshard.inspect.profile.shares import MeasuredCollective, MeasuredSpan, Seconds, Shares
+from jshard.inspect.profile.events import Event, Op, Ops
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 
-_PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
+Seconds = tuple[float, float]  # begin and end
 
-_MOST_ROWS = 6  # of collectives in flight at one time; more are drawn over one another
-_SHOWN = 12
-_CPU = (
-    "CPU devices are threads that share this machine's cores: the profile shows that the ruler works, and says nothing"
-    " about overlap on an accelerator."
-)
+_PER_S = 10**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """The four parts of a step; they add up to it."""
+
+    computing_s: float  # something computes, and nothing communicates
+    communicating_s: float  # something communicates, and nothing computes: communication that is exposed
+    both_s: float  # communication that is hidden behind computation
+    idle_s: float  # neither
+
+    @property
+    def step_s(self) -> float:
+        """The whole."""
+        return self.computing_s + self.communicating_s + self.both_s + self.idle_s
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the communication that is hidden; None without communication."""
+        total_s = self.communicating_s + self.both_s
+        return self.both_s / total_s if total_s else None
+
+    @classmethod
+    def mean(cls, shares: Iterable["Shares"]) -> "Shares":
+        """Of each part the mean."""
+        rows = [dataclasses.astuple(one) for one in shares]
+        return cls(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredCollective:
+    """The time of one collective of the program, on one device in one step."""
+
+    op: Op  # what it is
+    runs: int  # how often it ran
+    in_flight_s: float  # from its begin to its end
+    # The part in which nothing computed; where several are exposed at one time, each has an equal part.
+    exposed_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +62,94 @@ class DeviceStep:
     """One step on one device."""
 
     device: str  # such as `gpu:3`, or `process 1 gpu:3`
-    measured: MeasuredSpan  # its time
-    since_last_s: float | None = None  # from the end of the step before; None if that is not in the profile
+    shares: Shares  # how it spent the step
+    collectives: tuple[MeasuredCollective, ...]  # those that it took part in, in the order in which they begin
+    since_last_s: float | None  # from the end of the step before; None if that is not in the profile
+    # Spans in seconds from the begin of the step: when something computed, when something communicated and nothing
+    # computed, and when collectives were in flight, with their places in `collectives`.
+    computing: tuple[Seconds, ...] = ()
+    exposed: tuple[Seconds, ...] = ()
+    flights: tuple[tuple[Seconds, int], ...] = ()
 
-    @property
-    def shares(self) -> Shares:
-        """How it spent the step."""
-        return self.measured.shares
 
-    @property
-    def collectives(self) -> tuple[MeasuredCollective, ...]:
-        """The collectives that it took part in."""
-        return self.measured.collectives
+def measure(
+    device: str, events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int, *, since_last_s: float | None = None
+) -> DeviceStep:
+    """Measures a span of time of one device; its events come by their begin, and others may be among them."""
+    totals: collections.Counter[tuple[bool, bool]] = collections.Counter()  # by whether it computes, communicates
+    computing, exposed, flights = _Spans(), _Spans(), collections.defaultdict[Op, _Spans](_Spans)
+    alone: dict[Op, float] = collections.defaultdict(float)  # picoseconds in which nothing computed
+    for begin, end, owners in _moments(events, ops, begin_ps, end_ps):
+        is_busy, flying = None in owners, [op for op in owners if op is not None]
+        totals[is_busy, bool(flying)] += end - begin
+        if is_busy:
+            computing.add(begin, end)
+        elif flying:
+            exposed.add(begin, end)
+        for op in flying:
+            flights[op].add(begin, end)
+            alone[op] += 0 if is_busy else (end - begin) / len(flying)  # several at one time take equal parts
+    idle_ps = end_ps - begin_ps - totals.total()
+    parts = totals[True, False], totals[False, True], totals[True, True], idle_ps
+    times = (
+        MeasuredCollective(op, len(spans.found), sum(b - a for a, b in spans.found) / _PER_S, alone[op] / _PER_S)
+        for op, spans in flights.items()
+    )
+    from_begin = lambda span: ((span[0] - begin_ps) / _PER_S, (span[1] - begin_ps) / _PER_S)
+    owned = sorted((span, place) for place, spans in enumerate(flights.values()) for span in spans.found)
+    return DeviceStep(
+        device,
+        Shares(*(part / _PER_S for part in parts)),
+        tuple(times),
+        since_last_s,
+        tuple(map(from_begin, computing.found)),
+        tuple(map(from_begin, exposed.found)),
+        tuple((from_begin(span), place) for span, place in owned),
+    )
+
+
+class _Spans:
+    """Spans of time that come in order: what touches the last one is part of it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int]] = []
+
+    def add(self, begin: int, end: int) -> None:
+        if self.found and self.found[-1][1] == begin:
+            begin = self.found.pop()[0]
+        self.found.append((begin, end))
+
+
+def _moments(
+    events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int
+) -> Iterator[tuple[int, int, tuple[Op | None, ...]]]:
+    """The time between two changes, and what goes on in it: collectives, and None for computation."""
+    edges: list[tuple[int, int, Op | None]] = []  # time, 1 where something begins and -1 where it ends
+    for event in events:
+        begin, end = max(event.begin_ps, begin_ps), min(event.end_ps, end_ps)
+        if begin < end:
+            op = ops.of(event)
+            if op.kind or not op.contains:
+                edges += [(begin, 1, op if op.kind else None), (end, -1, op if op.kind else None)]
+    going: collections.Counter[Op | None] = collections.Counter()
+    since = begin_ps
+    for time, change, op in sorted(edges, key=lambda edge: edge[0]):
+        if time > since and going:
+            yield since, time, tuple(going)
+        since = time
+        going[op] += change
+        if not going[op]:
+            del going[op]
+
+
+# What is shown.
+
+_PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
+_SHOWN = 12
+_CPU = (
+    "CPU devices are threads that share this machine's cores: the profile shows that the ruler works, and says nothing"
+    " about overlap on an accelerator."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +180,14 @@ class TraceRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Trace(Printed):
-    """What `js.trace` read. `print` it; in a notebook it shows itself; `to_json` for programs.
+    """What `js.trace` read. `print` it; in a notebook it shows itself; `to_json` for programs."""
 
-    Args:
-        source: the files that were read.
-        program: name of the step's program.
-        platform: `cpu`, `gpu` or `tpu`.
-        steps: those that are whole in the profile, in order.
-        has_units: the program's text was there, and names the unit of each collective.
-        notes: what else is to be said.
-    """
-
-    source: tuple[str, ...]
-    program: str
-    platform: str
-    steps: tuple[TraceStep, ...]
-    has_units: bool
-    notes: tuple[str, ...] = ()
+    source: tuple[str, ...]  # the files that were read
+    program: str  # name of the step's program
+    platform: str  # `cpu` or `gpu`
+    steps: tuple[TraceStep, ...]  # those that are whole in the profile, in order
+    has_units: bool  # the program's text was there, and names the unit of each collective
+    notes: tuple[str, ...] = ()  # what else is to be said
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -155,11 +255,16 @@ class Trace(Printed):
         """
         step, device = self._drawn
         title = f"Step {step.number} of {self.program} on {device.device}, measured"
-        return html_page(title, _PICTURE, timeline(device.measured), str(self))
+        return html_page(title, _PICTURE, _timeline(device), str(self))
 
     def to_chrome_trace(self) -> str:
         """The timeline of the same step, as JSON for https://ui.perfetto.dev."""
-        return chrome_trace(timeline(self._drawn[1].measured))
+        return chrome_trace(_timeline(self._drawn[1]))
+
+    @property
+    def _drawn(self) -> tuple[TraceStep, DeviceStep]:
+        step = self.steps[len(self.steps) // 2]
+        return step, max(step.devices, key=lambda d: d.shares.communicating_s)
 
     def __rich__(self) -> Group:
         by_step = [(str(step.number), step.shares) for step in self.steps]
@@ -171,14 +276,7 @@ class Trace(Printed):
             parts += [Text(), _shares_table("Devices (mean of the steps)", "device", by_device)]
         if self.by_kind:
             parts += [Text(), _collectives_table(self)]
-        if self.shares.communicating_s:
-            parts += [Text(), _longest_table(self)]
         return Group(*parts, Text(), *map(Text, _closing_lines(self)))
-
-    @property
-    def _drawn(self) -> tuple[TraceStep, DeviceStep]:
-        step = self.steps[len(self.steps) // 2]
-        return step, max(step.devices, key=lambda d: d.shares.communicating_s)
 
     @property
     def _device_steps(self) -> list[DeviceStep]:
@@ -194,7 +292,7 @@ class Trace(Printed):
         rows = (
             TraceRow(
                 kind=times[0].op.kind,
-                unit=_folded(times) if folds else None,
+                unit=", ".join(folded_names(sorted({u for t in times for u in t.op.units}))) or None if folds else None,
                 phase=times[0].op.phase if folds else None,
                 name=times[0].op.name if named else None,
                 runs=sum(t.runs for t in times) / count,
@@ -206,14 +304,7 @@ class Trace(Printed):
         return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.in_flight_s)))
 
 
-def _folded(times: Iterable[MeasuredCollective]) -> str | None:
-    return ", ".join(folded_names(sorted({unit for t in times for unit in t.op.units}))) or None
-
-
-# How it is shown.
-
-
-def timeline(measured: MeasuredSpan) -> list[Bar]:
+def _timeline(measured: DeviceStep) -> list[Bar]:
     """A measured step as bars to be drawn: what the device did itself, and the collectives in flight."""
     bars = [
         Bar("computation", begin_s, end_s, kind, "", f"{kind}: {duration(end_s - begin_s)}")
@@ -221,30 +312,16 @@ def timeline(measured: MeasuredSpan) -> list[Bar]:
         for begin_s, end_s in spans
     ]
     bars.sort(key=lambda bar: bar.begin_s)
-    for number, flights in enumerate(_rows(measured.flights), start=1):
-        lane = "communication" if number == 1 else f"communication {number}"
-        bars += [_flight(lane, span, measured.collectives[place].op) for span, place in flights]
+    free_s: list[float] = []  # when each lane is free again: bars of one do not overlap
+    for (begin_s, end_s), place in measured.flights:
+        lane = next((i for i, free in enumerate(free_s) if free <= begin_s), len(free_s))
+        free_s[lane : lane + 1] = [end_s]
+        op = measured.collectives[place].op
+        unit = "+".join(folded_names(op.units))
+        tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(end_s - begin_s)}"
+        lane_name = f"communication {lane + 1}" if lane else "communication"
+        bars.append(Bar(lane_name, begin_s, end_s, op.kind, unit, " ".join(tip.split())))
     return bars
-
-
-def _flight(lane: str, span: Seconds, op: Op) -> Bar:
-    unit = "+".join(folded_names(op.units))
-    tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(span[1] - span[0])}"
-    return Bar(lane, *span, op.kind, unit, " ".join(tip.split()))
-
-
-def _rows(flights: Iterable[tuple[Seconds, int]]) -> list[list[tuple[Seconds, int]]]:
-    """Flights in rows, so that those of a row do not overlap."""
-    rows: list[list[tuple[Seconds, int]]] = []
-    for flight in flights:
-        free = next((row for row in rows if row[-1][0][1] <= flight[0][0]), None)
-        if free is not None:
-            free.append(flight)
-        elif len(rows) < _MOST_ROWS:
-            rows.append([flight])
-        else:
-            min(rows, key=lambda row: row[-1][0][1]).append(flight)
-    return rows
 
 
 def _shares_dict(shares: Shares) -> dict[str, Any]:
@@ -291,8 +368,8 @@ def _collectives_table(trace: Trace) -> FittedTable:
     caption = "Of a step on a device, in the mean. in flight: begin to end; those of one row may overlap."
     if not trace.has_units:
         caption += " By kind only: the program's text, which names the units, is not beside the profile."
-    table = made_table("Collectives", "collective", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>")
-    table.caption = caption
+    columns = "collective", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>"
+    table = made_table("Collectives", *columns, caption=caption)
     rows = trace.by_unit if trace.has_units else trace.by_kind
     for row in rows[:_SHOWN]:
         _add_row(table, trace, row, row.kind)
@@ -300,16 +377,6 @@ def _collectives_table(trace: Trace) -> FittedTable:
         add_row(table, f"... and {len(rows) - _SHOWN} more", *[""] * 5)
     for row in trace.by_kind if trace.has_units else ():
         _add_row(table, trace, row, f"all {row.kind}", style="bold")
-    return table
-
-
-def _longest_table(trace: Trace) -> FittedTable:
-    table = made_table(
-        "Longest exposed", "instruction", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>"
-    )
-    for row in trace.by_instruction[:_SHOWN]:
-        if row.exposed_s:
-            _add_row(table, trace, row, row.name or row.kind)
     return table
 
 

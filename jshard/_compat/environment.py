@@ -1,0 +1,137 @@
+"""The process and what it stands on: installed versions, JAX's CUDA plugin, processes that meet, wait and end.
+
+Nothing here imports jax at its top: a useless plugin has to be hidden before.
+"""
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  it closes the pools: what is noted after it is called before it
+import contextlib
+import glob
+import importlib.metadata
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+CUDA_VERSIONS = ("cuda12", "cuda13")  # for which JAX has a plugin
+
+# Those that JAX looks for, in any number; a Jetson's; and WSL's.
+_NVIDIA = ("nvidia*", "nvhost*", "dxg")
+
+
+def hide_useless_cuda() -> None:
+    """Keeps jax from loading its CUDA plugin where it can be of no use; to be called before jax is imported.
+
+    There the plugin only prints: libraries of it say at `import jax` that there is no driver, and its check of the
+    versions ends in a traceback. JAX_PLATFORMS=cpu leaves the first, and switches off TPUs, too. A process that
+    compiles for GPUs that are not there (`jshard.cluster.compile_process`) does not call this.
+    """
+    if "jax" in sys.modules or not is_cuda_useless(os.environ):
+        return
+    for version in CUDA_VERSIONS:
+        sys.modules[f"jax_{version}_plugin"] = None  # type: ignore[assignment]  # as Python has it: no such module
+        empty = types.ModuleType(f"jax_plugins.xla_{version}")
+        empty.initialize = lambda: None  # type: ignore[attr-defined]  # what jax calls of every plugin
+        sys.modules[empty.__name__] = empty
+
+
+def is_cuda_useless(environ: Mapping[str, str], *, devices: str = "/dev") -> bool:
+    """Whether no NVIDIA GPU is visible, and the user has not asked for one by name."""
+    asked = {name.strip() for name in environ.get("JAX_PLATFORMS", "").split(",")}
+    return not asked & {"cuda", "gpu"} and not any(glob.glob(f"{devices}/{name}") for name in _NVIDIA)
+
+
+def plugin_versions(cuda: str) -> tuple[str, str] | None:
+    """The versions of jaxlib and of its plugin for a CUDA version: a compiler needs them equal. None without it."""
+    found = versions(("jaxlib", f"jax-{cuda}-plugin"))
+    jaxlib, plugin = found.values()
+    return None if jaxlib is None or plugin is None else (jaxlib, plugin)
+
+
+def versions(packages: Iterable[str]) -> dict[str, Any]:
+    """The versions of some packages, for what they write; None for one that is not installed."""
+    found: dict[str, Any] = dict.fromkeys(packages)
+    for package in found:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def jax_version() -> str:
+    """The version of jax, for what was measured under it."""
+    return importlib.metadata.version("jax")
+
+
+def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | None:
+    """What JAX's own detection of cluster launchers finds: name, coordinator, number of processes, id of this one.
+
+    None where there is no launcher, or only one process, or where the private module has changed.
+    """
+    try:
+        from jax._src.clusters import ClusterEnv
+
+        kinds = ClusterEnv._cluster_types
+    except (ImportError, AttributeError):
+        return None
+    with _environment(environ):
+        kind = next((kind for kind in kinds if not kind.opt_in_only_method and kind.is_env_present()), None)
+        if kind is None or kind.get_process_count() < 2:
+            return None
+        port = environ.get("JAX_COORDINATOR_PORT")
+        coordinator = kind.get_coordinator_address(timeout_secs=60, override_coordinator_port=port)
+        name = kind.name or kind.__name__.removesuffix("Cluster").lower()  # that of Kubernetes has none
+        return name, coordinator, kind.get_process_count(), kind.get_process_id()
+
+
+@contextlib.contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these are the environment variables: JAX's detection reads no others."""
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def coordinator() -> Any:
+    """The client of the service that the processes of a run share; None in a single one. It has no public name."""
+    try:
+        from jax._src.distributed import global_state
+
+        return global_state.client
+    except (ImportError, AttributeError):
+        return None
+
+
+def set_orbax_deadline(timeout_s: float) -> None:
+    """How long processes wait for each other at Orbax's barriers: 300 s for most, and there is no option for it."""
+    with contextlib.suppress(ImportError):
+        from orbax.checkpoint.experimental.v1._src.synchronization import multihost
+
+        multihost._DEFAULT_BARRIER_TIMEOUT = max(1, int(timeout_s))
+
+
+def orbax_operations(least: int = 0) -> int:
+    """How many operations Orbax has counted in this process, once it has counted at least some number of them.
+
+    Its barriers are called by that number, which every process counts for itself: after one that failed in some
+    process alone, no two would meet again. Where the private name is gone, this does nothing.
+    """
+    try:
+        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator as generator
+
+        while generator._operation_id < least:
+            generator.next_operation_id()
+        return int(generator._operation_id)
+    except (ImportError, AttributeError):
+        return 0
+
+
+def before_threads_end(work: Callable[[], object]) -> None:
+    """Calls something when the program ends, while thread pools still take work: `atexit` comes after they closed."""
+    getattr(threading, "_register_atexit", atexit.register)(work)

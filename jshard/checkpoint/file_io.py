@@ -1,0 +1,416 @@
+"""Files of a checkpoint, and memory of the host that reads go into.
+
+A `Sink` writes whole files in parts, a `FileSource` gives ranges of bytes: a folder of the machine is both, and so is
+a bucket (`buckets`). Of a file exactly what is wanted is read, merged, each block of it checked: ranges that are near
+each other are one read, into all their buffers at once.
+
+Memory is kept and given out again. The first touch of fresh memory takes several times as long as the read itself. And
+jax takes an array on a CPU as it is, without a copy, where it begins on 64 bytes: such memory belongs to the arrays
+until the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import ctypes
+import dataclasses
+import errno
+import functools
+import itertools
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from jshard.checkpoint.layout import BLOCK_BYTES, block_sum, cut_views, spaced, up
+
+_ALIGNED, _PAGE = 64, 4096
+_LEAST_BYTES = 64 << 10  # smaller ones are not worth keeping
+_KEPT_BYTES = 256 << 20
+
+
+class HostMemory:
+    """Buffers that come back when the last view of them is gone, on whatever side: Python's references say when."""
+
+    def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
+        self._most_bytes, self.kept_bytes = kept_bytes, 0
+        self._kept: dict[int, list[memoryview]] = {}  # by size
+        self._lock = threading.RLock()  # a buffer may come back while this thread is in here
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """A buffer of so many bytes, with anything in it."""
+        if num_bytes < _LEAST_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        size = -(-num_bytes // _PAGE) * _PAGE
+        with self._lock:
+            memory = self._pop(size)
+        if memory is None:
+            fresh = np.empty(size + _ALIGNED, np.uint8)
+            memory = fresh.data[-fresh.ctypes.data % _ALIGNED :][:size]
+        # Whatever is made of this array refers to it, and not to what is below: that is no array.
+        given = np.frombuffer(memory, np.uint8, num_bytes)
+        weakref.finalize(given, self._back, memory).atexit = False
+        return given
+
+    def _pop(self, size: int) -> memoryview | None:
+        """A kept buffer of a size; where there is none, as many others go as are to be made."""
+        if found := self._kept.get(size):
+            self.kept_bytes -= size
+            return found.pop()
+        gone = 0
+        while gone < size and (other := next((other for other, kept in self._kept.items() if kept), None)):
+            self._kept[other].pop()
+            gone, self.kept_bytes = gone + other, self.kept_bytes - other
+        return None
+
+    def _back(self, memory: memoryview) -> None:
+        with self._lock:
+            if self.kept_bytes + memory.nbytes <= self._most_bytes:
+                self.kept_bytes += memory.nbytes
+                self._kept.setdefault(memory.nbytes, []).append(memory)
+
+
+HOST_MEMORY = HostMemory()
+"""Of the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedBoxes:
+    """Boxes of a leaf that are parts of a file, mapped into memory: nothing is copied."""
+
+    boxes: list[np.ndarray]
+
+
+class Slab:
+    """Boxes of a leaf, all of one shape, in one buffer: as far from each other as a file has them."""
+
+    def __init__(self, count: int, shape: Sequence[int], dtype: np.dtype, memory: HostMemory | None = None) -> None:
+        size = math.prod(shape) * dtype.itemsize
+        self.stride = spaced(size)
+        num_bytes = (count - 1) * self.stride + size
+        self.bytes = np.empty(num_bytes, np.uint8) if memory is None else memory.take(num_bytes)
+        strides = [dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        boxes = np.ndarray((count, *shape), dtype, self.bytes.data, strides=(self.stride, *strides))
+        self.boxes = [boxes[number, ...] for number in range(count)]
+
+
+LOCAL = {
+    0xEF53: "ext",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x2FC12FC1: "zfs",
+    0xF2F52010: "f2fs",
+    0x01021994: "tmpfs",
+    0x794C7630: "overlay",
+}
+"""Kinds of file systems that are on a disk, or in the memory, of the machine."""
+
+_MOST_BUFFERS = 1024  # in one call of the system
+
+
+Parts = Iterable[Callable[[], list[memoryview]]]
+"""What is in a file, from its beginning to its end: each is called once, by whoever writes it, and gives buffers."""
+
+
+class Sink(Protocol):
+    """A place for the files of a checkpoint."""
+
+    part_bytes: int  # of the parts in which files are written; a multiple of 256 KiB
+
+    def write(self, name: str, num_bytes: int, parts: Parts) -> None:
+        """Writes a whole file, on the disk when this returns; each part has `part_bytes`, the last one the rest."""
+        ...
+
+
+class FileSource(Protocol):
+    """The files of a checkpoint that is complete."""
+
+    gap_bytes: int  # two ranges with fewer bytes between them are worth one read
+    read_bytes: int  # the most that is read at a time; a multiple of 256 KiB
+    threads: int  # how many reads are worth doing at the same time
+
+    def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fills buffers with the bytes from an offset on, one after the other; threads call it at the same time."""
+
+    def mapped(self, name: str) -> np.ndarray | None:
+        """A file as bytes that are read when they are looked at; None where that cannot be."""
+        ...
+
+
+class LocalFolder:
+    """A folder on a file system of the machine, as a `Sink` and a `FileSource`."""
+
+    part_bytes = 4 << 20
+    threads = 2  # a copy of memory each: more take the cores from each other
+    gap_bytes = 64 << 10
+    read_bytes = 512 << 10  # it is still in the processor's cache when its sums are computed
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._open: dict[str, int] = {}
+
+    def write(self, name: str, num_bytes: int, parts: Parts) -> None:
+        """See `Sink.write`; the room is taken at once, so that a full disk shows before anything is written."""
+        number = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            _allocate(number, num_bytes)
+            write = lambda place, part: _move(os.pwritev, number, place * self.part_bytes, part())
+            do_all((functools.partial(write, *each) for each in enumerate(parts)), threads=self.threads)
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+    def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
+        """See `FileSource.read`."""
+        _move(os.preadv, self._number(name), offset, views)
+
+    def mapped(self, name: str) -> np.ndarray | None:
+        """See `FileSource.mapped`: of a disk of this machine."""
+        number = self._number(name)
+        size = os.fstat(number).st_size if is_local(self.path) else 0
+        return np.frombuffer(mmap.mmap(number, size, prot=mmap.PROT_READ), np.uint8) if size else None
+
+    def __del__(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _number(self, name: str) -> int:
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+            return self._open[name]
+
+
+def is_local(path: Path) -> bool:
+    """Whether a folder is on a file system of this machine, as far as one can see: not on NFS and the like."""
+    found = ctypes.create_string_buffer(1024)  # more than a `struct statfs`, which begins with the kind
+    if ctypes.CDLL(None).statfs(os.fsencode(path), found):
+        return False
+    return ctypes.c_long.from_buffer(found).value in LOCAL
+
+
+def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:
+    """Does things in threads, a few at a time, and asks for the next when there is room; the first error ends it."""
+    with concurrent.futures.ThreadPoolExecutor(threads, "jshard-files") as pool:
+        begun: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        try:
+            for each in work:
+                if len(begun) == 2 * threads:
+                    begun.popleft().result()
+                begun.append(pool.submit(each))
+            for future in begun:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _allocate(number: int, num_bytes: int) -> None:
+    """Takes room on the disk, where the file system can: the C library would write every block instead."""
+    if num_bytes and ctypes.CDLL(None, use_errno=True).fallocate(number, 0, ctypes.c_long(0), ctypes.c_long(num_bytes)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+        os.truncate(number, num_bytes)
+
+
+def _move(call: Callable[..., int], number: int, offset: int, views: Sequence[memoryview]) -> None:
+    """Moves all bytes of some buffers from or to a file: one call of the system may move fewer."""
+    views, first = [view for view in views if view.nbytes], 0
+    while first < len(views):
+        count = call(number, views[first : first + _MOST_BUFFERS], offset)
+        if not count:
+            raise OSError(errno.EIO, "the file ends too early")
+        offset += count
+        while first < len(views) and count >= views[first].nbytes:
+            count, first = count - views[first].nbytes, first + 1
+        if count:
+            views[first] = views[first][count:]
+
+
+READ_BYTES = 4 << 20
+_counting = threading.Lock()
+
+
+class Range:
+    """Some bytes of a file that are wanted in one buffer."""
+
+    __slots__ = ("_left", "_then", "_view", "end", "offset")
+
+    def __init__(
+        self,
+        offset: int,
+        num_bytes: int,
+        view: memoryview | None = None,
+        then: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self.offset, self.end, self._view, self._then, self._left = offset, offset + num_bytes, view, then, 0
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """The buffer for some bytes of the file."""
+        with _counting:
+            if self._view is None:
+                self._view = HOST_MEMORY.take(self.end - self.offset).data
+        return self._view[start - self.offset : stop - self.offset]
+
+    def expect(self) -> None:
+        """One more read has a part of it."""
+        self._left += 1
+
+    def came(self) -> None:
+        """One of these is done."""
+        with _counting:
+            self._left -= 1
+            if self._left:
+                return
+        if self._then is not None and self._view is not None:
+            self._then(self._view)
+        self._view = None
+
+
+class ChangedError(ValueError):
+    """Bytes of a file are not those that were written."""
+
+    def __init__(self, name: str, start: int, stop: int) -> None:
+        self.name, self.start, self.stop = name, start, stop
+        super().__init__(f"{name}: bytes {start} to {stop} are not those that were written")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Read:
+    """Some bytes of a file that are read at a time, and the ranges that have a part of them; any thread may do it."""
+
+    source: FileSource  # where the file is
+    name: str  # of the file
+    start: int  # the first byte
+    stop: int  # the one behind the last
+    ranges: Sequence[Range]  # what is wanted of it, in the order of the file
+    sums: np.ndarray | None  # of the blocks of the file; None to check nothing
+    mapped: np.ndarray | None = None  # the file in memory, where it is to be checked alone
+
+    @property
+    def num_bytes(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def __call__(self, given: Iterable[memoryview] | None = None) -> None:
+        """Reads, or takes what was read, and checks it; a `ChangedError` if it is not what was written."""
+        taken = None if given is None else collections.deque(given)
+        start = self.start
+        views = self._views() if self.mapped is None else [self.mapped[start : self.stop].data]
+        for some in cut_views(views, self.source.read_bytes):
+            if self.mapped is not None:
+                pass
+            elif taken is None:
+                self.source.read(self.name, start, some)
+            else:
+                for left in some:
+                    for part in take_bytes(taken, left.nbytes):
+                        left[: part.nbytes] = part
+                        left = left[part.nbytes :]
+            if self.sums is not None:
+                for begin, end in changed(start, some, self.sums):
+                    raise ChangedError(self.name, begin, end)
+            start += self.source.read_bytes
+        for each in self.ranges if self.mapped is None else ():
+            each.came()
+
+    def _views(self) -> Iterator[memoryview]:
+        """The buffers for all of it; what nobody wants goes into some that are dropped."""
+        place = self.start
+        for each in self.ranges:
+            if each.offset > place:
+                yield HOST_MEMORY.take(each.offset - place).data
+                place = each.offset
+            until = min(self.stop, each.end)
+            yield each.part(place, until)
+            place = until
+        if self.stop > place:
+            yield HOST_MEMORY.take(self.stop - place).data
+
+
+def take_bytes(given: collections.deque[memoryview], num_bytes: int) -> list[memoryview]:
+    """Takes so many bytes off the beginning of some buffers."""
+    found: list[memoryview] = []
+    while num_bytes:
+        view = given.popleft()
+        if view.nbytes > num_bytes:
+            given.appendleft(view[num_bytes:])
+        found.append(view[:num_bytes])
+        num_bytes -= found[-1].nbytes
+    return found
+
+
+def reads(
+    source: FileSource,
+    name: str,
+    ranges: Iterable[Range],
+    *,
+    sums: np.ndarray | None,
+    end: int,
+    mapped: np.ndarray | None = None,
+) -> Iterator[Read]:
+    """The reads that some ranges of a file come to."""
+    unit = 1 if sums is None else BLOCK_BYTES
+    run: list[Range] = []
+    for each in sorted(ranges, key=lambda each: each.offset):
+        if run and each.offset // unit * unit - up(run[-1].end, unit) > source.gap_bytes:
+            yield from _run(source, name, run, sums, end, mapped)
+            run = []
+        run.append(each)
+    if run:
+        yield from _run(source, name, run, sums, end, mapped)
+
+
+def _run(
+    source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int, mapped: np.ndarray | None
+) -> Iterator[Read]:
+    """Cuts ranges near each other into reads of some MiB: between blocks, where they are checked."""
+    unit = 1 if sums is None else BLOCK_BYTES
+    cuts = [*range(run[0].offset // unit * unit, run[-1].end, READ_BYTES), min(up(run[-1].end, unit), end)]
+    found, first = [], 0
+    for start, stop in itertools.pairwise(cuts):
+        while run[first].end <= start:
+            first += 1
+        here = list(itertools.takewhile(lambda each: each.offset < stop, itertools.islice(run, first, None)))  # noqa: B023
+        for each in here:
+            each.expect()
+        found.append(Read(source=source, name=name, start=start, stop=stop, ranges=here, sums=sums, mapped=mapped))
+    yield from found  # all are expected before one is done
+
+
+def changed(start: int, views: Sequence[memoryview], sums: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where blocks of a file begin and end that are not as they were written."""
+    for number, block in enumerate(cut_views(views, BLOCK_BYTES), start // BLOCK_BYTES):
+        if block_sum(block) != int(sums[number]):
+            yield number * BLOCK_BYTES, number * BLOCK_BYTES + sum(view.nbytes for view in block)
+
+
+def flush(path: str | Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems have nothing to flush for a folder
+            raise
+    finally:
+        os.close(number)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that is on the disk, and whole, before it has its name."""
+    draft = path.with_name(f"{path.name}.tmp")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)

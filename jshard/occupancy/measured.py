@@ -1,0 +1,219 @@
+"""What the tuner measured, in a file that outlives the process; and which setting of a kernel is best by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jshard import _compat
+from jshard._processes import all_or_none, is_primary
+from jshard.errors import RunError, ShardingError
+from jshard.kernels.knobs import KernelError, Occupancy
+from jshard.occupancy import CommFootprint
+
+MOST_SLOWER = 1.15
+"""A kernel that alone takes longer than this many times XLA's is dropped: no overlap repays it."""
+_ALIKE = 1.25  # times of calls that one statement to the scheduler may stand for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One setting, measured."""
+
+    setting: Occupancy | None  # of the kernel; None for XLA's own product
+    alone_ns: int  # of one call with nothing beside it
+    both_ns: int  # until the call and the load beside it have ended
+
+
+Calls = Sequence[tuple[Sequence[Timing], int]]
+"""What was measured of some shapes, and how often each is called."""
+
+
+def quickest(calls: Calls) -> Timing:
+    """The setting with the least time beside the load; what is more than 1.15 times XLA's alone does not count.
+
+    Of several shapes that of all their calls together, by settings that were measured with all of them.
+    """
+    kept = []
+    for timings, _ in calls:
+        plain = next(timing for timing in timings if timing.setting is None)
+        kept.append([one.setting for one in timings if one.alone_ns <= round(MOST_SLOWER * plain.alone_ns)])
+    sums = [total(setting, calls) for setting in kept[0] if all(setting in other for other in kept[1:])]
+    return min(sums, key=lambda one: (one.both_ns, one.alone_ns, one.setting is not None))
+
+
+def total(setting: Occupancy | None, calls: Calls) -> Timing:
+    """The times of all calls with one setting, added up."""
+    found = [(_of(setting, timings), count) for timings, count in calls]
+    return Timing(
+        setting=setting,
+        alone_ns=sum(one.alone_ns * count for one, count in found),
+        both_ns=sum(one.both_ns * count for one, count in found),
+    )
+
+
+def latency_of(setting: Occupancy, calls: Calls) -> int | None:
+    """What one call takes alone; None where that differs much by shape."""
+    each = [_of(setting, timings).alone_ns for timings, _ in calls]
+    return None if max(each) > _ALIKE * min(each) else total(setting, calls).alone_ns // sum(n for _, n in calls)
+
+
+def _of(setting: Occupancy | None, timings: Sequence[Timing]) -> Timing:
+    return next(timing for timing in timings if timing.setting == setting)
+
+
+def setting_text(knobs: Occupancy | None) -> str:
+    """A setting in few words."""
+    if knobs is None:
+        return "XLA's own"
+    tiles = f"{knobs.tile_m}x{knobs.tile_n}x{knobs.tile_k}/{knobs.stages}"
+    if knobs.persistent:
+        return f"{tiles} persistent" + (f", reserved_sms={knobs.reserved_sms}" if knobs.reserved_sms else "")
+    return tiles + (f", smem_pad_bytes={knobs.smem_pad_bytes}" if knobs.smem_pad_bytes else "")
+
+
+# The file.
+
+FORMAT = "jshard tuning 2"
+
+
+class CacheError(ShardingError):
+    """A file of measurements that cannot be read, or is another's."""
+
+
+@dataclasses.dataclass(frozen=True, order=True, kw_only=True)
+class Key:
+    """What a measurement holds for."""
+
+    kernel: str  # e.g. "matmul".
+    shape: str  # sizes of forward, "m x n x k" as "8192x4096x4096"
+    dtype: str  # of what is multiplied
+    device: str  # as the driver names it
+    footprint: str  # what ran beside it, as `footprint_text` writes it
+    jax: str = dataclasses.field(default_factory=_compat.jax_version)  # and so of the compiler
+
+    def holds_for(self, is_of: Callable[[str], bool], footprint: str) -> bool:
+        """Whether it was measured on such a device, beside such a collective, with this version of jax."""
+        return (self.jax, self.footprint) == (_compat.jax_version(), footprint) and is_of(self.device)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuningEntry:
+    """What was measured for a key."""
+
+    timings: tuple[Timing, ...]  # of everything that was tried, XLA's own too
+    load_bytes: int  # that the load beside it moved
+    when: str = ""  # date and time, in words
+
+
+Measured = Mapping[Key, TuningEntry]
+
+
+def footprint_text(comm: CommFootprint) -> str:
+    """A footprint by its numbers: two kinds of collectives with equal ones disturb a kernel alike."""
+    if not comm.ctas:
+        return f"{comm.name}: no blocks"
+    return f"{comm.name}: {comm.ctas} x {comm.threads} threads x {comm.registers} registers, {comm.smem_bytes} bytes"
+
+
+def default_path() -> Path:
+    """The file in the user's folder for such things."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # a relative one does not count
+    return folder / "jshard" / "tuning.json"
+
+
+def load(path: Path) -> dict[Key, TuningEntry]:
+    """The entries of a file; none where there is no file.
+
+    Raises:
+        CacheError: it cannot be read, or something else wrote it. It stays as it is.
+    """
+    try:
+        return parsed(path.read_text(encoding="utf-8"), path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def parsed(text: str, path: Path) -> dict[Key, TuningEntry]:
+    """The entries in the text of a file."""
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise _unreadable(path, f"its format is {data['format']!r}, and this version of jshard reads {FORMAT!r}.")
+        return {Key(**one["key"]): _entry(one) for one in data["entries"]}
+    except CacheError:
+        raise
+    except (KeyError, TypeError, ValueError, KernelError) as error:
+        raise _unreadable(path, f"it is damaged: {type(error).__name__}: {error}") from error
+
+
+def store(path: Path, entries: Measured) -> None:
+    """Adds entries to a file, in the place of those with the same key. A reader sees the old file or the new one."""
+    text = text_of({**load(path), **entries})
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
+            temporary = file.name
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            os.unlink(temporary)
+        raise CacheError(
+            "The measurements cannot be written.",
+            where=str(path),
+            why=f"{error}.",
+            do="name a file in a folder that can be written: --cache FILE",
+        ) from error
+
+
+def text_of(entries: Measured) -> str:
+    """Entries as the text of a file."""
+    whole = [{"key": dataclasses.asdict(key), **dataclasses.asdict(entry)} for key, entry in sorted(entries.items())]
+    return json.dumps({"format": FORMAT, "entries": whole}, indent=1) + "\n"
+
+
+def _entry(data: Mapping[str, Any]) -> TuningEntry:
+    settings = [None if one["setting"] is None else Occupancy(**one["setting"]) for one in data["timings"]]
+    timings = [Timing(**one | {"setting": s}) for one, s in zip(data["timings"], settings, strict=True)]
+    if None not in settings:
+        raise ValueError("XLA's own time is missing, with which all are compared.")
+    return TuningEntry(timings=tuple(timings), load_bytes=int(data["load_bytes"]), when=str(data["when"]))
+
+
+def _unreadable(path: Path, why: str) -> CacheError:
+    return CacheError(
+        "The file is no record of measurements that can be read.",
+        where=str(path),
+        why=why,
+        do=f"another file: --cache tuning.json; or, if nothing in it is wanted, mv {path} {path}.old",
+    )
+
+
+# Of several processes the first one decides: all must trace the same program.
+
+
+def of_first(work: Callable[[], str], *, where: str) -> str:
+    """What the first process makes; the others do nothing and receive it. All of them must call this."""
+    made, error = "", None
+    if is_primary():
+        try:
+            made = work()
+        except Exception as caught:  # the others wait to hear of it
+            error = caught
+
+    def failed(failures: Mapping[int, Mapping[str, Any]]) -> RunError:
+        what = next(iter(failures[0]["what"].splitlines()), "")
+        why = f"{failures[0]['kind']}: {what}"
+        return RunError("The first process could not do it.", where=where, why=why, do="see what process 0 says.")
+
+    return str(all_or_none(f"first of {where}", made, error, failed=failed)[0])

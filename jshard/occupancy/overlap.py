@@ -1,0 +1,423 @@
+"""`overlap`: how much kernels leave to collectives, and the settings of XLA and NCCL, for one plan on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import flax.linen as nn
+from flax import nnx
+from rich.console import Group
+from rich.text import Text
+
+from jshard._text import duration
+from jshard.cluster.options import IN_FLIGHT, compiler_options
+from jshard.cluster.replay import Assumptions
+from jshard.errors import RunError
+from jshard.inspect.communication import Traffic, traffic_of
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.kernels.backend import Backend
+from jshard.kernels.knobs import Occupancy
+from jshard.occupancy import COPY_ENGINE, FOOTPRINTS, CommFootprint, OccupancyError, footprint, reserved_for, resident
+from jshard.occupancy.device import Device, device_named
+from jshard.occupancy.footprints import RING_THREADS, parsed_version
+from jshard.occupancy.measured import (
+    CacheError,
+    Measured,
+    default_path,
+    footprint_text,
+    latency_of,
+    load,
+    of_first,
+    parsed,
+    quickest,
+    setting_text,
+    text_of,
+    total,
+)
+from jshard.occupancy.products import MatrixProduct, products_of
+from jshard.plans.plan import ShardPlan, UnitPlan
+from jshard.plans.plan import plan as plan_of
+
+PRODUCTS, NORMS = ("matmul", "mlp"), ("rms_norm", "layer_norm")
+_LEGEND = (
+    'from: "measured" on this kind of device; "model" computed from facts about the device, its kernels and NCCL;'
+    ' "estimate" compares times under stated assumptions. What is quickest only a measurement says: jshard tune'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """One thing that was decided."""
+
+    what: str  # a kernel, an option, or a variable of the environment
+    chosen: str  # what was decided, in words
+    origin: Literal["fact", "model", "estimate", "measured"]  # what the decision rests on
+    why: str  # the numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Overlap(Printed):
+    """What `js.overlap` chose. `print` it; in a notebook it shows itself; `to_json` for programs.
+
+    Attributes:
+        device: in words.
+        comm: what runs beside the kernels; None where nobody knows what a collective takes there.
+        occupancy: by kernel, "matmul", "mlp", "rms_norm" and "layer_norm", what to call it with.
+        backends: by kernel its `backend`: "auto", or "xla" where XLA's own was measured to be quicker.
+        compiler_options: what `jax.jit(compiler_options=...)` takes.
+        environment: variables for NCCL. Nothing is set: `exports` has the lines for a shell.
+        reasons: for each decision what it rests on.
+        notes: what else there is to know.
+    """
+
+    device: str
+    comm: CommFootprint | None
+    occupancy: Mapping[str, Occupancy]
+    backends: Mapping[str, Backend]
+    compiler_options: Mapping[str, Any]
+    environment: Mapping[str, str]
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """Lines for the shell that starts the run."""
+        return tuple(f"export {name}={value}" for name, value in self.environment.items())
+
+    def __rich__(self) -> Group:
+        kernels = [reason for reason in self.reasons if reason.what in self.occupancy]
+        others = [reason for reason in self.reasons if reason.what not in self.occupancy]
+        tables = [_reasons_table("Kernels: how much they leave", "kernel", kernels)]
+        tables += [_reasons_table("Compiler (xla_gpu_...) and NCCL", "option", others)] if others else []
+        spaced = [part for table in tables for part in (Text(), table)]
+        exports = ["For the shell, nothing is set:", *(f"  {line}" for line in self.exports)] if self.exports else []
+        return Group(Text(self._headline()), *spaced, Text(), *map(Text, (*exports, *self.notes, _LEGEND)))
+
+    def to_json(self) -> str:
+        """Everything as text."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def _headline(self) -> str:
+        if self.comm is None:
+            return f"{self.device}: what a collective takes of it is not known"
+        if not self.comm.ctas:
+            return f"{self.device}, collectives by {self.comm}: no multiprocessor is taken"
+        block = f"{self.comm.threads} threads x {self.comm.registers} registers, {self.comm.smem_bytes:,} B"
+        return f"{self.device}, beside {self.comm}: {self.comm.ctas} blocks of {block}"
+
+
+def _reasons_table(title: str, column: str, reasons: Sequence[Reason]) -> FittedTable:
+    table = made_table(title, column, "chosen", "from", "why")
+    for reason in reasons:
+        add_row(table, reason.what.removeprefix("xla_gpu_"), reason.chosen, reason.origin, reason.why)
+    return table
+
+
+def overlap(
+    model_or_plan: nnx.Module | nn.Module | ShardPlan,
+    *,
+    device: str | None = None,
+    comm: str | CommFootprint = "ring",
+    nccl: str | None = None,
+    loss: Callable[..., Any] | None = None,
+    batch: Any = None,
+    cache: str | Path | None = None,
+) -> Overlap:
+    """Chooses how much of a GPU the kernels of a step leave to its collectives, and what XLA and NCCL are set to.
+
+    Nothing is set and nothing is run: the result says what to call `js.kernels` with, what to compile with, and what
+    to export, and for each what it rests on. Persistent kernels leave the multiprocessors that a collective fills, as
+    long as that costs less than waiting. What `jshard tune` has measured on the same kind of device counts for more
+    than any model. Where the kernels do not run, nothing is left. In several processes all of them call it, and what
+    the first one has measured counts.
+
+    Args:
+        model_or_plan: an annotated model, of nnx or Linen, concrete or abstract, or its plan.
+        device: as in a topology, "h200", or with its cluster, "h200:64x8"; the one that is here by default.
+        comm: what runs beside the kernels: "ring", "tree", "symmetric", "copy-engine", or a
+            `jshard.occupancy.CommFootprint`.
+        nccl: version of NCCL, e.g. "2.30.7"; the newest whose kernels were read by default.
+        loss: function of an nnx model and the batch. With it and `batch` the products of the model are known: what a
+            unit computes, and which measurements are of it.
+        batch: the global batch, abstract or real; a tuple stands for several arguments of `loss`.
+        cache: file of `jshard tune`; by default that of the user.
+
+    Returns:
+        An `Overlap`: print it to see what was chosen and why.
+
+    Raises:
+        AnnotationError: the root of the model is not annotated.
+        OccupancyError: the device or footprint is not known, or it would take every multiprocessor.
+        CacheError: the `cache` that was named cannot be read.
+
+    Example:
+        >>> shaped = js.overlap(model, device="h200")
+        >>> shaped.occupancy["matmul"].reserved_sms
+        16
+        >>> step = jax.jit(lambda x: x + 1, compiler_options=dict(shaped.compiler_options))
+    """
+    target, products = device_named(device), None
+    plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else plan_of(model_or_plan)
+    if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
+        products = products_of(model_or_plan, loss, batch)
+    beside = _footprint(comm, target, nccl)
+    kernels = _by_model(target, beside, plan, products)
+    measured, notes = _measurements(cache)
+    if beside is not None and not target.why_unshaped:
+        if products is None:
+            notes.append(_UNKNOWN)
+        fitting = {key: one for key, one in measured.items() if key.holds_for(target.is_of, footprint_text(beside))}
+        kernels |= _by_measurement(fitting, products or ())
+    reasons = [one.reason for one in kernels.values()]
+    options, environment = _side(target, beside, kernels, nccl, reasons, notes)
+    return Overlap(
+        device=target.title,
+        comm=beside,
+        occupancy={name: one.knobs for name, one in kernels.items()},
+        backends={name: one.backend for name, one in kernels.items()},
+        compiler_options=options,
+        environment=environment,
+        reasons=tuple(reasons),
+        notes=tuple(notes),
+    )
+
+
+_UNKNOWN = "What the model computes is not known, and nothing measured was used: give the nnx model, loss= and batch=."
+
+
+def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> CommFootprint | None:
+    """What runs beside the kernels; None on a device of which nobody knows."""
+    if isinstance(comm, CommFootprint):
+        return comm
+    if target.gpu is None and comm in FOOTPRINTS and comm != COPY_ENGINE.name:
+        return None
+    return footprint(comm, gpu=target.gpu, version=nccl)  # type: ignore[arg-type]  # copy engines ask for none
+
+
+def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
+    """What was measured, as the first process has it, and what to say of the user's own file if it cannot be read."""
+    path = default_path() if cache is None else Path(cache)
+    try:
+        return parsed(of_first(lambda: text_of(load(path)), where="js.overlap"), path), []
+    except (CacheError, RunError) as error:
+        if cache is not None:
+            raise
+        note = f"The measurements in {path} were not used: {error.why}"
+        warnings.warn(note, stacklevel=3)
+        return {}, [note]
+
+
+# What each kernel leaves.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shaped:
+    """What was decided for one kernel."""
+
+    knobs: Occupancy
+    reason: Reason
+    backend: Backend = "auto"
+
+
+def _by_model(
+    target: Device, comm: CommFootprint | None, plan: ShardPlan, products: Sequence[MatrixProduct] | None
+) -> dict[str, _Shaped]:
+    """What each kernel leaves, by the model."""
+    why = target.why_unshaped
+    if not why and comm is None:
+        why = f"what a collective takes on {target.title} is not known."
+    if not why and comm is not None and not comm.ctas:
+        why = "copy engines move what is gathered: nothing is to be left to them."
+    if not why and not any(traffic_of_unit(plan, unit) for unit in plan.units):
+        why = "nothing is sent on this mesh: there is nothing to leave room for."
+    norms_why = (
+        why or "its blocks are small and end soon; with padding it would lose more time than a collective waits."
+    )
+    norms = {
+        name: _Shaped(Occupancy(persistent=False), Reason(name, "as it is", "fact" if why else "model", norms_why))
+        for name in NORMS
+    }
+    if why or target.gpu is None or comm is None:
+        plain = Occupancy()
+        return {name: _Shaped(plain, Reason(name, "as it is", "fact", why)) for name in PRODUCTS} | norms
+    sms, needed = target.gpu.num_sms, reserved_for(target.gpu, comm)
+    reserved, origin = needed, "model"
+    why = f"{comm.ctas} blocks of a collective fill so many of {sms} SMs, and would wait for a whole kernel."
+    assumptions = target.assumptions(math.prod(degree for _, degree in plan.mesh))
+    if products and assumptions is not None:
+        reserved, times = best_reserve(step_times(plan, assumptions, products), needed=needed, sms=sms)
+        origin = "estimate"
+        taken = {count: duration(seconds) for count, seconds in times.items()}
+        why = f"products and collectives take {taken[reserved]}; {taken[needed]} with {needed} of {sms} SMs left,"
+        why += f" {taken[0]} if collectives wait."
+    chosen = f"reserved_sms={reserved}" if reserved else "as it is"
+    knobs = Occupancy(reserved_sms=reserved)
+    return {name: _Shaped(knobs, Reason(name, chosen, origin, why)) for name in PRODUCTS} | norms
+
+
+def _by_measurement(measured: Measured, products: Sequence[MatrixProduct]) -> dict[str, _Shaped]:
+    """The kernels of which something was measured, by the best setting of all their calls together."""
+    found = {}
+    for name in PRODUCTS:
+        counts: dict[tuple[str, str], int] = {}
+        for product in products:
+            if product.kernel == name and product.is_16_bits:
+                shape = product.shape, product.dtype
+                counts[shape] = counts.get(shape, 0) + product.count
+        known = {(key.shape, key.dtype): one.timings for key, one in measured.items() if key.kernel == name}
+        timings = [(known[shape], count) for shape, count in counts.items() if shape in known]
+        if not timings:
+            continue
+        best, plain = quickest(timings), total(None, timings)
+        of = f"{len(timings)} of {len(counts)} shapes measured"
+        if best.setting is None:
+            why = f"{of}: XLA's own is quickest beside the load: {duration(plain.both_ns / 1e9)} of a step's forward."
+            found[name] = _Shaped(Occupancy(), Reason(name, 'backend="xla"', "measured", why), "xla")
+            continue
+        why = f"{of}: {duration(best.both_ns / 1e9)} beside the load, XLA's own {duration(plain.both_ns / 1e9)}."
+        latency_ns = latency_of(best.setting, timings)
+        if latency_ns is None:
+            why += " Calls take different times with different shapes: the scheduler has estimates."
+        knobs = dataclasses.replace(best.setting, latency_ns=latency_ns)
+        found[name] = _Shaped(knobs, Reason(name, setting_text(knobs), "measured", why))
+    return found
+
+
+# What a step takes if multiprocessors are left to collectives, against waiting for them: estimates.
+
+_BACKWARD = 2.0  # products of backward for one of forward
+_FORWARD = "parameters for forward"
+
+
+@dataclasses.dataclass
+class StepTimes:
+    """Seconds of one step on a device, of forward and of backward."""
+
+    compute_s: list[float]  # on all multiprocessors
+    hidden_s: list[float]  # of collectives that another unit's products may hide, all their blocks running
+    exposed_s: list[float]  # of the root's, which have no other unit to hide behind
+
+
+def traffic_of_unit(plan: ShardPlan, unit: UnitPlan) -> list[Traffic]:
+    """The collectives of one unit of a plan, in one step."""
+    alone = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
+    return [one for one in traffic_of(alone) if one.group_size > 1]
+
+
+def transfers(plan: ShardPlan, unit: UnitPlan, assumptions: Assumptions) -> list[tuple[Traffic, float]]:
+    """The collectives of a unit, each with the seconds that it takes in a step."""
+    layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
+    each_s = lambda one: assumptions.transfer_s(one.kind, one.full_bytes / layers, range(one.group_size))
+    return [(one, layers * each_s(one)) for one in traffic_of_unit(plan, unit)]
+
+
+def step_times(plan: ShardPlan, assumptions: Assumptions, products: Sequence[MatrixProduct]) -> StepTimes:
+    """What the products of a model and the collectives of its plan take."""
+    found = StepTimes([0.0, 0.0], [0.0, 0.0], [0.0, 0.0])
+    for unit in plan.units:
+        sent_s = found.exposed_s if unit.name == plan.units[0].name else found.hidden_s
+        for one, seconds in transfers(plan, unit, assumptions):
+            sent_s[one.purpose != _FORWARD] += seconds
+        flops = sum(product.flops for product in products if product.unit == unit.name)
+        forward_s = flops / (assumptions.flops_per_s * assumptions.matmul_efficiency)
+        found.compute_s[0] += forward_s
+        found.compute_s[1] += forward_s * (_BACKWARD + (unit.remat == "full"))
+    return found
+
+
+def best_reserve(times: StepTimes, *, needed: int, sms: int) -> tuple[int, Mapping[int, float]]:
+    """The number of multiprocessors to leave with the least time, the fewer of equals; and the time of each number."""
+
+    def total_s(reserved: int) -> float:
+        parts = zip(times.compute_s, times.hidden_s, times.exposed_s, strict=True)
+        if not reserved:
+            return sum(map(sum, parts))
+        slower = needed / reserved
+        return sum(
+            max(compute_s * sms / (sms - reserved), hidden_s * slower) + exposed_s * slower
+            for compute_s, hidden_s, exposed_s in parts
+        )
+
+    found = {reserved: total_s(reserved) for reserved in range(needed + 1)}
+    return min(found, key=lambda reserved: (found[reserved], reserved)), found
+
+
+# The side of XLA and NCCL.
+
+_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_PRIORITY = "xla_gpu_enable_highest_priority_async_stream"
+_SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+_CHANNELS = "xla_gpu_nccl_collective_max_nchannels"
+_COPIES = "Reduce-scatters and all-reduces compute: copy engines cannot do them, and they still take multiprocessors."
+_CAUTION = (
+    "XLA held symmetric kernels back for illegal-memory errors (openxla/xla#33613, #36462): try them before a long run."
+)
+
+
+def _side(
+    target: Device,
+    comm: CommFootprint | None,
+    kernels: Mapping[str, _Shaped],
+    nccl: str | None,
+    reasons: list[Reason],
+    notes: list[str],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options of the compiler and variables of NCCL; adds to the reasons and the notes."""
+    platform = target.platform if target.facts is None else target.facts.name
+    if target.platform != "gpu":
+        return compiler_options(platform=platform), {}
+    environment = {}
+    if comm is COPY_ENGINE:
+        if nccl is not None and parsed_version(nccl) < (2, 28):
+            raise OccupancyError(
+                "This NCCL moves nothing by the copy engines.",
+                where=f'comm="{COPY_ENGINE.name}", nccl="{nccl}"',
+                why="NCCL_CTA_POLICY=ZERO is known since 2.28.",
+                do='comm="ring", or NCCL 2.28 or newer.',
+            )
+        environment["NCCL_CTA_POLICY"] = "ZERO"
+        why = "NCCL 2.28 and newer: gathers and all-to-alls move by the copy engines. It may cost bandwidth."
+        reasons.append(Reason("NCCL_CTA_POLICY", "ZERO", "fact", why))
+        notes.append(_COPIES)
+    if comm is not None and comm.name == "ring" and comm.threads != RING_THREADS:
+        environment["NCCL_NTHREADS"] = f"{comm.threads - 32}"
+        why = "the footprint has fewer threads than NCCL's own, of which one warp synchronises."
+        reasons.append(Reason("NCCL_NTHREADS", environment["NCCL_NTHREADS"], "fact", why))
+    asked = _asked_of_xla(target, comm, kernels)
+    # An option that the installed compiler does not know is left out, with a warning.
+    options = compiler_options(platform=platform, **{name: value for name, (value, _) in asked.items()})
+    for name, value in options.items():
+        why = asked[name][1] if name in asked else 'of the profile "fastest": docs/schedules.md has what was measured.'
+        reasons.append(Reason(name, str(value), "model" if name == _CHANNELS else "fact", why))
+    if _CHANNELS in options and comm is not None and "ctas: an assumption" in comm.source:
+        line = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"
+        notes.append(f"{line} comm=footprint(..., ctas=N) says it.")
+    if _SYMMETRIC in options:
+        notes.append(_CAUTION)
+    return options, environment
+
+
+def _asked_of_xla(
+    target: Device, comm: CommFootprint | None, kernels: Mapping[str, _Shaped]
+) -> dict[str, tuple[Any, str]]:
+    """Options of the compiler beside the kernels, each with its reason."""
+    asked: dict[str, tuple[Any, str]] = {
+        _LIMIT: (IN_FLIGHT, "1 by default: a window closes when the next collective begins."),
+        _PRIORITY: (True, "the default, stated: with it a collective has the next block's place."),
+    }
+    if comm is not None and comm.name in ("symmetric", COPY_ENGINE.name):
+        asked[_SYMMETRIC] = True, "symmetric kernels and copy engines need NCCL's symmetric memory."
+    leaving = [one for one in kernels.values() if one.knobs.reserved_sms]
+    if leaving and comm is not None and comm.block is not None and target.gpu is not None:
+        ctas = comm.ctas  # beside all of which it was measured
+        if all(one.reason.origin != "measured" for one in leaving):
+            each = resident(target.gpu, comm.block)
+            ctas = min(ctas, *(one.knobs.reserved_sms * each for one in leaving))
+        asked[_CHANNELS] = ctas, "no more blocks than there is room for; XLA hands it to NCCL."
+    return asked
