@@ -29,18 +29,19 @@ from jshard.cli._arguments import (
     write,
 )
 from jshard.cli._request import Request, explained, request_of
-from jshard.cluster.compile import CompileRequest, Variant, compile_step, flags_of, latency_flag, unused_flags
-from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import PlannedCluster, parse_known
-from jshard.cluster.report import (
+from jshard.cluster.compile import (
     COMPARED,
-    ClusterPlan,
-    Compared,
-    Comparison,
-    VariantCompiler,
-    compare,
+    CompileRequest,
+    Variant,
+    compile_step,
+    flags_of,
+    latency_flag,
+    unused_flags,
     variants_for,
 )
+from jshard.cluster.costs import Costs
+from jshard.cluster.estimate import PlannedCluster, parse_known
+from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare
 from jshard.cluster.search import Chosen, choose, suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler, traced_for_device
 from jshard.errors import ShardingError

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jshard.cluster.topology import Topology, parse_topology
-from jshard.errors import FourPartError, RunError
+from jshard.errors import AnnotationError, FourPartError, RunError, ShardingError
 from jshard.inspect.audit import CompiledMemory
-from jshard.plans.mesh import REPLICA
+from jshard.plans.mesh import FSDP, REPLICA
 from jshard.plans.plan import ShardPlan
 
 FLAG = "--xla_gpu_analytical_latency_estimator_options"
@@ -39,7 +39,7 @@ def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -
     return f"{FLAG}={','.join(f'{key}={value}' for key, value in given.items())}"
 
 
-# What is compiled, and what comes of it.
+# What is compiled.
 
 _OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # flags of no accelerator
 
@@ -126,6 +126,111 @@ def _way_words(mesh: Mapping[str, int], settings: Sequence[str], units: Mapping[
 def as_text(value: Any) -> str:
     """A setting's value as `--unit` takes it."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+# The strategies, as ways.
+
+GSPMD = "gspmd"
+"""The model as plain Flax under `jax.jit`, its parameters sharded as for zero3; the compiler does the rest."""
+
+COMPARED = "replicate", "zero2", "zero3", "hsdp", GSPMD
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to shard a model, as keywords; docs/strategies.md has its memory and communication."""
+
+    replica: int = 1
+    fsdp: int = -1
+    reshard_after_forward: bool | int | None = None
+    shard_replicated: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keywords for `js.mesh`."""
+        return {"replica": self.replica, "fsdp": self.fsdp}
+
+    @property
+    def annotation(self) -> dict[str, Any]:
+        """Keywords for `js.fully_shard`."""
+        return {"reshard_after_forward": self.reshard_after_forward}
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keywords for `js.shard_optimizer`."""
+        return {"shard_replicated": self.shard_replicated}
+
+
+strategies = {
+    "replicate": Strategy(replica=-1, fsdp=1),
+    "zero1": Strategy(replica=-1, fsdp=1, shard_replicated=True),
+    "zero2": Strategy(reshard_after_forward=False),
+    "zero3": Strategy(),
+    "hsdp": Strategy(replica=2),
+    "hsdp_zero2": Strategy(replica=2, reshard_after_forward=False),
+    "hpz": Strategy(reshard_after_forward=8),
+}
+"""The strategies by name."""
+
+
+def variants_for(
+    names: Sequence[str],
+    mesh: Mapping[str, int],
+    *,
+    near: int,
+    capacity_bytes: int,
+    held_bytes: Callable[[Mapping[str, int]], int],
+) -> tuple[Variant, ...]:
+    """The strategies to compare, on as many devices as a mesh has.
+
+    Groups of the strategies with replicas are those of the mesh if it has replicas itself; else `near` devices, or a
+    multiple of them that can hold the state: `held_bytes` says what a device of a mesh holds at least.
+    """
+    unknown = [name for name in names if name not in (*strategies, GSPMD)]
+    if unknown:
+        raise ShardingError(
+            f"There is no strategy {unknown[0]!r}.",
+            where=f"--compare {','.join(names)}",
+            why=f"the strategies are {', '.join(strategies)}, and {GSPMD}: plain Flax under jax.jit.",
+            do=f"--compare {','.join(COMPARED)}",
+        )
+    devices = mesh.get(REPLICA, 1) * mesh[FSDP]
+    group = mesh[FSDP]
+    if mesh.get(REPLICA, 1) == 1 and any(n in strategies and strategies[n].replica > 1 for n in names):
+
+        def fits(size: int) -> bool:
+            try:
+                return held_bytes(dict(mesh) | {REPLICA: devices // size, FSDP: size}) <= capacity_bytes / 2
+            except AnnotationError:  # a large parameter does not divide
+                return False
+
+        group = _group(devices, near, fits)
+    return tuple(_compared(name, dict(mesh), devices, group, near) for name in dict.fromkeys(names))
+
+
+def _group(devices: int, near: int, fits: Callable[[int], bool]) -> int:
+    """The smallest groups of whole hosts that can hold the state, or the largest there are; within a host its half."""
+    fewer = [n for n in range(1, devices) if devices % n == 0] or [1]
+    whole = [n for n in fewer if n % near == 0] or fewer[-1:]
+    return next(filter(fits, whole), whole[-1])
+
+
+def _compared(name: str, mesh: dict[str, int], devices: int, group: int, near: int) -> Variant:
+    strategy = strategies["zero3" if name == GSPMD else name]
+    fsdp = devices if strategy.replica == 1 else 1 if strategy.fsdp == 1 else group
+    mesh |= {REPLICA: devices // fsdp, FSDP: fsdp}
+    reshard = {"hpz": near}.get(name, strategy.reshard_after_forward)
+    units = {} if name == GSPMD else {"reshard_after_forward": True if reshard is None else reshard}
+    return Variant(
+        name=name,
+        mesh=mesh,
+        units=units,
+        shard_replicated=strategy.shard_replicated,
+        plain_flax=name == GSPMD,
+    )
+
+
+# What comes of compiling.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

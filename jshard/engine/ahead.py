@@ -223,7 +223,7 @@ def row_start(x: Any, at: Any) -> tuple[Any, ...]:
     return (at, *[np.zeros((), np.int32)] * (x.ndim - 1))
 
 
-def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:
+def _first_in_loop(eqn: Eqn, operands: list[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:
     """The units of a loop's first trips that are gathered before it.
 
     `rows` are what each operand was stacked from in this program; empty if it came as it is.

@@ -369,7 +369,7 @@ class ExpertPartitioner(Partitioner):
             self.is_quiet = False
 
 
-def over_experts(program: Callable, arrays: Sequence, dims: list, wanted: list[State], degree: int) -> tuple:
+def over_experts(program: Callable, arrays: Sequence, dims: list, wanted: Sequence[State], degree: int) -> tuple:
     """Runs a data shard's program, of arrays that are whole along `expert`, on the part of one place along it.
 
     The arrays are this place's parts, each split along a dim or whole (None). The first results leave in the states

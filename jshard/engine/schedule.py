@@ -348,7 +348,7 @@ class ShardedPartitioner(Partitioner):
         trip.left = []
         level.reduced = trip.reduced = self.reduce_left(left, trip.late)
 
-    def reduce_left(self, left: Sequence[tuple[Any, Any, Shard]], unit: Eqn | None) -> list[Value]:
+    def reduce_left(self, left: Sequence[tuple[Any, ...]], unit: Eqn | None) -> list[Value]:
         """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and as what they are stored."""
         if unit is None:
             return []

@@ -50,9 +50,11 @@ class Call(Protocol):
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
+        ...
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the method on a plain copy of the module: arrays of its result, and of the state it changed or made."""
+        ...
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
         """Writes the state back to the caller's objects, and returns what the method returned."""

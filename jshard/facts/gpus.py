@@ -68,14 +68,7 @@ class GpuFacts:
 
 
 def _nvidia(
-    name: str,
-    title: str,
-    arch: str,
-    *,
-    smem_kib: int,
-    spec: str,
-    sms_source: str = "",
-    **more: Any,
+    name: str, title: str, arch: str, *, smem_kib: int, spec: str, sms_source: str = "", **more: Any
 ) -> GpuFacts:
     return GpuFacts(
         name=name,

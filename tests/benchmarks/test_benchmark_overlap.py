@@ -1,17 +1,14 @@
 """The experiment about overlap, before it is run: what it measures, and what it will say of what was measured."""
 
-import dataclasses
-
 import pytest
 
 from benchmarks.overlap import (
     command,
     conclusion,
-    kernel_times,
 )
 from benchmarks.overlap.grid import DOT, SIZES, Setting, groups
 from benchmarks.overlap.records import Placement
-from jshard.occupancy import COPY_ENGINE, OccupancyError, footprint, gpu
+from jshard.occupancy import gpu
 from tests.benchmarks.made_up_overlap import H200, RING, row, small
 
 # The grid.
@@ -39,29 +36,12 @@ def test_grid_of_an_h200():
     assert small[-1].described == "tiled 64x64x64/2, pad 74,752"
 
 
-def test_grid_of_other_gpus():
-    a100 = gpu("a100")
-    assert described(a100, footprint("ring", gpu=a100, version="2.28.9")) == {DOT: (Setting(form=DOT),)}
-    small = dataclasses.replace(H200, num_sms=20)  # a part of a GPU: 32 cannot be reserved
-    assert [s.reserved_sms for s in described(small)["persistent 256x128x64/4"]] == [0, 0, 8, 16]
-    with pytest.raises(OccupancyError, match="No multiprocessor would be left"):
-        described(dataclasses.replace(H200, num_sms=16))
-    assert {s.drain for s in described(H200, COPY_ENGINE)["tiled 64x64x64/2"][1:]} == {"0"}
-
-
-def test_tasks_and_what_only_chooses():
+def test_what_is_measured_and_what_only_chooses():
     names = [task.name for task in command.tasks(H200, RING, quick=False)]
-    assert names[0] == "placement" and len(names) == len(set(names))
     assert {name.split("/")[0] for name in names} == {"placement", "cube", "kernels", "wide"}
-    assert command.chosen(names, ["cube"]) == [name for name in names if name.startswith("cube/")]
-    assert len(command.chosen(names, ["*/tiled 64x*", "placement"])) == 5
-    assert command.chosen(names, []) == names
-    kernels = {case.kernel for case in kernel_times.cases()}
-    assert kernels == {"matmul", "mlp", "rms_norm", "layer_norm"}
-    quick = [task.name for task in command.tasks(H200, RING, quick=True)]
-    assert "kernels/matmul 512 x 512 x 512" in quick
-    a100 = [task.name for task in command.tasks(gpu("a100"), RING, quick=False)]
-    assert a100 == ["placement", f"cube/{DOT}", f"wide/{DOT}"]
+    assert len(command.chosen(names, ["*/tiled 64x*", "placement"])) == 5 and command.chosen(names, []) == names
+    a100 = gpu("a100")  # without kernels of ours
+    assert [x.name for x in command.tasks(a100, RING, quick=False)] == ["placement", f"cube/{DOT}", f"wide/{DOT}"]
 
 
 # The rules of the conclusion.

@@ -2,10 +2,7 @@
 
 import csv
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,65 +144,31 @@ def test_other_conditions_begin_anew_and_write_over_nothing(measured, tmp_path):
     save(measured, tmp_path)
     other = CONDITIONS | {"devices": 8}
     assert continued(tmp_path, "2026-12-02 09:00 UTC", other) == Record(date="2026-12-02 09:00 UTC", conditions=other)
-    with pytest.raises(BenchmarkError) as error:
+    with pytest.raises(BenchmarkError, match="devices: 1 there, 8 now"):
         continued(tmp_path, "2026-12-01 23:00 UTC", other)
-    assert str(error.value) == (
-        "Today's figures were measured under other conditions.\n"
-        "  where: 2026-12-01_overlap.json\n"
-        "  why:   devices: 1 there, 8 now.\n"
-        "  do:    --out with another folder, or the options of then."
-    )
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 0}'])
-def test_figures_that_cannot_be_read_are_left_alone(tmp_path, text):
+def test_figures_that_cannot_be_read_are_left_alone(tmp_path):
     path = tmp_path / "2026-12-01_overlap.json"
-    path.write_text(text)
-    with pytest.raises(RunError, match="The figures cannot be read") as error:
+    path.write_text('{"format": 0}')
+    with pytest.raises(RunError, match="The figures cannot be read"):
         continued(tmp_path, "2026-12-01 23:00 UTC", CONDITIONS)
-    assert error.value.where == (path.name,) and path.read_text() == text
+    assert path.read_text() == '{"format": 0}'
 
 
 # The command line.
 
 
-def test_without_a_gpu_it_says_so_in_one_line():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.overlap"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert (run.returncode, run.stdout) == (1, "")
-    assert re.fullmatch(r"No GPU is here \(JAX sees \d+ x cpu\): run it where one is, .*\n", run.stderr)
+def test_without_a_gpu_it_says_so_in_one_line(capsys):
+    assert command.main([]) == 1
+    assert re.fullmatch(r"No GPU is here \(JAX sees \d+ x cpu\): run it where one is, .*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--seconds", "0", "--rounds", "0", "--gpu", "h200", "--link-gb-s", "nan"],
-            "The benchmark cannot run like this.\n"
-            "  where: --seconds 0\n"
-            "         --link-gb-s nan\n"
-            "         --rounds 0\n"
-            "         --gpu h200\n"
-            "  why:   --seconds is more than 0.\n"
-            "         --link-gb-s is more than 0.\n"
-            "         --rounds is 1 or more.\n"
-            "         --gpu is only for --list: what is measured is the GPU that is here.\n"
-            "  do:    python -m benchmarks.overlap --seconds 540 --rounds 9\n",
-        ),
-        (
-            ["--list", "--gpu", "a100", "--nccl", "2.28.9", "--only", "cub", "cube"],
-            "There is nothing of that name to measure.\n"
-            "  where: --only cub\n"
-            "  why:   there are placement, cube/XLA's dot, wide/XLA's dot.\n"
-            "  do:    --only placement, or without it.\n",
-        ),
-    ],
-)
-def test_mistakes(arguments, said, capsys):
-    assert command.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(said)
+def test_mistakes(capsys):
+    assert command.main("--seconds 0 --rounds 0 --gpu h200 --link-gb-s nan".split()) == 2
+    assert "  where: --seconds 0\n         --link-gb-s nan\n         --rounds 0\n" in capsys.readouterr().err
+    assert command.main("--list --gpu a100 --nccl 2.28.9 --only cub cube".split()) == 2
+    assert "There is nothing of that name to measure.\n  where: --only cub\n" in capsys.readouterr().err
 
 
 def test_report_from_figures(measured, tmp_path, capsys):

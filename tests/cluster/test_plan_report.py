@@ -8,8 +8,8 @@ import shlex
 import pytest
 
 from jshard.cli.plan import PlanReport
-from jshard.cluster.compile import Variant, command_line
-from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare, variants_for
+from jshard.cluster.compile import Variant, command_line, variants_for
+from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare
 from jshard.cluster.search import choose
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of

@@ -217,7 +217,7 @@ class _Inner:
         """A shard's part by `in_specs`, over the data axes."""
         own = self._over_data(dims)
         if [*own.values()] == [self.data]:
-            return self.p.split(value, *own).x
+            return self.p.split(value, next(iter(own))).x
         x = self.p.whole(value).x
         for dim, over in own.items():
             size = x.shape[dim] // math.prod(self.sizes[a] for a in over)
@@ -228,7 +228,7 @@ class _Inner:
         """The value of which a shard has a part by `out_specs`; what they do not split is the same on all shards."""
         own = self._over_data(dims)
         if [*own.values()] == [self.data]:
-            return Value(x, *own)
+            return Value(x, next(iter(own)))
         for dim, over in own.items():
             with self.p.sends("whole", self.eqn, array_bytes(x) * math.prod(self.sizes[a] for a in over)):
                 x = lax.all_gather(x, over, axis=dim, tiled=True)
