@@ -35,4 +35,5 @@ CASES = {
     "published": Case("published", "published step times beside planned ones; needs plan-gpu, and no GPU"),
     "optimizers": Case("optimizers", "how far each Optax optimizer is from one device on sharded state"),
     "checkpoint": Case("checkpoint", "saving and restoring, beside Orbax as it is, PyTorch's DCP, and plain files"),
+    "copies": Case("copies", "what copies in memory cost beside none, and beside checkpoints as often"),
 }

@@ -31,6 +31,7 @@ from jshard._compat.programs import pallas_transposed as pallas_transposed
 from jshard._compat.programs import partitioned as partitioned
 from jshard._compat.programs import run_method as run_method
 from jshard._compat.programs import transformed_methods as transformed_methods
+from jshard._compat.programs import use_program_cache as use_program_cache
 from jshard._compat.tracing import abstract_device as abstract_device
 from jshard._compat.tracing import automatic_axes as automatic_axes
 from jshard._compat.tracing import axis_names as axis_names

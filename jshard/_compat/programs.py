@@ -5,6 +5,7 @@ import functools
 import inspect
 import itertools
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,44 @@ def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     if mesh.devices.flat[0].platform != "cpu":
         return None
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_disable_hlo_passes": "algsimp"}
+
+
+def use_program_cache(cache: Any, folder: str) -> None:
+    """Lets JAX keep compiled programs in a cache of our own; in a folder as JAX writes it, where JAX has changed.
+
+    JAX lets the first process alone write. But on CPUs each has programs of its own, under keys of its own: the others
+    would compile at every restart while the first one waits for them, and gloo gives up after 30 s.
+    """
+    from jax._src import compilation_cache, compiler
+
+    written_by_first: Any = getattr(compiler, "_cache_write", None)
+    names = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]  # and until 0.11 one more
+    if hasattr(compilation_cache, "get_file_cache"):
+        compilation_cache.get_file_cache = lambda path: (cache, path)
+        is_cpu = jax.default_backend() == "cpu"
+        if (
+            is_cpu
+            and written_by_first is not None
+            and list(inspect.signature(written_by_first).parameters)[:5] == names
+        ):
+            compiler._cache_write = _written_by_all
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def _written_by_all(
+    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Any = ()
+) -> None:
+    from jax._src import compilation_cache
+
+    least_s: Any = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    if not host_callbacks and compile_time_secs >= least_s:
+        try:
+            compilation_cache.put_executable_and_time(
+                cache_key, module_name, executable, backend, int(compile_time_secs)
+            )
+        except Exception as error:  # as JAX does: a program that cannot be kept is no reason to end a run
+            warnings.warn(f"{module_name} is not kept: {type(error).__name__}: {error}", stacklevel=2)
 
 
 @contextlib.contextmanager

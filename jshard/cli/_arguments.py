@@ -226,6 +226,9 @@ class TrainArgs(RecipeArgs):
     """How long a step, a batch or a batch of an evaluation may take before the run ends as stalled (exit code 75); by
     default 20 times the median step, from 60 to 1800 seconds. A save and the first step have 1800, or this if it is
     longer. There is no limit while the run starts and compiles, and after its last save."""
+    keep_in_memory: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
+    """Every so many steps, keep a copy of the state in the memory of another machine; a run that is started again after
+    a loss goes on from there. By default there are only checkpoints."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Count = 256
@@ -241,6 +244,9 @@ class TrainArgs(RecipeArgs):
     """How long a process may give no sign of life before the run ends."""
     max_restarts: Count = 0
     """Go on by itself, from the last checkpoint, after the loss of a process, or a stall: so many times."""
+    min_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """On a cluster: processes that may go on without the others, more than half; the mesh shrinks, its data axes first.
+    By default a restart needs all."""
     compile_cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of compiled programs, for restarts; "none" compiles each time. By default JAX_COMPILATION_CACHE_DIR, or
     .compiled beside --out."""

@@ -80,6 +80,7 @@ def _train(request: Request) -> int:
         sample_tokens=args.sample_tokens,
         compiler_options=compiler_options,
         init_from=args.init_from,
+        keep_in_memory=args.keep_in_memory,
         programs=args.compile_cache or "beside",
         watch=watch,
         say=say,

@@ -1,17 +1,24 @@
-"""`jshard train MODEL`: trains a recipe, or with --dry-run prints its plan; in several processes, starts them."""
+"""`jshard train MODEL`: trains a recipe, or with --dry-run prints its plan; in several processes, starts them.
+
+With `--max-restarts` and `--min-processes` it is known before anything starts which numbers of processes could go on.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import os
 import shlex
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jshard import launch
 from jshard.cli import loading
-from jshard.cli._arguments import TrainArgs, num_devices, parse, parse_mesh
-from jshard.errors import ShardingError
+from jshard.cli._arguments import TrainArgs, as_option, num_devices, parse, parse_mesh
+from jshard.errors import RunError, ShardingError
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,13 +44,6 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
             why=f"this is process {cluster.process_id} of {cluster.num_processes} ({cluster.kind}).",
             do="leave out --processes on a cluster.",
         )
-    if args.max_restarts < 0:
-        raise ShardingError(
-            "The restarts make no sense.",
-            where=f"--max-restarts {args.max_restarts}",
-            why="a run is restarted 0 times or more often.",
-            do="--max-restarts 3",
-        )
     devices = num_devices(parse_mesh(args.mesh))
     if cluster is None and (args.processes < 1 or devices % args.processes):
         raise ShardingError(
@@ -52,19 +52,117 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
             why=f"the mesh has {devices} devices, and each process simulates as many as the others.",
             do=f"--processes {next(n for n in range(min(devices, max(args.processes, 1)), 0, -1) if devices % n == 0)}",
         )
-    program = [sys.executable, "-m", "jshard", "train"]
-
-    def resumed(folder: str | None) -> list[str]:
-        # Without a folder nothing was begun: --resume alone could take up an older run.
-        words = args.words(None if folder is None else Path(folder))
-        return [*program, *words, *(["--resume"] if args.resume or folder is not None else [])]
-
     return launch.supervise(
-        [*program, *argv],
+        [sys.executable, "-m", "jshard", "train", *argv],
         processes=args.processes if cluster is None else None,
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
         again=args.again(),
-        max_restarts=args.max_restarts,
-        resumed=resumed,
+        restarts=restarts_of(args, argv, cluster),
     )
+
+
+def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> launch.Restarts | None:
+    """What is asked for after a loss; None where the loss ends the run. `argv` are the options as they were given."""
+    if args.max_restarts < 0 or (args.max_restarts == 0 and args.min_processes is not None):
+        raise ShardingError(
+            "The restarts make no sense.",
+            where=f"--max-restarts {args.max_restarts}",
+            why="--min-processes says who goes on after a restart, and a run is restarted 0 times or more often.",
+            do="--max-restarts 3",
+        )
+    if args.max_restarts == 0:
+        return None
+
+    def command(folder: str | None, mesh: str | None) -> list[str]:
+        changed = dataclasses.replace(args, mesh=args.mesh if mesh is None else mesh)
+        # Without a folder nothing was begun: --resume alone could take up an older run.
+        words = changed.words(None if folder is None else Path(folder))
+        is_begun = args.resume or folder is not None
+        return [sys.executable, "-m", "jshard", "train", *words, *(["--resume"] if is_begun else [])]
+
+    meshes = None if args.min_processes is None else _meshes(args, argv, cluster)
+    return launch.Restarts(
+        most=args.max_restarts, command=command, meshes=meshes, keeps_copies=args.keep_in_memory is not None
+    )
+
+
+def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:
+    """The degrees of a mesh for so many processes `of` all: fewer replicas, or where these do not divide, less `fsdp`.
+
+    None where `tensor` and `expert`, which stay, do not divide the devices that are left.
+    """
+    devices, kept = math.prod(sizes.values()), math.prod(sizes.get(axis, 1) for axis in ("tensor", "expert"))
+    left = devices // of * processes
+    if devices % of or left % kept:
+        return None
+    replicas, shards = sizes.get("replica", 1), sizes.get("fsdp", 1)
+    fitting = (n for n in range(shards, 0, -1) if left // kept % n == 0 and left // kept // n <= replicas)
+    shards = next(fitting, None)
+    return None if shards is None else {**sizes, "replica": left // kept // shards, "fsdp": shards}
+
+
+def _meshes(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> dict[int, str]:
+    """The mesh of each number of processes that could go on; says which could not."""
+    assert args.min_processes is not None
+    number = 0 if cluster is None else cluster.num_processes
+    sizes = parse_mesh(args.mesh)
+    _check(args, cluster, sizes)
+    batch_size, accumulate = _batch(argv)
+    found: dict[int, str] = {}
+    lines = []
+    for count in range(number - 1, args.min_processes - 1, -1):
+        mesh = shrunk(sizes, processes=count, of=number)
+        data = math.prod((mesh or {}).get(axis, 1) for axis in ("replica", "fsdp", "expert"))
+        if mesh is None:
+            lines.append(f"{count} processes cannot go on: their devices do not divide into --mesh {args.mesh}")
+        elif batch_size // accumulate % data:
+            parts = f"{batch_size // accumulate} sequences over {data} data shards"
+            lines.append(f"{count} processes cannot go on: {parts} (--mesh {as_option(mesh)})")
+        else:
+            found[count] = as_option({axis: n for axis, n in mesh.items() if n > 1 or axis == "fsdp"})
+            lines.append(f"{count} processes can go on: --mesh {found[count]}")
+    if not found and args.min_processes < number:
+        raise ShardingError(
+            "No smaller number of processes could go on.",
+            where=[f"--min-processes {args.min_processes} --mesh {args.mesh}", *lines],
+            why="the data axes of the mesh shrink with the processes, and the batch has to divide over them.",
+            do="--set batch_size=N with an N that the smaller meshes divide; or leave out --min-processes.",
+        )
+    if cluster is not None and cluster.process_id == 0 and lines:
+        print("after a loss:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+    return found
+
+
+def _check(args: TrainArgs, cluster: launch.Cluster | None, sizes: Mapping[str, int]) -> None:
+    least, number = args.min_processes or 0, 0 if cluster is None else cluster.num_processes
+    where, why, do = [f"--min-processes {least}"], "", ""
+    if cluster is None:
+        why = "on one machine all processes are started again; whom a loss leaves without is known on a cluster alone."
+        do = "leave out --min-processes."
+    elif not number / 2 < least <= number:
+        why = f"of {number} more than half go on, so that two parts of a torn network never both do, and at most all."
+        do = f"--min-processes {number // 2 + 1}"
+    elif args.auto or -1 in sizes.values() or "fsdp" not in sizes:
+        where.append(f"--mesh {args.mesh or '(all devices)'}{' --auto' if args.auto else ''}")
+        why = "whether fewer processes can go on is checked now, and not when one is lost: the mesh has to be known."
+        do = "name all degrees: --mesh fsdp=N, or replica=M,fsdp=N, for all devices."
+    if why:
+        raise ShardingError("The run could not go on with fewer processes.", where=where, why=why, do=do)
+
+
+def _batch(argv: Sequence[str]) -> tuple[int, int]:
+    """The recipe's `batch_size` and `accumulate`, as a process of its own reads them: this one does without JAX."""
+    command = [sys.executable, "-m", "jshard", "train", *argv, "--print-config"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JSHARD_WORKER")}
+    read = subprocess.run(command, env=environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)
+    if read.returncode:
+        error = ShardingError if read.returncode == 2 else RunError
+        raise error(
+            "The recipe could not be read.",
+            where="--print-config, which --min-processes asks for the size of the batch",
+            why=(read.stderr.strip() or f"it ended with exit code {read.returncode}")[-2000:],
+            do="jshard train ... --print-config  # shows it alone",
+        )
+    recipe = json.loads(read.stdout)["recipe"]
+    return recipe["batch_size"], recipe["accumulate"]

@@ -174,12 +174,12 @@ def bind_host(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> str:
         host = given.rpartition(":")[0].strip("[]")
         return "" if host in ("::", "0.0.0.0") else host
     try:
-        family, _, _, _, address = socket.getaddrinfo(cluster.host, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, found = socket.getaddrinfo(cluster.host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
+            probe.bind(found)
     except OSError:
         return ""
-    host = str(address[0])
+    host = str(found[0])
     return "" if host.startswith("127.") and not cluster.is_local else host
 
 
@@ -187,7 +187,12 @@ def coordinator_bind(host: str, port: int, environ: Mapping[str, str] = os.envir
     """What JAX's coordinator is to listen on, as an environment variable."""
     if given := environ.get(_BIND):
         return {_BIND: f"{given.rpartition(':')[0]}:{port}"}
-    return {_BIND: f"[{host}]:{port}" if ":" in host else f"{host}:{port}"} if host else {}
+    return {_BIND: address(host, port)} if host else {}
+
+
+def address(host: str, port: int) -> str:
+    """Host and port as JAX takes them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(cluster: Cluster, host: str) -> socket.socket:
@@ -198,7 +203,7 @@ def listen(cluster: Cluster, host: str) -> socket.socket:
     """
     port = roll_call_port(cluster)
     try:
-        return _open_port(host, port)
+        return open_port(host, port)
     except OSError as error:
         raise RunError(
             "The roll call cannot be opened.",
@@ -212,12 +217,12 @@ def listen(cluster: Cluster, host: str) -> socket.socket:
 def free_port(host: str, wanted: int) -> int:
     """The port that is wanted, or another one where a process that has not ended yet holds it."""
     for port in (wanted, 0):
-        with contextlib.suppress(OSError), _open_port(host, port) as server:
+        with contextlib.suppress(OSError), open_port(host, port) as server:
             return server.getsockname()[1]
     return wanted
 
 
-def _open_port(host: str, port: int) -> socket.socket:
+def open_port(host: str, port: int = 0) -> socket.socket:
     """A listening socket; on all interfaces for an empty host, at a free port for 0."""
     if host:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jshard.errors import FourPartError, RunError, ShardingError, printable
 from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
+from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
-from jshard.launch.rendezvous import History, NotRestarted, RollCall
+from jshard.launch.rendezvous import RollCall
+from jshard.launch.restarts import History, NotRestarted, Restarts
 from jshard.launch.worker_process import WorkerProcess
 
 VERDICT_S = 3.0
@@ -27,8 +29,7 @@ def supervise(
     cluster: Cluster | None = None,
     deadlines: Deadlines | None = None,
     again: str = "the same command with --resume",
-    max_restarts: int = 0,
-    resumed: Callable[[str | None], Sequence[str]] | None = None,
+    restarts: Restarts | None = None,
 ) -> int:
     """Runs the workers of this machine to their end, and prints a report if a process of the run is lost.
 
@@ -45,27 +46,25 @@ def supervise(
         cluster: this process's place in a cluster, from `detect`.
         deadlines: how long the processes wait for each other.
         again: the command line that goes on after a loss; a worker's `note(again=...)` takes its place.
-        max_restarts: losses after which the run is started again.
-        resumed: makes the command of a worker that goes on, of the run's folder if that is known.
+        restarts: whether the run is started again after a loss; by default it is not.
 
     Returns:
         0 if all have done their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or did not come.
     """
-    deadlines, history = deadlines or Deadlines(), History(left=max_restarts)
+    deadlines, history = deadlines or Deadlines(), History(left=0 if restarts is None else restarts.most)
     with Signals() as signals, contextlib.ExitStack() as stack:
         is_stopped = lambda: signals.received is not None
         try:
             call = None
             if cluster is not None:
-                call = stack.enter_context(
-                    contextlib.closing(RollCall(cluster, deadlines, stays_open=max_restarts > 0))
-                )
+                call = stack.enter_context(contextlib.closing(RollCall(cluster, deadlines, restarts)))
+            keeper: Keeper | None = None
             while not is_stopped():
                 group, number = None, processes or 1
                 peers = Peers(process_id=0, links={}, hosts={}, deadlines=deadlines)
                 if call is None:
-                    history.attempt += 1
+                    history.begin()
                 else:
                     group = call.meet(history, stopped=is_stopped)
                     if group is None:
@@ -74,17 +73,23 @@ def supervise(
                 history.check_worth()
                 if history.lost is not None and peers.process_id == 0:
                     _say(history.line(num_processes=number))
-                words = command if history.lost is None or resumed is None else resumed(history.folder)
-                extra = {"JSHARD_ATTEMPT": str(history.attempt)}
+                words = command
+                if history.lost is not None and restarts is not None:
+                    words = restarts.command(history.folder, None if group is None else group.mesh)
+                if keeper is None and restarts is not None and restarts.keeps_copies:
+                    # From the first attempt to the last: what it holds outlives the workers.
+                    keeper = stack.enter_context(Keeper(None if group is None else group.place))
+                extra = history.environ() | ({} if keeper is None else keeper.environ)
                 if group is None:
                     workers = worker_process.start_local(words, number, deadlines, extra=extra)
                 else:
                     workers = [WorkerProcess(words, group.place, deadlines, extra=extra | dict(group.bind))]
-                attempt = _Attempt(workers, number, peers, deadlines, signals, again, history)
+                attempt = _Attempt(workers, number, peers, call, deadlines, signals, again, history)
                 code = attempt.watch()
                 if attempt.lost is None or not history.allows(attempt.lost):
                     return code
-                history.note(attempt.lost, **{key: attempt.last(key) for key in ("step", "checkpoint", "folder")})
+                reported = {key: attempt.last(key) for key in ("step", "checkpoint", "copy", "folder")}
+                history.note(attempt.lost, **reported)
                 ends_at = time.monotonic() + history.pause_s
                 while not is_stopped() and time.monotonic() < ends_at:
                     time.sleep(TICK_S)
@@ -101,6 +106,7 @@ class _Attempt:
     workers: Sequence[WorkerProcess]
     num_processes: int
     peers: Peers
+    call: RollCall | None
     deadlines: Deadlines
     signals: Signals
     again: str
@@ -147,6 +153,8 @@ class _Attempt:
                 self.seen.add(worker.process_id)
                 self._note_ending(ending)
                 self.peers.report(ending)
+        if self.call is not None:
+            self.call.attend()
         for ending in self.peers.poll(self.workers[0].state):
             self._note_ending(ending)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jshard import _stacks
-from jshard.errors import FourPartError, RunError, causes
+from jshard.errors import FourPartError, RunError, ShardingError, causes
 from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines, is_worker
 
@@ -23,6 +23,7 @@ END_S = 30.0
 """From the end of a run's work, when all have said so, to the end of each process."""
 
 _PR_SET_PDEATHSIG = 1
+_SECURED = ("JAX_MTLS_", "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS")
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece
 # Words of the libraries that carry collectives, in the errors they raise when another process is gone.
 _PEER_WORDS = (
@@ -34,11 +35,6 @@ _PEER_WORDS = (
     "heartbeat",
     "barrier",
 )
-
-
-def is_restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether its supervisor has started this process after a loss."""
-    return int(environ.get("JSHARD_ATTEMPT", "1")) > 1
 
 
 def start_worker(environ: Mapping[str, str] = os.environ) -> None:
@@ -62,6 +58,7 @@ def note(
     *,
     step: int | None = None,
     checkpoint: str | None = None,
+    copy: int | None = None,
     again: str | None = None,
     folder: str | None = None,
 ) -> None:
@@ -72,11 +69,12 @@ def note(
     Args:
         step: the step that was done last.
         checkpoint: the checkpoint that was completed last.
+        copy: the step of the last copy in memory.
         again: the command line that goes on from there.
         folder: of the run.
     """
     if _reporter is not None:
-        given = {"step": step, "checkpoint": checkpoint, "again": again, "folder": folder}
+        given = {"step": step, "checkpoint": checkpoint, "copy": copy, "again": again, "folder": folder}
         _reporter.note({key: value for key, value in given.items() if value is not None})
 
 
@@ -145,7 +143,7 @@ class _Reporter:
             except BlockingIOError:
                 pass  # each message says all, so the next will do
             except OSError:
-                os._exit(1)  # nobody would let us know of a lost peer, nor stop us
+                _end_without_supervisor()
 
     def _beat(self) -> None:
         while True:
@@ -164,6 +162,13 @@ def _start_reports(environ: Mapping[str, str]) -> _Reporter:
 
 def _deadlines(environ: Mapping[str, str]) -> Deadlines:
     return Deadlines(init_s=float(environ["JSHARD_INIT_TIMEOUT"]), peer_s=float(environ["JSHARD_PEER_TIMEOUT"]))
+
+
+def _end_without_supervisor() -> NoReturn:
+    """Nobody would let us know of a lost peer, nor stop us: as if we had been killed, with all that we started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def _end_with_supervisor() -> None:
@@ -187,6 +192,14 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
     import jax
 
     address = environ["JAX_COORDINATOR_ADDRESS"]
+    asked = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SECURED)]
+    if asked and "jax_mtls_cert_file" not in jax.config.values:  # it would pass over them in silence
+        raise ShardingError(
+            "This JAX cannot secure its connections.",
+            where=asked,
+            why="its coordination service knows no mutual TLS, and the run would be open.",
+            do="pip install -U jax  # 0.12 has it; or unset the variables.",
+        )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "jax_enable_preemption_service" in jax.config.values:
         # It handles SIGTERM in native code, and our own handler, which saves, would never be called.

@@ -25,13 +25,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jshard._processes import exchange
 from jshard.data import Data, local_rows
 from jshard.errors import RunError
 from jshard.launch import StopSignal, doing, note, stall, step_done
-from jshard.plans.mesh import data_degree, num_processes, shard_batch
+from jshard.plans.mesh import data_degree, shard_batch
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.step import EvalStep, Scalars, TrainStep, inference_view
+from jshard.train.agreement import Agreement
 from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
 
@@ -39,7 +39,6 @@ FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
 """Makes the error of a step before any update: of its number, its batch, and the scalars that are not finite."""
 
 _AHEAD = 2  # batches on their way to the devices
-_ASK_EVERY_S, _ASK_SHARE = 0.1, 0.1
 _END_S = 5.0  # for the thread that reads, when a run stops early
 
 
@@ -157,6 +156,7 @@ def fit(
     meter: Meter | None = None,
     evaluation: Every | None = None,
     checkpoint: Every | None = None,
+    copies: Every | None = None,
     stop: StopSignal | None = None,
     profile: StepProfile | None = None,
     first_loss: FirstLoss | None = None,
@@ -174,6 +174,7 @@ def fit(
         evaluation: its `do` returns the validation loss.
         checkpoint: its `do` saves. Also done when the run is asked to stop, and in a single process when the data
             fail.
+        copies: its `do` copies the state to memory. Not after the last step, nor when the run is asked to stop.
         stop: asks to stop; in several processes the request of any one counts.
         profile: records some of the steps; the devices are idle when it begins and ends.
         first_loss: makes the error where loss or gradients are not finite before any update.
@@ -185,8 +186,8 @@ def fit(
         RunError: the loss or the norm of the gradients is not a number.
     """
     meter, stop, first_loss = meter or Meter(), stop or StopSignal(), first_loss or unexplained
-    agreement = _Agreement(step.mesh)
-    loop = _Loop(step, tracker, meter, evaluation, checkpoint, stop, profile, first_loss, agreement)
+    agreement = Agreement(step.mesh)
+    loop = _Loop(step, tracker, meter, evaluation, checkpoint, copies, stop, profile, first_loss, agreement)
     return loop.run(batches, start_step, num_steps)
 
 
@@ -199,10 +200,11 @@ class _Loop:
     meter: Meter
     evaluation: Every | None
     checkpoint: Every | None
+    copies: Every | None
     stop: StopSignal
     profile: StepProfile | None
     first_loss: FirstLoss
-    agreement: _Agreement
+    agreement: Agreement
     in_flight: collections.deque[tuple[int, Any, Scalars]] = dataclasses.field(default_factory=collections.deque)
     stopped_by: signal.Signals | None = None
     val_loss: float | None = None
@@ -221,7 +223,8 @@ class _Loop:
         done = self.saved = start_step
         while done < num_steps and self.stopped_by is None:
             doing(stall.DATA)
-            batch = self._next(arriving, done)
+            with self.agreement.waiting("data"):
+                batch = self._next(arriving, done)
             doing(stall.STEP)
             if batch is None:
                 break
@@ -286,7 +289,7 @@ class _Loop:
             step_done(step)
             note(step=step)
             doing(stall.OTHER)
-            scalars |= self.meter.done(step)
+            scalars |= {**self.meter.done(step), **self.agreement.slowest}
             if self.tracker is not None:
                 self.tracker.log(step, scalars)
             self._check_finite(step, batch, scalars)
@@ -298,7 +301,8 @@ class _Loop:
         self._ask(step, is_idle=evaluates or saves)
         if self.profile is not None and self.profile.is_recording and step == self.profile.steps[-1]:
             self._idle(then=self.profile.end)
-        if not (evaluates or saves or self.stopped_by):
+        copies = self.copies is not None and step < last and self.copies.is_due(step, last)
+        if not (evaluates or saves or copies or self.stopped_by):
             return
         self._wait(in_flight=0)
         if self.stopped_by is not None:  # whoever asked may not wait for an evaluation
@@ -311,16 +315,24 @@ class _Loop:
             if self.tracker is not None:
                 self.tracker.log(step, {"val_loss": val_loss})
         # After the evaluation: whoever continues from here finds its result in the record.
+        if copies and self.stopped_by is None:
+            self._do_saving(self.copies, step)
         if saves and self.stopped_by is None:
             self._save(step)
-        self.meter.pause()
+        if evaluates or saves:
+            self.meter.pause()
 
     def _save(self, step: int) -> None:
         if self.checkpoint is not None:
-            doing(stall.SAVE)
-            self.checkpoint.do(step)
-            doing(stall.OTHER)
+            self._do_saving(self.checkpoint, step)
             self.saved = step
+
+    def _do_saving(self, what: Every | None, step: int) -> None:
+        assert what is not None
+        doing(stall.SAVE)
+        with self.agreement.waiting("save"):
+            what.do(step)
+        doing(stall.OTHER)
 
     def _check_finite(self, step: int, batch: Any, scalars: dict[str, float]) -> None:
         wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}
@@ -328,45 +340,6 @@ class _Loop:
             self.is_updated = True
         elif scalars.get("loss_scale", 0) <= 1:  # above, the step was skipped and the next has a smaller scale
             raise self.first_loss(step, batch, wrong) if not self.is_updated else _diverged(step, wrong)
-
-
-class _Agreement:
-    """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
-
-    A signal reaches the processes at different times, or only one of them. So they ask one another, every 0.1 s or as
-    seldom as keeps it below a tenth of the time, and wherever the devices are idle anyway. After how many steps follows
-    from what all of them said the last time, and is the same for all.
-
-    Args:
-        mesh: the devices of all processes.
-
-    Attributes:
-        alone: whether there is one process, which has nobody to ask.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.alone = num_processes(mesh) == 1
-        self._last: tuple[int, float] | None = None  # step and time
-        self._took_s = 0.0
-        self._due = 0
-
-    def begin(self) -> None:
-        """Waits for all before the first step: they may still compile, and gloo's first meeting fails after 30 s."""
-        if not self.alone:
-            exchange("first step", None)
-
-    def asked(self, received: signal.Signals | None, step: int, *, is_idle: bool = False) -> signal.Signals | None:
-        """The signal that ends the run after a step. All processes call it after each step."""
-        if self.alone or (step < self._due and not is_idle):
-            return received if self.alone else None
-        begin_s, step_s = time.monotonic(), math.inf
-        if self._last is not None and step > self._last[0]:
-            step_s = max(1e-6, begin_s - self._last[1]) / (step - self._last[0])
-        numbers, steps_s, took_s = zip(*exchange("stop", [received or 0, step_s, self._took_s]), strict=True)
-        self._last, self._took_s = (step, time.monotonic()), time.monotonic() - begin_s
-        # Who came last to the meeting has waited least: that time is what it costs.
-        self._due = step + max(1, int(max(_ASK_EVERY_S, min(took_s) / _ASK_SHARE) / max(steps_s)))
-        return signal.Signals(max(numbers)) if any(numbers) else None
 
 
 def unexplained(step: int, batch: Any, wrong: Mapping[str, float]) -> RunError:

@@ -150,6 +150,10 @@ class Progress:
             fields.append(f"MFU {scalars['mfu']:.1%}")
         if "peak_bytes" in scalars:
             fields.append(f"peak {human_bytes(scalars['peak_bytes'])}{self._peak}")
+        if "slow_process" in scalars:
+            part = max(("data", "save", "step"), key=lambda part: scalars[f"slow_{part}_s"])
+            slow = f"process {scalars['slow_process']:.0f}, +{duration(scalars['slow_s'])}/step"
+            fields.append(f"slowest: {slow}, {part}")
         return fields
 
     def _show(self) -> None:

@@ -163,7 +163,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         RunError: a line before the last one is damaged.
     """
-    return [record for _, record in _records(Path(path))]
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of `read_metrics`, one by one."""
+    return (record for _, record in _records(Path(path)))
 
 
 def _number(value: Any) -> int | float | None:

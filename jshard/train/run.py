@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jshard import launch
@@ -26,24 +23,23 @@ from jshard._processes import is_primary
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
-from jshard.errors import RunError
+from jshard.errors import FourPartError, RunError
 from jshard.launch import StopSignal, stall
 from jshard.plans.plan import plan
-from jshard.recipes.building import batch_like, check_source
+from jshard.recipes.building import abstract_state, batch_like, check_source
 from jshard.recipes.loss_scale import loss_scale_of
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes
+from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
+from jshard.train.memory_copies import MemoryCopies
 from jshard.train.progress import Meter, Progress, StepProfile, check_profile, left_to_profile
 from jshard.train.records import Jsonl, Tracker, Trackers, check_names, open_trackers, plot_loss
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunRecord
-
-_PROGRAMS = "jax_compilation_cache_dir"
-_WORTH_S = 0.1  # programs that take longer are kept; JAX keeps those of a second
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +73,7 @@ def run_recipe(
     profile: range | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     init_from: Path | None = None,
+    keep_in_memory: int | None = None,
     programs: str | None = None,
     watch: launch.StallWatch | None = None,
     say: Callable[[str], object] = print,
@@ -103,6 +100,7 @@ def run_recipe(
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
+        keep_in_memory: steps from one copy of the state in the memory of the supervisors to the next; None for none.
         programs: the folder that keeps compiled programs; "beside" for one beside `out`, "none" to compile anew. By
             default as JAX is set.
         watch: ends this process, or has its supervisor end the run, when it makes no progress, or does not stop in
@@ -129,12 +127,15 @@ def run_recipe(
     if init_from is not None and not (resume and steps_in(series)):
         check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
+    copies = None
+    if keep_in_memory is not None:
+        copies = MemoryCopies(keep_in_memory, abstract_state(model_file, recipe, mesh), say)
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
         if programs is not None:
-            say(_keep_programs(Path(out).parent, programs))
+            say(keep_programs(Path(out).parent, programs))
         stop = StopSignal()
         job = _Job(
             model_file=model_file,
@@ -142,7 +143,7 @@ def run_recipe(
             mesh=mesh,
             data=data,
             folder=folder,
-            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say),
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies),
             say=say,
             stop=stop,
             watch=watch,
@@ -193,11 +194,21 @@ class _Job:
                         asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
                         self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
                 sample = self._sample(model, fitted)
-            return self._finish(sample, fitted)
+            finished = self._finish(sample, fitted)
+            self.folder.ended("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
+            self._say_attempts()
+            return finished
         except Exception as error:
+            if isinstance(error, FourPartError):  # else a process may be lost, and the supervisor knows which
+                with contextlib.suppress(FourPartError):
+                    self.folder.ended(f"{type(error).__name__}: {error.what}")
             if self.checkpoints.is_begun:
                 error.add_note(self.checkpoints.how_to_go_on())
             raise
+
+    def _say_attempts(self) -> None:
+        if (line := self.folder.said_of_attempts()) is not None:
+            self.say(line)
 
     def _watching(self) -> contextlib.AbstractContextManager[object]:
         if self.watch is None:
@@ -214,6 +225,7 @@ class _Job:
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
         self.folder.started(step=start_step, mesh=self.mesh)
+        self._say_attempts()
         self.checkpoints.is_begun = True
         like = batch_like(self.data, self.recipe.batch_size, self.mesh)
         how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
@@ -235,6 +247,7 @@ class _Job:
             checkpoints.worth(done, val_loss)
             return val_loss
 
+        self.folder.trains()
         try:
             with checkpoints:  # whatever comes, a save at work comes to its end
                 fitted = fit(
@@ -250,6 +263,7 @@ class _Job:
                         do=lambda done: checkpoints.save(step, done),
                         check=checkpoints.check,
                     ),
+                    copies=checkpoints.every_copy(step),
                     stop=self.stop,
                     profile=profile,
                     first_loss=functools.partial(self._first_loss, step, start_step),
@@ -347,23 +361,6 @@ class _Timed(Jsonl):
 def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:
     rows = local_rows(batch_size, mesh)
     return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
-
-
-def _keep_programs(beside: Path, given: str) -> str:
-    """Has JAX keep compiled programs on the disk, for a run that is started again; where, in a line."""
-    if given == "beside" and (folder := jax.config.values[_PROGRAMS]):
-        return f"compiled programs: {folder}"
-    folder = None
-    if given != "none":
-        # Programs for a CPU hold instructions that another one may not have: a folder for each machine.
-        kind = f"cpu-{platform.node()}" if jax.default_backend() == "cpu" else jax.default_backend()
-        folder = str((beside / ".compiled" if given == "beside" else Path(given)) / kind)
-        with contextlib.suppress(OSError):  # JAX warns where it cannot write
-            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_S)
-    jax.config.update(_PROGRAMS, folder)
-    compilation_cache.reset_cache()
-    return f"compiled programs: {folder}" if folder else "compiled programs are not kept (--compile-cache none)"
 
 
 def _check_vocabulary(recipe: Recipe, data: Data) -> None:

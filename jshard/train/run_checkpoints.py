@@ -18,6 +18,8 @@ from jshard.recipes.building import create, create_from, new_model, restore
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import TrainStep
+from jshard.train.loop import Every
+from jshard.train.memory_copies import MemoryCopies
 from jshard.train.records import keep_on_disk
 from jshard.train.run_folder import RunFolder
 
@@ -38,11 +40,14 @@ class RunCheckpoints:
         mesh: Mesh,
         folder: RunFolder,
         say: Callable[[str], object],
+        *,
+        copies: MemoryCopies | None = None,
     ) -> None:
         self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._val_losses: dict[int, float] = {}  # the last one, by its step
         self._newest: Place | None = None  # known without a look at the disk
+        self._copies, self._is_from_memory = copies, False
         self.is_begun = False
 
     def __enter__(self) -> RunCheckpoints:
@@ -50,6 +55,8 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self._copies is not None and kind is None:
+            self._copies.close()
         self._series.__exit__(kind, *error)
         if kind is None:
             self._note()
@@ -68,6 +75,11 @@ class RunCheckpoints:
                 why=f"the newest is of step {latest}; a new run would go on from it, and delete the older ones.",
                 do="name an address that is empty; or resume that run: --out FOLDER --resume",
             )
+        if (found := self._from_memory(newer_than=latest)) is not None:
+            self._series.set_aside_newer(found[2])
+            self._say(f"resumed from the copy in memory of step {found[2]}; the newest checkpoint: {latest}")
+            launch.note(step=found[2])
+            return found
         if latest is None:
             self._series.set_aside_newer(-1)  # what was copied by half would hinder a save
             return *self._new(init_from), 0
@@ -94,6 +106,8 @@ class RunCheckpoints:
     def model_before(self, start_step: int, init_from: Path | None) -> tuple[nnx.Module, str]:
         """The model once more as `state` gave it, and where its parameters are from."""
         where = self._model_file, self._recipe, self._mesh
+        if self._is_from_memory and (found := self._from_memory(newer_than=start_step - 1)) is not None:
+            return found[0], f"as in the copy in memory of step {start_step}"
         if start_step:
             return restore(*where, self._series, start_step)[0], f"as in {self._path(start_step)}"
         if init_from is not None:
@@ -113,6 +127,15 @@ class RunCheckpoints:
         self.wait()  # for the one before
         self._series.save_async(done, state, metrics=metrics)
         self._note()
+
+    def every_copy(self, step: TrainStep) -> Every | None:
+        """When the state is copied to the memory of the supervisors, and how; None where it is not."""
+        if (copies := self._copies) is None:
+            return None
+        # Whoever goes on from a copy finds the record of the steps before it.
+        before = (lambda: keep_on_disk(self._folder.metrics)) if self._folder.is_primary else (lambda: None)
+        state = lambda done: {"model": step.model, "optimizer": step.optimizer, "step": done}
+        return Every(steps=copies.every, do=lambda done: copies.keep(state(done), done, before=before))
 
     def check(self) -> None:
         """Raises what went wrong with a save in the background."""
@@ -138,6 +161,14 @@ class RunCheckpoints:
         if path is None:
             return f"no checkpoint was saved yet; --out {self._folder.path} --resume begins at the first step."
         return f"last good checkpoint: {path}; --out {self._folder.path} --resume goes on from it."
+
+    def _from_memory(self, *, newer_than: int | None) -> State | None:
+        """The state of a copy in memory that is newer than the checkpoints; None where there is none."""
+        if self._copies is None or not self._folder.is_resumed:
+            return None
+        state = self._copies.restore(newer_than=newer_than)
+        self._is_from_memory = state is not None
+        return None if state is None else (state["model"], state["optimizer"], int(state["step"]))
 
     def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
         if init_from is None:

@@ -32,6 +32,7 @@ from jshard.checkpoint.lookup import place_of
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
+from jshard.train import attempts
 from jshard.train.run_record import RunLock, RunRecord, check_agree
 
 _RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
@@ -63,6 +64,7 @@ class RunFolder:
         self.config, self._record = record.recipe, record
         self.notices, self._batch_sizes = list[str](), list[tuple[int, int]]()
         self._lock: RunLock | None = None
+        self._attempts = list[attempts.Attempt]()
 
     @classmethod
     def open(cls, path: str | Path, record: RunRecord, *, resume: bool = False) -> RunFolder:
@@ -137,6 +139,27 @@ class RunFolder:
         stored = _read(self.path)
         with _writing(self.path):
             _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
+        known = launch.of_this_attempt()
+        self._note(attempts.begin(stored.get("attempts", ()), self.metrics, step=step, known=known))
+
+    def trains(self) -> None:
+        """Notes in run.json that the first step of this start may begin."""
+        if self._attempts:
+            self._note(attempts.ready(self._attempts))
+
+    def ended(self, cause: str) -> None:
+        """Notes in run.json how this start has ended."""
+        if self._attempts:
+            self._note(attempts.end(self._attempts, self.metrics, cause=cause))
+
+    def said_of_attempts(self) -> str | None:
+        """What the attempts of the run have come to, in a line; None for a single one."""
+        return attempts.describe(self._attempts) if len(self._attempts) > 1 else None
+
+    def _note(self, found: list[attempts.Attempt]) -> None:
+        self._attempts = found
+        with _writing(self.path):
+            _write(self.path, _read(self.path) | {"attempts": found, "ettr": attempts.ettr(found)})
 
     def close(self) -> None:
         """Lets others have the folder."""
@@ -208,7 +231,7 @@ class RunFolder:
     def _take_up(self, record: RunRecord, token: str) -> None:
         where = str(self.path / _RECORD)
         # After a loss the process that held it may be frozen, or on a machine that is cut off, and is yet to be ended.
-        RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.is_restarted() else 0.0)
+        RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.of_this_attempt() else 0.0)
         stored = _read(self.path)
         self.notices += record.check_continues(stored, where=where)
         self._batch_sizes = _batch_sizes(stored)

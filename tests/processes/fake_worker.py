@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 process = os.environ["JAX_PROCESS_ID"]
-attempt = int(os.environ.get("JSHARD_ATTEMPT", "1"))
+attempt = json.loads(os.environ.get("JSHARD_ATTEMPT", "{}")).get("attempt", 1)
 actions = json.loads(sys.argv[1]).get(process, "wait").split(" then ")
 action = actions[min(attempt, len(actions)) - 1]
 reports = int(os.environ["JSHARD_REPORT_FD"])

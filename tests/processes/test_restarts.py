@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,16 +10,22 @@ import sys
 
 import pytest
 
+import jshard as js
 from jshard import launch
+from jshard.cli._arguments import TrainArgs
+from jshard.cli.train import restarts_of, shrunk
 from tests.processes.launching import HERE, children, fake, gone, plain, until
 
 QUICK = launch.Deadlines(grace_s=0.5)
 
 
+def restarts(most, *extra, **actions):
+    return launch.Restarts(most=most, command=lambda folder, mesh: fake(*extra, **actions))
+
+
 def supervised(most, *, processes=2, **actions):
     command = fake(**actions)
-    settings = {"max_restarts": most, "resumed": lambda folder: command}
-    return launch.supervise(command, processes=processes, deadlines=QUICK, **settings)
+    return launch.supervise(command, processes=processes, deadlines=QUICK, restarts=restarts(most, **actions))
 
 
 def test_a_run_goes_on_after_each_loss(capfd):
@@ -56,6 +63,56 @@ def test_attempts_that_come_nowhere_end_the_run(capfd):
 def test_a_failure_with_a_reason_would_come_again(capfd, action, code):
     assert supervised(3, p1=action) == code
     assert "restarts left" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "of", "expected"),
+    [
+        ({"fsdp": 8}, 3, 4, {"replica": 1, "fsdp": 6}),
+        ({"replica": 4, "fsdp": 2}, 3, 4, {"replica": 3, "fsdp": 2}),
+        ({"replica": 2, "fsdp": 4}, 3, 4, {"replica": 2, "fsdp": 3}),
+        ({"fsdp": 4, "tensor": 2}, 3, 4, {"replica": 1, "fsdp": 3, "tensor": 2}),
+        ({"fsdp": 1, "tensor": 8}, 3, 4, None),
+        ({"fsdp": 6}, 3, 4, None),  # 6 devices of 4 processes
+    ],
+)
+def test_data_axes_shrink_with_the_processes(mesh, processes, of, expected):
+    assert shrunk(mesh, processes=processes, of=of) == expected
+
+
+PLACE = launch.Cluster(kind="slurm", coordinator="a:1000", num_processes=4, process_id=1, variables={})
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster", "reported"),
+    [
+        ({"max_restarts": -1}, None, "The restarts make no sense."),
+        ({"min_processes": 2}, PLACE, "The restarts make no sense."),
+        ({"max_restarts": 1, "min_processes": 2}, None, "on a cluster alone"),
+        ({"max_restarts": 1, "min_processes": 2, "mesh": "fsdp=4"}, PLACE, "--min-processes 3"),
+        ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "more than half go on"),
+        ({"max_restarts": 1, "min_processes": 3}, PLACE, "name all degrees"),
+        ({"max_restarts": 1, "min_processes": 3, "mesh": "fsdp=4", "auto": True}, PLACE, "--auto"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(options, cluster, reported):
+    with pytest.raises(js.ShardingError) as info:
+        restarts_of(TrainArgs(model="gpt", **options), [], cluster)
+    assert reported in str(info.value)
+
+
+def test_the_counts_that_work_are_named_and_the_others_too(capfd, monkeypatch):
+    monkeypatch.setattr("jshard.cli.train._batch", lambda argv: (12, 1))
+    place = launch.Cluster(kind="slurm", coordinator="a:1000", num_processes=8, process_id=0, variables={})
+    found = restarts_of(TrainArgs(model="gpt", max_restarts=1, min_processes=5, mesh="fsdp=8"), [], place)
+    assert found is not None and found.meshes == {6: "fsdp=6"}
+    assert [found.usable(came, 8) for came in (8, 7, 6, 5)] == [8, 6, 6, 0]
+    err = capfd.readouterr().err
+    assert "7 processes cannot go on: 12 sequences over 7 data shards" in err
+    assert "6 processes can go on: --mesh fsdp=6" in err
+    words = found.command("runs/a", "fsdp=6")
+    assert re.search(r"--mesh fsdp=6 .*--out runs/a .*--resume$", " ".join(words))
+    assert "--resume" not in found.command(None, None)
 
 
 # A cluster: a supervisor per process, each in a process of its own, all on this machine.
@@ -124,7 +181,7 @@ def test_a_killed_worker_of_a_cluster_starts_all_again(lost):
             cluster.reads(process, f"process {process} is up")
         cluster.kill(lost, worker=True)
         for process in range(3):
-            assert "attempt 2, of 3, folder=runs/a" in cluster.reads(process, f"process {process} is up")
+            assert "attempt 2, of 3, folder=runs/a mesh=None" in cluster.reads(process, f"process {process} is up")
         codes, err = cluster.ends()
     assert set(codes.values()) == {0}
     assert "with 3 processes; restarts left: 2." in err[0] and err[1] == err[2] == ""
@@ -143,14 +200,32 @@ def test_a_supervisor_that_is_started_anew_joins_again(lost):
     assert set(codes.values()) == {0} and "restarts left: 2." in err[0]
 
 
-def test_a_run_whose_process_0_does_not_come_back_ends():
-    with ClusterOf(2, {}, init_s=6.0) as cluster:
-        for process in range(2):
+def test_fewer_go_on_without_process_0_and_all_again_when_it_is_back():
+    actions = {0: "wait then wait then done", 1: "wait then wait then done", 2: "wait then wait then done"}
+    with ClusterOf(3, actions, meshes={2: "fsdp=4"}, wait_s=3.0) as cluster:
+        for process in range(3):
             cluster.reads(process, f"process {process} is up")
         cluster.kill(0)
-        code = cluster.processes[1].wait(timeout=300)
-        err = cluster.processes[1].stderr.read()
-    assert code == 75 and "Process 0 cannot be reached." in err
+        # The lowest that is left leads; ids go from 0 again.
+        assert "attempt 2, of 2, folder=runs/a mesh=fsdp=4" in cluster.reads(1, "process 0 is up")
+        assert "attempt 2, of 2, folder=runs/a mesh=fsdp=4" in cluster.reads(2, "process 1 is up")
+        cluster.start(0)
+        cluster.kill(2, worker=True)
+        for process in range(3):
+            assert "attempt 3, of 3, folder=runs/a mesh=None" in cluster.reads(process, f"process {process} is up")
+        codes, _ = cluster.ends()
+    assert set(codes.values()) == {0}
+
+
+def test_a_part_that_is_too_small_does_not_go_on():
+    with ClusterOf(3, {}, meshes={2: "fsdp=4"}, wait_s=1.0, init_s=6.0) as cluster:
+        for process in range(3):
+            cluster.reads(process, f"process {process} is up")
+        cluster.kill(0)
+        cluster.kill(1)
+        code = cluster.processes[2].wait(timeout=300)
+        err = cluster.processes[2].stderr.read()
+    assert code == 75 and "2 of 3 processes did not come: 0, 1." in err
 
 
 def test_a_failure_with_a_reason_ends_the_whole_cluster():

@@ -18,7 +18,7 @@ from jshard import launch
 from jshard.errors import RunError
 from jshard.launch import cluster, rendezvous
 from jshard.launch.peers import Link, Peers, close_all
-from jshard.launch.rendezvous import History
+from jshard.launch.restarts import History
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
 HOST = socket.gethostname()
@@ -301,7 +301,7 @@ def test_a_hello_with_another_token_is_refused_and_ends_no_run(ports, capfd, mon
         threading.Thread(target=come).start()
         begun = time.monotonic()
         assert call.meet(History(left=0), stopped=lambda: bool(refused) or time.monotonic() - begun > 60) is None
-        assert call.refused
+        assert call.door.refused
     assert "another token" in str(refused[0])
     assert capfd.readouterr().err.startswith(f"port {ports[1]}: a hello with another token refused, from 127.0.0.1\n")
     results = gather(place(ports, 0), place(ports, 1))
@@ -312,11 +312,11 @@ def test_a_hello_with_another_token_is_refused_and_ends_no_run(ports, capfd, mon
 def test_a_hello_is_of_no_use_a_second_time(ports):
     """Who has heard one cannot say it again: the number that it proves is another one."""
     with contextlib.closing(rendezvous.RollCall(place(ports, 0), DEADLINES)) as call:
-        hello = {"process": 1, "of": 2, "at": "x", "host": "h", "waited_s": 0.0, "nonce": "n"}
+        hello = {"process": 1, "of": 2, "at": "x", "host": "h", "port": 0, "waited_s": 0.0, "nonce": "n"}
         message = {"hello": hello, "history": dataclasses.asdict(History(left=0))}
         with socket.create_connection(("127.0.0.1", ports[1])) as again:
             again.sendall(json.dumps(cluster.signed(message, call.token, "an earlier number")).encode() + b"\n")
-            assert call.meet(History(left=0), stopped=lambda: call.refused == 1) is None
+            assert call.meet(History(left=0), stopped=lambda: call.door.refused == 1) is None
 
 
 def test_the_token_is_a_secret_where_it_is_given():

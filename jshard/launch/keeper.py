@@ -1,0 +1,294 @@
+"""The keeper: a store in the memory of a supervisor, where workers leave copies that outlive them.
+
+A *part* is what one process leaves of the state after a step: bytes, which the keeper does not look into. It is there
+once all of it has come, so that a worker that dies in the middle leaves nothing. Workers write and read over TCP, also
+those of other machines: a line of JSON with the keeper's token and one request, and after a put its bytes.
+
+    {"put": part, "bytes": n, "beside": [run, step]}, n bytes   of its process, only that part stays beside the new one
+    {"read": part, "begin": i, "bytes": n}                      -> {"bytes": n}, n bytes
+    {"list": 1}                                                 -> {"parts": [part, ...], "held_bytes": n}
+    {"forget": [run, step]}                                     drops the parts of other runs, and of steps before it
+
+What comes in is data of strangers until its token is seen: it is parsed as JSON, and never executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import mmap
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jshard.launch.cluster import Cluster
+
+ADDRESS, TOKEN = "JSHARD_KEEPER", "JSHARD_KEEPER_TOKEN"
+"""The environment variables by which a worker finds the keeper of its supervisor."""
+
+_LINE_BYTES, _ANSWER_BYTES = 16384, 1 << 20
+_HELLO_S, _IDLE_S = 10.0, 600.0  # a connection may be silent for so long: before its token was seen, and after
+_CONNECTIONS = 1024
+_ANSWER_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class KeptPart:
+    """The name of a part.
+
+    Attributes:
+        run: a word for one start of the workers: parts of one copy have the same.
+        step: of the state.
+        process: whose part it is.
+        of: how many processes have one.
+    """
+
+    run: str
+    step: int
+    process: int
+    of: int
+
+    @classmethod
+    def parse(cls, value: Any) -> KeptPart:
+        """From the network; a ValueError if it is none."""
+        if not (isinstance(value, list) and [type(field) for field in value] == [str, int, int, int]):
+            raise ValueError("no name of a part")
+        return cls(*value)
+
+
+class Keeper:
+    """A store that listens, in threads of its own, until it is closed: then all parts are gone.
+
+    Args:
+        place: of this process; None where all processes are on this machine.
+
+    Attributes:
+        environ: the variables that a worker needs.
+    """
+
+    def __init__(self, place: Cluster | None = None) -> None:
+        host = known = "127.0.0.1" if place is None else _own_address(place)
+        if place is not None and _is_loopback(host) and not _is_loopback(place.host):
+            # On its own machine the name of process 0's stands for the loopback, and elsewhere for an address.
+            host, known = "", place.host
+        self._server = _Server(host, secrets.token_hex(16))
+        self.environ = {ADDRESS: f"{known}:{self._server.server_address[1]}", TOKEN: self._server.token}
+        threading.Thread(target=self._server.serve_forever, daemon=True, name="jshard-keeper").start()
+
+    def close(self) -> None:
+        """Lets go of everything."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._server.forget_all()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class KeeperClient:
+    """A keeper as workers see it; connects when it is needed. Threads may share it.
+
+    All methods raise an OSError where the keeper is gone, or refuses.
+
+    Args:
+        address: host:port.
+        token: of that keeper.
+    """
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address, self.token = address, token
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_supervisor(cls, environ: Mapping[str, str]) -> KeeperClient | None:
+        """That of the supervisor which started this process; None if it has none."""
+        return cls(environ[ADDRESS], environ[TOKEN]) if ADDRESS in environ and TOKEN in environ else None
+
+    def put(self, part: KeptPart, pieces: Sequence[memoryview], *, beside: tuple[str, int] | None) -> None:
+        """Leaves a part.
+
+        Args:
+            part: its name.
+            pieces: its bytes.
+            beside: run and step of the one part of the same process that stays, too.
+        """
+        size = sum(piece.nbytes for piece in pieces)
+        self._ask({"put": dataclasses.astuple(part), "bytes": size, "beside": beside}, pieces)
+
+    def read(self, part: KeptPart, begin: int, size: int) -> bytearray:
+        """Some of the bytes of a part."""
+        return self._ask({"read": dataclasses.astuple(part), "begin": begin, "bytes": size})[1]
+
+    def parts(self) -> tuple[list[KeptPart], int]:
+        """The parts that are there, and the bytes of all."""
+        answer, _ = self._ask({"list": 1})
+        return [KeptPart.parse(part) for part in answer["parts"]], answer["held_bytes"]
+
+    def forget_before(self, run: str, step: int) -> None:
+        """Makes room: parts of other runs, and of steps before this one, are not needed any more."""
+        self._ask({"forget": [run, step]})
+
+    def close(self) -> None:
+        """Ends the connection."""
+        with self._lock:
+            self._disconnect()
+
+    def _ask(self, request: dict[str, Any], pieces: Sequence[memoryview] = ()) -> tuple[dict[str, Any], bytearray]:
+        with self._lock:
+            try:
+                return self._answer(request, pieces)
+            except (OSError, ValueError) as error:
+                self._disconnect()
+                reason = getattr(error, "strerror", None) or str(error)
+                raise ConnectionError(f"the keeper at {self.address}: {reason}") from error
+
+    def _answer(self, request: dict[str, Any], pieces: Sequence[memoryview]) -> tuple[dict[str, Any], bytearray]:
+        if self._socket is None:
+            host, _, port = self.address.rpartition(":")
+            self._socket = socket.create_connection((host, int(port)), timeout=_ANSWER_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._file = self._socket.makefile("rb")
+        self._socket.sendall(json.dumps({"token": self.token, **request}).encode() + b"\n")
+        for piece in pieces:
+            self._socket.sendall(piece)
+        answer = json.loads(self._file.readline(_ANSWER_BYTES) or b"{}")
+        if not isinstance(answer, dict) or "error" in answer or not answer:
+            raise ConnectionError(str(answer["error"]) if answer else "it has gone")
+        data = bytearray(request["bytes"] if "read" in request else 0)
+        if self._file.readinto(data) != len(data):
+            raise ConnectionError("it has gone")
+        return answer, data
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._file.close()
+            self._socket.close()
+            self._socket = None
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """The parts, and the threads that take and give them."""
+
+    daemon_threads, allow_reuse_address, request_queue_size = True, True, 1024
+
+    def __init__(self, host: str, token: str) -> None:
+        self.token = token
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.parts: dict[KeptPart, mmap.mmap] = {}
+        self.lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        super().__init__((host, 0), _Visit)
+
+    def put(self, part: KeptPart, size: int, beside: Any) -> mmap.mmap:
+        """Room for a part; of its process, one other stays."""
+        self._drop(lambda old: old.process == part.process and [old.run, old.step] != beside)
+        return mmap.mmap(-1, max(size, 1))  # its own memory: given back as soon as it is dropped
+
+    def forget(self, run: str, step: int) -> None:
+        self._drop(lambda old: old.run != run or old.step < step)
+
+    def forget_all(self) -> None:
+        self._drop(lambda old: True)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A visitor who leaves in the middle, or talks nonsense, is no event."""
+
+    def _drop(self, is_old: Any) -> None:
+        with self.lock:
+            # Somebody may be reading it: the memory goes with the last who holds it.
+            self.parts = {part: data for part, data in self.parts.items() if not is_old(part)}
+
+
+class _Visit(socketserver.StreamRequestHandler):
+    """One connection."""
+
+    timeout, disable_nagle_algorithm = _HELLO_S, True
+    server: _Server
+    _is_over = False
+
+    def handle(self) -> None:
+        for request in self._requests():
+            self._reply(*self._answered(request))  # no name for the data: it would keep them until the next request
+
+    def _requests(self) -> Iterator[dict[str, Any]]:
+        while not self._is_over and (line := self.rfile.readline(_LINE_BYTES)):
+            request = json.loads(line)
+            token = request.get("token") if isinstance(request, dict) else None
+            if not (isinstance(token, str) and hmac.compare_digest(token.encode(), self.server.token.encode())):
+                return
+            self.connection.settimeout(_IDLE_S)
+            yield request
+
+    def _answered(self, request: dict[str, Any]) -> tuple[dict[str, Any], memoryview | None]:
+        try:
+            return self._answer(request)
+        except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            self._is_over = True  # what is left of the request would be taken for the next
+            return {"error": f"{type(error).__name__}: {error}"}, None
+
+    def _answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], memoryview | None]:
+        server = self.server
+        if "put" in request:
+            part, size = KeptPart.parse(request["put"]), int(request["bytes"])
+            try:
+                held = server.put(part, size, request["beside"])
+            except OSError as error:
+                raise MemoryError(f"no room for {size} bytes: {error.strerror}") from error
+            if self.rfile.readinto(memoryview(held)[:size]) != size:
+                raise ValueError("the part is cut off")
+            with server.lock:
+                server.parts[part] = held
+            return {"kept": size}, None
+        if "read" in request:
+            begin, size = int(request["begin"]), int(request["bytes"])
+            with server.lock:
+                view = memoryview(server.parts[KeptPart.parse(request["read"])])
+            if not 0 <= begin <= begin + size <= len(view):
+                raise ValueError("beyond the end of the part")
+            return {"bytes": size}, view[begin : begin + size]
+        if "forget" in request:
+            run, step = request["forget"]
+            server.forget(run, int(step))
+            return {"kept": len(server.parts)}, None
+        with server.lock:
+            sizes = {part: len(data) for part, data in server.parts.items()}
+        return {"parts": list(map(dataclasses.astuple, sizes)), "held_bytes": sum(sizes.values())}, None
+
+    def _reply(self, answer: dict[str, Any], data: memoryview | None = None) -> None:
+        with contextlib.suppress(OSError):
+            self.wfile.write(json.dumps(answer).encode() + b"\n")
+            if data is not None:
+                self.wfile.write(data)
+
+
+def _own_address(place: Cluster) -> str:
+    """The address of this machine that the machine of process 0 sees; no packet is sent for it."""
+    family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.host, place.port))
+        return probe.getsockname()[0]
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,140 @@
+"""Whether a run that has lost a process is started again, and what its attempts have come to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jshard.errors import RunError
+from jshard.launch.cluster import RESUME
+from jshard.launch.peers import Ending
+
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_MOST_FRUITLESS = 3
+_ATTEMPT = "JSHARD_ATTEMPT"
+
+
+class NotRestarted(RunError):
+    """The run has lost a process, and too few came for it to go on now."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """How a run goes on after it has lost a process.
+
+    Args:
+        most: losses that it may have; one more ends it.
+        command: makes the command of a worker that goes on, of the run's folder and the mesh, where they are known.
+        meshes: numbers of processes that can take part, and the mesh of each, where it is another than that of all.
+            None: all have to.
+        wait_s: how long those that can go on wait for the others.
+        keeps_copies: whether the supervisors have room for copies of the state in their memory.
+    """
+
+    most: int
+    command: Callable[[str | None, str | None], Sequence[str]]
+    meshes: Mapping[int, str] | None = None
+    wait_s: float = 60.0
+    keeps_copies: bool = False
+
+    def usable(self, came: int, of: int) -> int:
+        """How many of those that came can take part; 0 if they are too few."""
+        return max((count for count in (of, *(self.meshes or ())) if count <= came), default=0)
+
+
+@dataclasses.dataclass(kw_only=True)
+class History:
+    """What the attempts at a run have come to, as one supervisor knows it.
+
+    Attributes:
+        left: losses that the run may still have.
+        attempt: number of the attempt, from 1; 0 for a supervisor that knows of none yet.
+        fruitless: attempts in a row that ended with no step and no checkpoint that was not there before.
+        step: the highest step that was reported.
+        checkpoint: the last one that was reported.
+        copy: step of the last copy in memory.
+        folder: of the run.
+        lost: what ended the attempt before.
+        lost_at: when, in seconds since 1970.
+    """
+
+    left: int
+    attempt: int = 0
+    fruitless: int = 0
+    step: int | None = None
+    checkpoint: str | None = None
+    copy: int | None = None
+    folder: str | None = None
+    lost: str | None = None
+    lost_at: float = 0.0
+
+    def note(
+        self, lost: Ending, *, step: int | None, checkpoint: str | None, copy: int | None, folder: str | None
+    ) -> None:
+        """Notes how an attempt has ended, and what its workers reported last."""
+        step = max((each for each in (lost.step, step) if each is not None), default=None)
+        checkpoint = checkpoint or lost.checkpoint
+        is_new = step is not None and step > (-1 if self.step is None else self.step)
+        is_new |= checkpoint is not None and checkpoint != self.checkpoint
+        self.fruitless = 0 if is_new else self.fruitless + 1
+        self.step = max((each for each in (self.step, step) if each is not None), default=None)
+        self.checkpoint, self.folder = checkpoint or self.checkpoint, folder or self.folder
+        self.copy = copy or self.copy
+        self.lost, self.lost_at = f"{lost.who}: {lost.how}", time.time()
+        self.left -= 1
+
+    def begin(self, others: Iterable[History] = ()) -> None:
+        """Another attempt begins: whoever leads takes what the one knows that took part in the newest of them."""
+        vars(self).update(vars(max((self, *others), key=lambda one: one.attempt)))
+        self.attempt += 1
+
+    def allows(self, lost: Ending) -> bool:
+        """Whether the run is to be started again after a loss. A failure that has a reason would have it again."""
+        return self.left > 0 and lost.run_code == RESUME
+
+    def check_worth(self) -> None:
+        """Checks that another attempt may come further than those before.
+
+        Raises:
+            RunError: too many of them came nowhere.
+        """
+        if self.fruitless >= _MOST_FRUITLESS:
+            raise RunError(
+                f"The last {self.fruitless} attempts came nowhere: the run is not started again.",
+                where=[self.lost or "no process", f"attempt {self.attempt}, {self.left} were left"],
+                why=f"none of them did a step after {self.step or 0}, or saved a checkpoint that was not there before.",
+                do="see what ended them; then the same command with --resume goes on.",
+            )
+
+    @property
+    def not_met(self) -> type[RunError]:
+        """The error of a meeting to which too few came."""
+        return RunError if self.lost is None else NotRestarted
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next attempt: longer after each that came nowhere."""
+        return min(_PAUSE_S * 2**self.fruitless, _LONGEST_PAUSE_S) if self.fruitless < _MOST_FRUITLESS else 0.0
+
+    def line(self, *, num_processes: int) -> str:
+        """What is printed when the run is started again."""
+        origins = [] if self.copy is None else [f"the copy in memory of step {self.copy}"]
+        origins += [] if self.checkpoint is None else [self.checkpoint]
+        origin = f"from {', or '.join(origins)}" if origins else "(no checkpoint was reported yet)"
+        number = f"{num_processes} process{'es' if num_processes > 1 else ''}"
+        return f"lost {self.lost}. It goes on {origin} with {number}; restarts left: {self.left}."
+
+    def environ(self) -> dict[str, str]:
+        """What a worker is to know of it."""
+        if self.lost is None:
+            return {}
+        return {_ATTEMPT: json.dumps({"attempt": self.attempt, "cause": self.lost, "ended_at": self.lost_at})}
+
+
+def of_this_attempt(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What a worker knows of the attempt before: "attempt", "cause" and "ended_at"; empty in the first one."""
+    return json.loads(environ.get(_ATTEMPT, "{}"))
