@@ -4,7 +4,9 @@ A step is stood in for by a program that costs nothing; the real one is tested i
 """
 
 import contextlib
+import io
 import os
+import re
 import signal
 import time
 
@@ -15,8 +17,10 @@ import pytest
 import jshard as js
 from jshard.errors import RunError
 from jshard.train import Every, Meter, StopSignal, fit, to_devices
-from jshard.train import loop as loop_module
+from jshard.train import agreement as agreement_module
+from jshard.train.agreement import Agreement
 from jshard.train.loop import Fitted
+from jshard.train.progress import Progress
 
 MESH = js.mesh()
 
@@ -176,15 +180,15 @@ def test_a_second_signal_a_second_later_ends_the_program_unless_a_supervisor_dec
 def test_all_processes_meet_before_the_first_step(monkeypatch):
     """The second one compiles for long: gloo, which connects them in the first collective, waits for it 30 s only."""
     met = []
-    monkeypatch.setattr(loop_module, "num_processes", lambda mesh: 2)
-    monkeypatch.setattr(loop_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
+    monkeypatch.setattr(agreement_module, "num_processes", lambda mesh: 2)
+    monkeypatch.setattr(agreement_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
     run(4, start_step=2, on_log=lambda entry: met.append(entry) if entry.startswith("start") else None)
     assert met[:2] == ["first step", "start 1"] and met.count("first step") == 1
 
 
 def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is_dear(monkeypatch):
     """The second process computes as long, and is sent the signal after step 70."""
-    agreement, now_s, asked_at = loop_module._Agreement(MESH), [0.0], []
+    agreement, now_s, asked_at = Agreement(MESH), [0.0], []
     agreement.alone = False
 
     def exchange(topic, mine):
@@ -192,7 +196,7 @@ def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is
         now_s[0] += 0.02  # the other one waits as long
         return [mine, [signal.SIGTERM if step > 70 else 0, *mine[1:]]]
 
-    monkeypatch.setattr(loop_module, "exchange", exchange)
+    monkeypatch.setattr(agreement_module, "exchange", exchange)
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     for step in range(1, 200):
         now_s[0] += 0.01
@@ -203,6 +207,31 @@ def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is
     assert apart[0] == 1 and all(19 <= steps <= 21 for steps in apart[1:])  # 0.02 s: a tenth of 20 steps
     step += 1
     assert agreement.asked(None, step) is None and agreement.asked(None, step, is_idle=True) == signal.SIGTERM
+    assert agreement.slowest == {}
+
+
+@pytest.mark.parametrize("part", ["data", "step"])
+def test_the_slowest_process_is_named(monkeypatch, part):
+    """The second process waits 5 ms per step for its data, or comes 5 ms late to every meeting."""
+    agreement, now_s, before, step = Agreement(MESH), [0.0], {"took_s": 0.0, "step": 0}, 0
+    agreement.alone = False
+
+    def exchange(topic, mine):
+        now_s[0] += 0.02
+        data_s = 0.005 * max(1, step - before["step"]) if part == "data" else 0.0
+        theirs = [*mine[:2], before["took_s"], data_s, 0.0]
+        before.update(took_s=0.015 if part == "step" else 0.02, step=step)
+        return [mine, theirs]
+
+    monkeypatch.setattr(agreement_module, "exchange", exchange)
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    for step in range(1, 300):
+        now_s[0] += 0.01
+        assert agreement.asked(None, step) is None
+    found = agreement.slowest
+    assert found["slow_process"] == 1 and found["slow_s"] == found[f"slow_{part}_s"] == pytest.approx(0.005, rel=0.1)
+    line = Progress(300, stream=io.StringIO())._describe(299, {"loss": 1.0, "step_s": 0.01, **found})[-1]
+    assert re.fullmatch(rf"slowest: process 1, \+[45](\.\d+)? ms/step, {part}", line), line
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
