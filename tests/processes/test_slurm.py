@@ -159,6 +159,13 @@ def test_a_preempted_job_saves_and_goes_on(cluster, submit):
     job.goes_on()
 
 
+def test_a_job_whose_time_is_up_saves_and_is_queued_again(submit):
+    job = submit("--steps", "2000", sbatch=["--time=2", "--signal=TERM@58"])
+    job.is_queued_again(begins=False)
+    assert "stopped by SIGTERM after step" in job.text()
+    job.frees_its_nodes()
+
+
 def test_a_job_with_a_killed_worker_goes_on_and_a_cancelled_one_stays_away(cluster, submit):
     job = submit()
     job.trains()
