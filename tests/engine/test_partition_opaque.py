@@ -88,13 +88,14 @@ def test_residuals_stay_on_their_shard():
         lambda q, w: attend(jnp.sin(q), q @ w),
         lambda q, w: jnp.stack([attend(q * s, q @ w) for s in (1, 2)]).sum(0),
         lambda q, w: jax.vmap(attend)(jnp.stack([q, q * 2]), jnp.stack([q @ w, q])).sum(0),
-        lambda q, w: lax.scan(lambda h, s: (attend(h, h @ w) * s, h.sum()), q, jnp.arange(1.0, 4))[0],
+        # Small numbers, as large scores magnify rounding: with those of `q`, of one device too.
+        lambda q, w: lax.scan(lambda h, s: (attend(h, h @ w) * s, h.sum()), 0.3 * q, jnp.array([0.2, 0.3, 0.4]))[0],
         lambda q, w: jax.checkpoint(lambda q: attend(jnp.sin(q), q @ w))(q),
         lambda q, w: js.per_example(jax.checkpoint(flash))(q, q @ w),
         lambda q, w: lax.cond(q.sum() > 0, attend, lambda q, k: q, q, q @ w),
     )
-    for some in (functions[:3], functions[3:4], functions[4:]):
-        found = check(lambda q, w, some=some: [fn(q, w) for fn in some], Q, K)
+    for fn in functions:
+        found = check(fn, Q, K)
         assert not whole(found)
 
 

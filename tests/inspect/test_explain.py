@@ -1,6 +1,5 @@
 """`explain` says what the plan says, tells plan from estimate, and prints on any terminal."""
 
-import contextlib
 import gc
 import io
 import json
@@ -77,16 +76,6 @@ def test_arrays_that_are_no_parameters_are_listed_and_state_of_flax_is_not():
     assert text.endswith("  averages/*  Variable float32[64, 64]  x2")
     assert [one["bytes"] for one in json.loads(explain(model).to_json())["other_arrays"]] == [64 * 64 * 4] * 2
     assert "Not parameters" not in str(explain(small_plan()))
-
-
-@pytest.mark.parametrize(("size", "allowed"), [(128, ()), (128, ("averages/*",))])
-def test_a_warning_says_so_where_they_are_large(size, allowed):
-    model = js.fully_shard(
-        Averaged(nnx.Rngs(0), size), mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=allowed)
-    )
-    warns = pytest.warns(UserWarning, match="2 float array.* of Averaged are not parameters.*: 131072 bytes")
-    with warns if size == 128 and not allowed else contextlib.nullcontext():
-        model(jnp.ones((8, size)))
 
 
 class Doubles(nnx.Module):

@@ -71,7 +71,8 @@ def updated(state: TrainState, grad: Any) -> TrainState:
 @functools.cache
 def reference(plain: nn.Module, trained: str) -> tuple[Any, Any]:
     """Parameters before and after, on one device, by Optax alone."""
-    params = plain.init(jax.random.key(0), X)["params"]
+    model = annotated(plain, units=None, shard_dim=0)  # a scan by itself draws other last bits
+    params = nn.unbox(jax.device_get(js.shard_init(lambda: model.init(jax.random.key(0), X)["params"], model)))
     labels = jax.tree.map_with_path(lambda path, _: trained in jax.tree_util.keystr(path), params)
     tx = optax.partition({True: TX, False: optax.set_to_zero()}, labels)
     loss = lambda params, ids, labels: cross_entropy(plain.apply({"params": params}, ids), labels)
