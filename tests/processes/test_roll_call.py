@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 
+import jax
 import pytest
 
 import jshard as js
 from jshard import launch
 from jshard.errors import RunError
-from jshard.launch import cluster, rendezvous
+from jshard.launch import cluster, rendezvous, worker
 from jshard.launch.peers import Link, Peers, close_all
 from jshard.launch.restarts import History
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
@@ -347,3 +348,10 @@ def test_ports_listen_on_the_address_of_process_0(monkeypatch, address, environ,
     if address is not None:
         monkeypatch.setattr(cluster.socket.socket, "bind", lambda self, at: None)
     assert cluster.bind_host(SLURM, environ) == expected
+
+
+@pytest.mark.skipif("jax_mtls_cert_file" in jax.config.values, reason="this JAX has mutual TLS")
+def test_mutual_tls_that_jax_would_pass_over_is_refused():
+    environ = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_MTLS_CERT_FILE": "cert.pem"}
+    with pytest.raises(js.ShardingError, match="cannot secure its connections"):
+        worker._connect(environ, DEADLINES)
