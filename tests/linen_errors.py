@@ -15,6 +15,7 @@ from tests.helpers import with_placement
 
 X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
 KEY = jax.random.key(0)
+NEVER = {"placement": js.ShardPlacement(gathered=False)}
 
 
 class Model(nn.Module):
@@ -39,13 +40,37 @@ class Layer(nn.Module):
         return nn.Dense(64)(x), None
 
 
-class LastDim(nn.Module):
-    """Layers stacked along the last dim."""
+class Stack(nn.Module):
+    """Layers stacked along the first dim, or another."""
+
+    length: int = 3
+    dim: int = 0
 
     @nn.compact
     def __call__(self, x):
-        scanned = nn.scan(Layer, variable_axes={"params": -1}, split_rngs={"params": True}, length=3)
+        scanned = nn.scan(Layer, variable_axes={"params": self.dim}, split_rngs={"params": True}, length=self.length)
         return scanned(name="layers")(x, None)[0]
+
+
+def stacked_layers() -> None:
+    jax.eval_shape(shard(Stack(8192)).init, KEY, X)
+
+
+class Rows(nn.Module):
+    """A table, and a parameter of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x @ self.param("scale", nn.initializers.ones, (64, 64))
+        return x + nn.Embed(96, 64, name="table")(jnp.zeros(16, int))
+
+
+class Constant(nn.Module):
+    """Weights in a collection that is not params."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.variable("constants", "w", lambda: jnp.ones((64, 64))).value
 
 
 class Returns(nn.Module):
@@ -148,9 +173,12 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: value_and_grad, wrt without use": lambda: planned(wrt=["second/*", "*/lora_*"]),
     "linen: value_and_grad, other parameters": gathered_for_nothing,
     "linen: returns a module": lambda: shard(Returns()).apply(Returns().init(KEY, X), X),
-    "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
+    "linen: layers along the last dim": lambda: shard(Stack(dim=-1), units=nn.Dense).init(KEY, X),
     "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),
     "linen: in a shard_map": call_in_a_shard_map,
     "linen: explain": explain_with_a_loss,
     "linen: check without variables": lambda: js.check(shard(), X),
+    "linen: no parameters": lambda: shard(Constant()).init(KEY, X),
+    "linen: never gathered, with what is around": lambda: shard(Rows(), units={"table": NEVER}).init(KEY, X),
+    "linen: never gathered, not known yet": lambda: shard(units={"first": NEVER}).apply(variables(), X),
 }

@@ -29,6 +29,7 @@ from jshard.engine.rules import RULES
 from jshard.errors import MeshError
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
+from tests.linen_errors import stacked_layers
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "errors.txt"
 PACKAGE = pathlib.Path(js.__file__).parent
@@ -106,6 +107,14 @@ class Listed(nnx.Module):
 
     def __init__(self):
         self.ws = nnx.List([nnx.Variable(jnp.ones((64, 64))) for _ in range(2)])
+
+
+class Average(nnx.Module):
+    """A copy of the weights that is no parameter."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(256, 256, rngs=rngs)
+        self.average = nnx.Variable(jnp.zeros((256, 256)))
 
 
 def linear() -> nnx.Linear:
@@ -501,10 +510,12 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: products of another dim of examples": lambda: every_device_computes((16, 1024), (12, 16, 64, 1024)),
     "warning: layers that are no unit": lambda: nnx.eval_shape(call, layers_in_a_loop(), X),
     "warning: replicated": lambda: js.abstract_init(lambda: Odd(64, nnx.Rngs(0)), shard),
+    "warning: no parameters, and large": lambda: js.abstract_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: gathered again": gathered_again,
     "warning: remat by name": lambda: call(shard(linear(), remat="names:context,up"), X),
     "warning: scan_layers": lambda: scan_stacked(prefetch=1),
+    "warning: linen, stacked layers": stacked_layers,
 }
 
 

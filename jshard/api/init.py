@@ -14,7 +14,7 @@ from jshard import _compat
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
-from jshard.plans.checks import check_replicated
+from jshard.plans.checks import check_replicated, others_of
 from jshard.plans.memories import StatePlaces, key_texts, parts_of, paths_of, sharding_of, streamed, to_device
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.padding import logical, padding_of, store
@@ -100,7 +100,7 @@ def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
 
 def _annotated(model: Any, annotate: Callable[[Any], Any]) -> Any:
     annotate(model)
-    check_replicated(record_of(model), plain_class(model).__name__)
+    check_replicated(record_of(model), plain_class(model).__name__, others_of(model))
     return model
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
 import os
 import time
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint.buckets import BucketError, Place
@@ -85,6 +86,8 @@ class Checkpointer:
         keep: how many of the newest stay, or a `Keep`.
         every: the interval of `should_save`, in steps; None where the caller decides alone.
         format: see `jshard.checkpoint.save`.
+        on_failure: what becomes of a `save_async` that failed: "raise", if in the background at the next call, or
+            "warn", and training goes on.
         timeout_s: how long any wait for other processes, or for a save at work, may take.
 
     Attributes:
@@ -109,15 +112,21 @@ class Checkpointer:
         keep: int | Keep = 3,
         every: int | None = None,
         format: Format = "packed",
+        on_failure: Literal["raise", "warn"] = "raise",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.folder = place_of(folder)
         self._files = store_of(self.folder)
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.every, self.timeout_s = every, timeout_s
-        if every is not None and every < 1:
-            what, why = "The series cannot be kept like this.", "every counts steps, from 1."
-            raise CheckpointError(what, where=f"every={every}", why=why, do="every=1000")
+        if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
+            raise CheckpointError(
+                "The series cannot be kept like this.",
+                where=f"every={every}, on_failure={on_failure!r}",
+                why='every counts steps, from 1; on_failure is "raise" or "warn".',
+                do='every=1000, on_failure="raise"',
+            )
+        self._on_failure = on_failure
         self._format: Format = checked_format(format, self.folder)
         self._pending: Pending | None = None
         self._saving: Saving | None = None  # what the pending one does
@@ -196,8 +205,10 @@ class Checkpointer:
             RunError: writing failed; the step does not count, and older checkpoints are as they were. Or a save
                 before failed in the background.
         """
-        self.save_async(step, state, metrics=metrics)
+        step = _checked(step)
         self.wait()
+        self._start(step, state, metrics)
+        self._end(2 * self.timeout_s)
         return self.path(step)
 
     def save_async(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> None:
@@ -215,7 +226,18 @@ class Checkpointer:
         """
         step = _checked(step)
         self.wait()
-        self._start(step, state, metrics)
+        with self._as_asked():
+            self._start(step, state, metrics)
+
+    @contextlib.contextmanager
+    def _as_asked(self) -> Iterator[None]:
+        """Makes a warning of a save that failed, if that was asked for; one that is stuck helps nobody."""
+        try:
+            yield
+        except RunError as error:
+            if self._on_failure == "raise" or self._pending is not None:
+                raise
+            warn(f"training goes on without a checkpoint.\n{error}")
 
     def check(self) -> None:
         """Raises what went wrong with a save in the background; without that, it costs nothing.
@@ -237,11 +259,15 @@ class Checkpointer:
         Raises:
             RunError: it failed, or did not end in time; older checkpoints are as they were.
         """
+        with self._as_asked():
+            self._end(2 * self.timeout_s if timeout_s is None else timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
         pending = self._pending
         if pending is None:
             return
         try:
-            pending.wait(2 * self.timeout_s if timeout_s is None else timeout_s, look=lambda: self._hear(pending))
+            pending.wait(timeout_s, look=lambda: self._hear(pending))
         finally:
             if pending.is_done():
                 self._pending = self._saving = None
@@ -337,7 +363,7 @@ class Checkpointer:
 
     def _hear(self, pending: Pending) -> None:
         """Raises what another process could not write, where this one's part of the save waits for that in vain."""
-        if self._saving is None or time.monotonic() < self._look_at:
+        if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
         # Most failures come to all within a meeting. But a wait of Orbax for another process cannot be ended.

@@ -49,7 +49,7 @@ class OccupancyArgs:
     block: Annotated[str, tyro.conf.arg(metavar="THREADS,REGISTERS,BYTES")] = ""
     """Any kernel instead: threads of a block, registers of a thread, bytes of shared memory: --block 128,90,90176."""
     footprint: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND")]] = ()
-    """What runs beside it, as often as needed: ring (the default), tree, symmetric, copy-engine."""
+    """What runs beside it, as often as needed: ring (the default), tree, nvls, pat, p2p, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
     """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
     ctas: Count = ASSUMED_CTAS

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from jshard.cli._arguments import answer, check_writable, parse, write
+from jshard.cli._arguments import answer, check_writable, parse, parse_steps, write
 from jshard.inspect.profile import trace
 
 
@@ -24,6 +24,8 @@ class TraceArgs:
 
     path: tyro.conf.Positional[Path]
     """Folder of a run, folder of a profile, or one *.xplane.pb file."""
+    steps: Annotated[str, tyro.conf.arg(metavar="A:B")] = ""
+    """Only the steps after step A, up to step B."""
     json: bool = False
     """Print JSON and nothing else."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -34,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard trace`."""
     args = parse(TraceArgs, argv, command="jshard trace")
     check_writable(args.html, option="--html")
-    found = trace(args.path)
+    found = trace(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
     if args.html is not None:
         write(args.html, found.to_html())
         write(args.html.with_suffix(".trace.json"), found.to_chrome_trace())

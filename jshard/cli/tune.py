@@ -35,7 +35,7 @@ class TuneArgs(RecipeArgs):
     """Rank for this GPU and measure nothing: h100, h200, or with its cluster, h200:64x8. By default the GPU that is
     here is measured; without one it is h200."""
     footprint: Annotated[str, tyro.conf.arg(metavar="KIND")] = "ring"
-    """What runs beside the kernels: ring, tree, symmetric, copy-engine."""
+    """What runs beside the kernels: ring, tree, nvls, pat, p2p, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
     """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
     ctas: Count | None = None

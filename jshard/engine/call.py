@@ -13,7 +13,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.engine.context import during, guard
 from jshard.errors import CallError
-from jshard.plans.checks import check_replicated, warn_of_unplanned
+from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
 from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of, store
 from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
@@ -214,7 +214,7 @@ class NnxCall:
         """Names what the annotation could not shard, or never saw."""
         name = self.where.split(".")[0]
         if not unit.nested:
-            check_replicated(unit, name)
+            check_replicated(unit, name, others_of(self._parts.graph[0]))
         planned = set(self._planned)
         paths = [path for i, (path, _) in enumerate(self._parts.params) if i not in planned and not path[0]]
         warn_of_unplanned([dotted(path[1:]) for path in paths], self.where)

@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import flax.linen as nn
 import jax
@@ -23,18 +23,19 @@ from jshard.engine.context import in_global_view
 from jshard.engine.region import run_call
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested
-from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit
+from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, warn_of_stacks
 from jshard.plans import checks
 from jshard.plans.mesh import is_concrete
 from jshard.plans.moved import placement_of
 from jshard.plans.placement import ShardPlacement
 from jshard.plans.plan import root_forgotten
+from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import LogicalOptimizer, Path, Unit, UnitChoice, chosen, dotted
 
 L = TypeVar("L", bound=nn.Module)
 
 _OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "placement")
-_OWN_PLACEMENT = ("shard_dim", "min_size", "offload")
+_OWN_PLACEMENT = ("shard_dim", "min_size", "offload", "gathered")
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,6 +48,11 @@ class Annotation:
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)  # from `init`, by the parameters' shapes
     specs: dict[tuple[Path, tuple[int, ...]], tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # from `init`
     latest: Layout | None = None
+
+    @property
+    def gathers_all(self) -> bool:
+        """Whether every unit is gathered."""
+        return all(record.placement.gathered for record in (self.root, *(record for _, record in self.choices)))
 
     def match(self, path: Path, module: nn.Module) -> int | None:
         """Which choice makes a submodule a unit: the first that it matches."""
@@ -83,14 +89,19 @@ class Annotation:
     @property
     def layout(self) -> Layout:
         """The latest layout; an error if the parameters are not known yet."""
-        if self.latest is None:
-            raise AnnotationError(
-                "The parameters of a Linen module are not known yet.",
-                where=self.base.__name__,
-                why="they are made by init, from its inputs; it has not been called since fully_shard.",
-                do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
-            )
-        return self.latest
+        return self.latest or self._unknown()
+
+    def _unknown(self) -> NoReturn:
+        raise AnnotationError(
+            "The parameters of a Linen module are not known yet.",
+            where=self.base.__name__,
+            why="they are made by init, from its inputs; it has not been called since fully_shard.",
+            do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
+        )
+
+    def known_layout(self, leaves: Mapping[Path, Leaf]) -> Layout:
+        """The layout that `init` has shown for these parameters; an error if it was not traced."""
+        return self.layout_of(leaves, self._unknown)
 
 
 def annotation_of(model: Any) -> Annotation | None:
@@ -165,11 +176,11 @@ def _check(module: nn.Module, placement: ShardPlacement) -> None:
             why="the settings of a Linen model are those of one fully_shard, before init and apply.",
             do='js.fully_shard(Model(), mesh=mesh, units={Block: {"remat": "full"}, "head": {}})',
         )
-    if alone := [n for n in ("stacked", "gathered") if getattr(placement, n) != getattr(ShardPlacement(), n)]:
+    if placement.stacked:
         raise AnnotationError(
-            f"{' and '.join(alone)} of a placement cannot be set for Linen modules.",
-            where=f"fully_shard({type(module).__name__}, {', '.join(f'{n}={getattr(placement, n)}' for n in alone)})",
-            why="init shows which layers nn.scan stacks, and every unit is gathered.",
+            "stacked of a placement cannot be set for Linen modules.",
+            where=f"fully_shard({type(module).__name__}, stacked={placement.stacked})",
+            why="init shows which layers nn.scan stacks.",
             do="js.fully_shard(model, mesh=mesh, units=Block)",
         )
 
@@ -209,7 +220,8 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
             do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
         )
     placement = dataclasses.replace(unit.placement, **{name: getattr(asked, name) for name in _OWN_PLACEMENT})
-    made = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **own), placement=placement)
+    common = unit.policy if asked.gathered else UnitPolicy()  # what is said for all units is not for this one
+    made = dataclasses.replace(unit, policy=common.changed(unit.mesh, **own), placement=placement)
     checks.check_unit(made)
     return made
 
@@ -266,6 +278,7 @@ class _Inside:
     layout: Layout
     prefix: Path  # of the model
     unit: Path = ()  # that runs
+    is_around: bool = False  # in global view, around units that are never gathered
 
     def path(self, module: nn.Module) -> Path:
         """Path of a module from the annotated one."""
@@ -339,8 +352,12 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
             return run()
         if module.is_initializing():
             return _initialise(annotation, module, run)
-        return _open(annotation, module, function, args, kwargs)
+        if annotation.gathers_all or in_global_view():
+            return _open(annotation, module, function, args, kwargs)
+        where = _around(annotation, module)
     _refuse_other(where, module)
+    if where.is_around:
+        return _beside(where, module, function, args, kwargs, run)
     return _call_unit(where, module, function, args, kwargs) if _is_unit(where, module) else run()
 
 
@@ -364,6 +381,29 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
         return _through_engine(call, unit, _Inside(annotation, layout, prefix))
 
     return call_lifted(module, function, args, kwargs, prefix=prefix, interceptor=_intercept, run=run)
+
+
+def _around(annotation: Annotation, module: nn.Module) -> _Inside:
+    """Where the outermost call is into a model with units that are never gathered."""
+    layout = annotation.known_layout(_leaves(module))
+    checks.check_replicated(layout.root, layout.root.kind)
+    return _Inside(annotation, layout, tuple(module.path), is_around=True)
+
+
+def _beside(
+    inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any], plain: Callable
+) -> Any:
+    """A call in global view: around units that are never gathered, of one, or beside them, where it is a region."""
+    if inside.path(module) in inside.layout.around:
+        with _context(inside):
+            return plain()
+
+    def run(call: LinenCall) -> tuple[Any, Lifted]:
+        call.optimizer, unit = inside.layout.root.optimizer, call.place(inside.layout)
+        call.store()
+        return _through_engine(call, unit, dataclasses.replace(inside, unit=call.path, is_around=False))
+
+    return call_lifted(module, function, args, kwargs, prefix=inside.prefix, interceptor=_intercept, run=run)
 
 
 def _leaves(module: nn.Module) -> dict[Path, Leaf]:
@@ -422,9 +462,29 @@ def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any
     with _context(seen):
         out = run()
     leaves = _leaves(module)
+    if not leaves:
+        _check_has_parameters(module, annotation.base.__name__)
     _check_found(annotation, seen, leaves)
-    _place(module, annotation.layout_of(leaves, lambda: seen, keep=True))
+    layout = annotation.layout_of(leaves, lambda: seen, keep=True)
+    warn_of_stacks(layout.root.kind, layout.plan, tuple(_text(choice) for choice, _ in annotation.choices))
+    _place(module, layout)
     return out
+
+
+_STATE = frozenset({"batch_stats", "cache", "intermediates", "perturbations"})  # nobody takes these for parameters
+
+
+def _check_has_parameters(module: nn.Module, kind: str) -> None:
+    """Raises if a model without parameters has float arrays in other collections, which nobody would shard."""
+    found = [
+        f"{kind}: {dotted(other.path)}  {other.form}"
+        for name in module.variables.keys() - _STATE
+        for path, x in flat(module.variables[name])
+        for other in checks.others_in((name, *path), x, name)
+    ]
+    if found:
+        do = 'w = self.param("w", nn.initializers.lecun_normal(), (64, 64))  # in place of self.variable(...)'
+        raise checks.nothing_to_shard(found, needed="the collection params", do=do)
 
 
 def _place(module: nn.Module, layout: Layout) -> None:

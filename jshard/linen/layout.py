@@ -14,13 +14,16 @@ from flax import nnx, serialization
 from flax.core import meta
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.checks import check_patterns_used
 from jshard.plans.memories import StatePlaces, key_texts, tail_in
 from jshard.plans.padding import OF_STORAGE, Padding
 from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan
 from jshard.plans.policies import UnitPolicy
-from jshard.plans.units import Path, Unit, as_filter, dotted, with_views
+from jshard.plans.units import Path, Unit, as_filter, dotted, inside, with_views
+
+_LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers of a loop; below that nobody would miss the time
 
 
 @dataclasses.dataclass
@@ -59,9 +62,12 @@ class Layout:
         for path in sorted(units, key=_in_order):
             record = units[path].record
             placement = dataclasses.replace(record.placement, stacked=_layers(path, units[path], leaves))
-            records[path] = dataclasses.replace(record, placement=placement, nested=True)
+            name = "" if placement.gathered else dotted(path)
+            records[path] = dataclasses.replace(record, placement=placement, nested=True, name=name)
         used = {path: _used(path, leaves[path], units, seen) for path in sorted(leaves, key=_in_order)}
-        return cls(with_views(make_plan(used, records), records))
+        made = cls(with_views(make_plan(used, records), records))
+        _check_around(made)
+        return made
 
     def with_policies(self, policies: Mapping[Path, UnitPolicy]) -> "Layout":
         """The same with other settings of the units, by path."""
@@ -89,11 +95,35 @@ class Layout:
         """The parameters by path."""
         return {leaf.keys[0]: leaf for leaf in self.plan.leaves}
 
+    @functools.cached_property
+    def around(self) -> frozenset[Path]:
+        """Paths of the modules that run as written, in global view, as a unit inside is never gathered."""
+        never = [path for path, unit in self.records.items() if not unit.placement.gathered]
+        return frozenset(path[:i] for path in never for i in range(len(path)))
+
     def plan_for(self, wrt: Any) -> ShardPlan:
         """The plan of a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
         trained = Trained(self, wrt).parameters
         leaves = tuple(dataclasses.replace(leaf, trained=trained[leaf.keys[0]]) for leaf in self.plan.leaves)
         return dataclasses.replace(self.plan, leaves=leaves)
+
+
+def _check_around(layout: Layout) -> None:
+    """Raises for what would be gathered in a module that runs in global view: around a table, or inside one."""
+    tables = [path for path, unit in layout.records.items() if not unit.placement.gathered]
+    is_within = lambda path: any(path != table and inside(table, path) is not None for table in tables)
+    wrong = [dotted(path) for path in layout.records if path and (path in layout.around or is_within(path))]
+    sharded = (leaf for leaf in layout.plan.leaves if leaf.placement.dim is not None)
+    wrong += [f"{x.path}  {list(x.placement.shape)}" for x in sharded if x.keys[0][:-1] in layout.around]
+    if wrong:
+        raise AnnotationError(
+            "A unit, or a module's own parameters, are around or inside a unit that is never gathered.",
+            where=[f"{layout.root.kind}: {one}" for one in wrong],
+            why=f"the call of {', '.join(map(dotted, tables))} runs as written, in global view, and so does what is"
+            " around it: the compiler would gather these as it likes.",
+            do='name units beside it, units={"tables": {"placement": js.ShardPlacement(gathered=False)}, Block: {}};'
+            " put the parameters into a submodule, or leave them whole: placement=js.ShardPlacement(ignored=...).",
+        )
 
 
 def _used(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], seen: Seen) -> Leaf:
@@ -119,6 +149,19 @@ def _twins(seen: Seen, leaves: Mapping[Path, Leaf]) -> dict[Path, SeenUnit]:
                 shapes = {(*other, *p[len(path) :]): shape for p, shape in unit.shapes.items()}
                 found[other] = dataclasses.replace(unit, shapes=shapes, borrowed=set())
     return found
+
+
+@functools.cache
+def warn_of_stacks(kind: str, plan: ShardPlan, units: tuple[str, ...]) -> None:
+    """Warns of large ones, once per model and process; `units` are the choices of units, as text."""
+    stacks = {key: size for key, size in plan.unscheduled_stacks.items() if size >= _LARGE_BYTES}
+    if stacks:
+        listed = (f"\n  {path}  {size} bytes, {plan.how_stacked(path, unit)}" for (path, unit), size in stacks.items())
+        named = ", ".join([*units, *(repr(path) for path, _ in stacks)])
+        _compat.warn_user(
+            f"{len(stacks)} stack(s) of layers of {kind} are not gathered ahead of their use, as no unit is inside"
+            f" their loop:{''.join(listed)}\n  js.fully_shard(model, mesh=mesh, units=[{named}])",
+        )
 
 
 def _in_order(path: Path) -> list[list[Any]]:

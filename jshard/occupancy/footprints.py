@@ -75,7 +75,10 @@ _SOURCE = (
 _THREADS: Mapping[str, tuple[int, str]] = types.MappingProxyType(
     {
         "ring": (RING_THREADS, "src/enqueue.cc of 2.30.7, the simple protocol: 512 and a warp that synchronises"),
-        "tree": (640, "src/enqueue.cc of 2.30.7; the same for PAT, NVLS and point to point"),
+        "tree": (640, "src/enqueue.cc of 2.30.7"),
+        "nvls": (640, "src/graph/tuning.cc of 2.30.7, maxThreads of NVLS"),
+        "pat": (640, "src/enqueue.cc of 2.30.7"),
+        "p2p": (640, "src/enqueue.cc of 2.30.7, scheduleP2pTasksToPlan"),
         "symmetric": (512, "ncclSymkMaxThreads; kernels that load by TMA take all of the shared memory besides"),
     }
 )
@@ -94,7 +97,7 @@ def footprint(
     """What a collective takes on a GPU.
 
     Args:
-        kind: one of `FOOTPRINTS`. PAT, NVLS and point to point take what "tree" does.
+        kind: one of `FOOTPRINTS`.
         gpu: the GPU.
         version: of the NCCL that is loaded, e.g. "2.30.7"; the newest known by default. Of one that is not known the
             numbers are those of the nearest older one, with a warning.
@@ -102,7 +105,7 @@ def footprint(
         nccl_nthreads: what NCCL_NTHREADS is, from 64 to 512 in whole warps, which only rings heed; 512 by default.
 
     Raises:
-        OccupancyError: the kind or version is not known, or NCCL has not so many blocks or threads.
+        OccupancyError: the kind or version is not known, NCCL has not so many blocks or threads, or the GPU no NVLS.
     """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
@@ -110,6 +113,13 @@ def footprint(
             where="footprint",
             why=f"there are {', '.join(FOOTPRINTS)}.",
             do="ring, what FSDP's collectives run as by default.",
+        )
+    if kind == "nvls" and gpu.major < 9:
+        raise OccupancyError(
+            f"{gpu.title} has no NVLS.",
+            where="footprint='nvls'",
+            why=f"NVLink SHARP begins with sm_90, and this GPU is {gpu.arch}.",
+            do='footprint("ring", gpu=gpu)',
         )
     wrong = []
     if ctas is not None and not 1 <= ctas <= 64:

@@ -140,7 +140,7 @@ def overlap(
     Args:
         model_or_plan: an annotated model, of nnx or Linen, concrete or abstract, or its plan.
         device: as in a topology, "h200", or with its cluster, "h200:64x8"; the one that is here by default.
-        comm: what runs beside the kernels: "ring", "tree", "symmetric", "copy-engine", or a
+        comm: what runs beside the kernels: "ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine", or a
             `jshard.occupancy.CommFootprint`.
         nccl: version of NCCL, e.g. "2.30.7"; the newest whose kernels were read by default.
         loss: function of an nnx model and the batch. With it and `batch` the products of the model are known: what a
@@ -354,6 +354,7 @@ _LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _PRIORITY = "xla_gpu_enable_highest_priority_async_stream"
 _SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
 _CHANNELS = "xla_gpu_nccl_collective_max_nchannels"
+_P2P_CHANNELS = "xla_gpu_nccl_p2p_max_nchannels"
 _COPIES = "Reduce-scatters and all-reduces compute: copy engines cannot do them, and they still take multiprocessors."
 _CAUTION = (
     "XLA held symmetric kernels back for illegal-memory errors (openxla/xla#33613, #36462): try them before a long run."
@@ -394,8 +395,8 @@ def _side(
     options = compiler_options(platform=platform, **{name: value for name, (value, _) in asked.items()})
     for name, value in options.items():
         why = asked[name][1] if name in asked else 'of the profile "fastest": docs/schedules.md has what was measured.'
-        reasons.append(Reason(name, str(value), "model" if name == _CHANNELS else "fact", why))
-    if _CHANNELS in options and comm is not None and "ctas: an assumption" in comm.source:
+        reasons.append(Reason(name, str(value), "model" if name in (_CHANNELS, _P2P_CHANNELS) else "fact", why))
+    if {_CHANNELS, _P2P_CHANNELS} & options.keys() and comm is not None and "ctas: an assumption" in comm.source:
         line = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"
         notes.append(f"{line} comm=footprint(..., ctas=N) says it.")
     if _SYMMETRIC in options:
@@ -419,5 +420,6 @@ def _asked_of_xla(
         if all(one.reason.origin != "measured" for one in leaving):
             each = resident(target.gpu, comm.block)
             ctas = min(ctas, *(one.knobs.reserved_sms * each for one in leaving))
-        asked[_CHANNELS] = ctas, "no more blocks than there is room for; XLA hands it to NCCL."
+        name = _P2P_CHANNELS if comm.name == "p2p" else _CHANNELS
+        asked[name] = ctas, "no more blocks than there is room for; XLA hands it to NCCL."
     return asked

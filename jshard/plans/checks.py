@@ -66,13 +66,19 @@ def check_has_parameters(modules: list[nnx.Module]) -> None:
     if any(True for module in modules for _ in occurrences(module)):
         return
     if found := [f"{plain_class(module).__name__}: {other}" for module in modules for other in others_of(module)]:
-        raise AnnotationError(
-            "The model has no parameters to shard.",
-            where=found,
-            why=f"none of its {len(found)} float array(s) is in an nnx.Param: each would be whole on every device, and"
-            " no optimizer would train it.",
-            do="self.kernel = nnx.Param(kernel)  # in place of a plain array, or of nnx.Variable(kernel)",
-        )
+        do = "self.kernel = nnx.Param(kernel)  # in place of a plain array, or of nnx.Variable(kernel)"
+        raise nothing_to_shard(found, needed="an nnx.Param", do=do)
+
+
+def nothing_to_shard(where: list[str], *, needed: str, do: str) -> AnnotationError:
+    """The error for a model whose float arrays are all not in what was needed."""
+    return AnnotationError(
+        "The model has no parameters to shard.",
+        where=where,
+        why=f"none of its {len(where)} float array(s) is in {needed}: each would be whole on every device, and no"
+        " optimizer would train it.",
+        do=do,
+    )
 
 
 def check_unit(unit: Unit) -> None:
@@ -177,21 +183,41 @@ def others_of(module: nnx.Module) -> Iterator[Other]:
     for path, x in walk(module):
         if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *_ORDINARY_STATE)):
             continue
-        is_variable = isinstance(x, nnx.Variable)
-        for leaf in jax.tree.leaves(x.get_raw_value() if is_variable else x):
-            if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                size = math.prod(leaf.shape) * leaf.dtype.itemsize
-                yield Other(path, type(x).__name__ if is_variable else ARRAY, f"{leaf.dtype}{list(leaf.shape)}", size)
+        kind = type(x).__name__ if isinstance(x, nnx.Variable) else ARRAY
+        yield from others_in(path, x.get_raw_value() if isinstance(x, nnx.Variable) else x, kind)
 
 
-def check_replicated(root: Unit, name: str) -> None:
+def others_in(path: Path, x: Any, kind: str) -> Iterator[Other]:
+    """The float arrays of one that is no parameter."""
+    for leaf in jax.tree.leaves(x):
+        if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            yield Other(path, kind, f"{leaf.dtype}{list(leaf.shape)}", math.prod(leaf.shape) * leaf.dtype.itemsize)
+
+
+def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> None:
     """Refuses large parameters that no dim divides, and warns of small ones; once per model and process.
 
-    Called when the root is known: by `shard_init`, and by the first call into a model.
+    And warns of others that are large beside the parameters, but for those in `allow_replicated`: they may be
+    constants. Called when the root is known: by `shard_init`, and by the first call into a model.
     """
     placed = tuple((leaf.path, leaf.placement) for leaf in root.members)
     allowed, precision = root.placement.allow_replicated, root.policy.mixed_precision
     _check_once(name, placed, tuple(allowed), precision, degree(root.mesh, FSDP))
+    others = tuple(other for other in others if not is_named(dotted(other.path), allowed))
+    held, total = sum(other.bytes for other in others), sum(p.logical_bytes for _, p in placed)
+    if held > max(PADDED_FROM_BYTES, _LARGE_SHARE * total):
+        _warn_of_others(name, others, held, total)
+
+
+@functools.cache
+def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int) -> None:
+    listed = "".join(f"\n  {other}" for other in sorted(others, key=lambda other: -other.bytes)[:_LISTED])
+    listed += f"\n  ... and {len(others) - _LISTED} more" * (len(others) > _LISTED)
+    _compat.warn_user(
+        f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {held} bytes,"
+        f" beside {total} bytes of parameters:{listed}\n  If they are trained, make them parameters: nnx.Param(...). If"
+        f" not, accept it: {_accepted(dotted(other.path) for other in others)}",
+    )
 
 
 @functools.cache

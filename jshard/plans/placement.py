@@ -104,7 +104,7 @@ class ShardPlacement:
         ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
             held against the path from the module and from the unit.
         allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
-            whatever their size and without a warning.
+            whatever their size and without a warning; and of large arrays that are no parameters.
         min_size: parameters with fewer elements stay replicated.
         offload: what is in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for the parameters.
             `"params"`: the parameters and their gradients, too: each is brought to the device before it is gathered.

@@ -226,6 +226,22 @@ def test_what_is_not_flushed_does_not_count(tmp_path, monkeypatch):
     assert names(tmp_path) == ["1", "history.jsonl", "series.json"]
 
 
+def test_a_save_that_fails_may_be_a_warning_but_for_who_waits_for_it(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    ckpt = Checkpointer(tmp_path, on_failure="warn")
+    text = r"(?s)goes on without a checkpoint\..*of step 1 could not be written.*No space left"
+    with monkeypatch.context() as broken:
+        broken.setattr("jshard.checkpoint.saving._manifest.write", full)
+        with pytest.warns(CheckpointWarning, match=text), ckpt:
+            ckpt.save_async(1, {"step": 1})
+        with pytest.raises(RunError, match=r"(?s)of step 2 could not be written.*No space left"):
+            ckpt.save(2, {"step": 2})
+    ckpt.save(3, {"step": 3})
+    assert ckpt.steps() == [3]
+
+
 def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch):
     checkpoints = Checkpointer(tmp_path)
     assert checkpoints.agreed_latest() is None

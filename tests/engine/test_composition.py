@@ -128,6 +128,18 @@ def test_any_batch_runs_in_global_view_and_outside():
     np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
 
 
+def test_second_derivatives_by_reverse_mode():
+    def curvature(model, x, y):
+        def norm(model):
+            return sum((g**2).sum() for g in jax.tree.leaves(nnx.grad(loss_fn)(model, x, y)))
+
+        return nnx.grad(norm)(model)
+
+    model, plain = placed(builder(CONFIG), annotator(js.mesh())), builder(CONFIG)()
+    found, wanted = (flat(nnx.jit(curvature)(m, *BATCH)) for m in (model, plain))
+    assert max(worst(found[k], wanted[k]) for k in wanted) < 1e-5
+
+
 def test_forward_mode_in_global_view():
     model, plain = placed(builder(CONFIG), annotator(js.mesh())), builder(CONFIG)()
 

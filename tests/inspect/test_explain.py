@@ -1,5 +1,6 @@
 """`explain` says what the plan says, tells plan from estimate, and prints on any terminal."""
 
+import contextlib
 import gc
 import io
 import json
@@ -76,6 +77,16 @@ def test_arrays_that_are_no_parameters_are_listed_and_state_of_flax_is_not():
     assert text.endswith("  averages/*  Variable float32[64, 64]  x2")
     assert [one["bytes"] for one in json.loads(explain(model).to_json())["other_arrays"]] == [64 * 64 * 4] * 2
     assert "Not parameters" not in str(explain(small_plan()))
+
+
+@pytest.mark.parametrize("allowed", [(), ("averages/*",)])
+def test_a_warning_says_so_where_they_are_large(allowed):
+    model = js.fully_shard(
+        Averaged(nnx.Rngs(0), 128), mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=allowed)
+    )
+    warns = pytest.warns(UserWarning, match="2 float array.* of Averaged are not parameters.*: 131072 bytes")
+    with contextlib.nullcontext() if allowed else warns:
+        model(jnp.ones((8, 128)))
 
 
 class Doubles(nnx.Module):

@@ -118,7 +118,7 @@ def test_footprints_of_nccl():
     assert taken("ring", "a40", "2.28.9") == (544, 96, 89_344)
     assert taken("ring", "h200", "2.28.9") == (544, 96, 104_832)
     assert taken("ring", "b200", "2.30.7") == (544, 96, 120_064)
-    assert taken("tree", "h200", "2.30.7") == (640, 96, 120_064)
+    assert {taken(kind, "h200", "2.30.7") for kind in ("tree", "nvls", "pat", "p2p")} == {(640, 96, 120_064)}
     assert taken("symmetric", "h200", None) == (512, 128, 0)
     newest = footprint("ring", gpu=H200, ctas=4)
     assert (newest.version, newest.ctas) == ("2.32.3", 4) and "assumed of others" in newest.source
@@ -191,6 +191,7 @@ ERRORS = {
     "block: too many registers together": lambda _: occupancy.check(H200, Block(1_024, 96)),
     "block: too much of everything": lambda _: plans(gpu("a40"), Block(2_000, 300, 200_000), COPY_ENGINE),
     "footprint: unknown": lambda _: footprint("rings", gpu=H200),
+    "footprint: NVLS before Hopper": lambda _: footprint("nvls", gpu=gpu("a100")),
     "footprint: no version": lambda _: footprint("ring", gpu=H200, version="v2"),
     "footprint: too old a version": lambda _: footprint("ring", gpu=H200, version="2.18.3"),
     "footprint: blocks and threads": lambda _: footprint("ring", gpu=H200, ctas=65, nccl_nthreads=100),

@@ -71,13 +71,14 @@ def test_of_a_plan_alone_all_that_a_ring_fills_is_left(plan):
     assert js.overlap(plan, device="h200", loss=loss_fn, batch=BATCH).notes == shaped.notes  # a plan has no products
 
 
-@pytest.mark.parametrize("comm", ["ring", "tree", "symmetric", "copy-engine"])
+@pytest.mark.parametrize("comm", ["ring", "p2p", "symmetric", "copy-engine"])
 def test_every_option_has_its_reason(plan, comm):
     shaped = js.overlap(plan, device="h200", comm=comm)
     reported = {reason.what: reason.chosen for reason in shaped.reasons}
     settings = {**shaped.compiler_options, **shaped.environment}
     assert {name: reported[name] for name in settings} == {name: str(value) for name, value in settings.items()}
     assert reported.keys() == settings.keys() | shaped.occupancy.keys()
+    assert (settings.get("xla_gpu_nccl_p2p_max_nchannels") == 16) == (comm == "p2p")
     assert (SYMMETRIC in settings) == (comm in ("symmetric", "copy-engine")) == ("illegal-memory" in str(shaped))
 
 

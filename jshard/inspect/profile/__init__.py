@@ -104,7 +104,7 @@ _AGAIN = "record it again, with whole steps inside: jshard train gpt --profile 1
 _PS_PER_S = 10**12
 
 
-def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
+def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None, program: Any = None) -> Trace:
     """Reads a profile: of each step, the time in which devices compute, communicate, do both, or neither.
 
     Times are unions of intervals on a device's timeline, never sums over kernels. A step begins and ends with its
@@ -113,6 +113,7 @@ def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
     Args:
         path: the folder of a run that was trained with `--profile`, a folder that `jax.profiler` wrote into, or one
             `*.xplane.pb`. The newest profile in a folder is read; of several processes all files.
+        steps: numbers of the steps to keep; all by default.
         program: the step's compiled program, or its text, which names the unit of each collective; by default
             program.txt beside the profile.
 
@@ -120,7 +121,7 @@ def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
         A `Trace`: print it, show it in a notebook, take its JSON, or look at `shares`.
 
     Raises:
-        ShardingError: there is no profile, or it does not have this program.
+        ShardingError: there is no profile, or it does not have these steps or this program.
         RunError: the profile is cut off, is empty, or has no whole step.
 
     Example:
@@ -140,7 +141,9 @@ def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
     named = [d for p in processes for d in p.devices]
     name = ops.program or busiest_program(named)
     timelines = [
-        _Timeline(f"{label} {device.name}".strip(), device, runs_of(device, name, ops), place)
+        _Timeline(
+            f"{label} {device.name}".strip(), device, runs_of(device, name, ops, marked=len(process.marks)), place
+        )
         for place, (process, (_, label)) in enumerate(zip(processes, found.files, strict=True))
         for device in process.devices
     ]
@@ -153,7 +156,8 @@ def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
     complete = _complete(timelines, places, None if lacking else ops)
     if not complete:
         raise _no_step(found, places)
-    steps = tuple(TraceStep(n, tuple(_device_step(t, places[n][t.name], ops) for t in timelines)) for n in complete)
+    kept = complete if steps is None else _kept(found, complete, steps)
+    measured = tuple(TraceStep(n, tuple(_device_step(t, places[n][t.name], ops) for t in timelines)) for n in kept)
     notes = []
     if not is_marked:
         notes.append("Steps are counted from 1: the profile does not mark them one by one.")
@@ -161,14 +165,16 @@ def trace(path: str | os.PathLike[str], *, program: Any = None) -> Trace:
         notes.append(f"Left out, as the profile does not have all of them: {len(places) - len(complete)} steps.")
     if not ops.has_text:
         if any(run.id is None for t in timelines for run in t.runs):
-            notes.append("The profile does not say where a step begins; without the program's text it is taken as one.")
+            notes.append(
+                "Where a step begins is taken from operations that repeat: less sure than with the program's text."
+            )
         notes.append("Units are not known: give program=, the compiled step; `jshard train --profile` writes it down.")
     if found.others:
         notes.append(f"The newest of {found.others + 1} profiles; for another one name its folder.")
     if lacking:
         which = f"{len(lacking)} collectives, such as {min(lacking)}"
         notes.append(f"The text is of another compilation: it lacks {which}.")
-    return Trace(tuple(_places(found)), name, timelines[0].device.platform, steps, ops.has_text, tuple(notes))
+    return Trace(tuple(_places(found)), name, timelines[0].device.platform, measured, ops.has_text, tuple(notes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +236,18 @@ def _device_step(timeline: _Timeline, place: int, ops: Ops) -> DeviceStep:
     return measure(timeline.name, timeline.device.events, ops, run.begin_ps, run.end_ps, since_last_s=since)
 
 
+def _kept(found: ProfileFiles, complete: Sequence[int], chosen: Collection[int]) -> list[int]:
+    if not chosen or set(chosen) - set(complete):
+        asked, whole = (", ".join(map(str, sorted(numbers))) or "none" for numbers in (chosen, complete))
+        raise ShardingError(
+            "The profile does not have these steps.",
+            where=_places(found),
+            why=f"asked for {asked}; whole in it: {whole}.",
+            do=f"steps=range({complete[0]}, {complete[-1] + 1}), or --steps {complete[0] - 1}:{complete[-1]}",
+        )
+    return [n for n in complete if n in chosen]
+
+
 def _read(file: Path) -> ProcessEvents:
     try:
         return process_events(ProfileData.from_file(str(file)))
@@ -261,7 +279,7 @@ def _no_device(found: ProfileFiles, processes: Sequence[ProcessEvents]) -> RunEr
     return RunError(
         "The profile has no events of devices.",
         where=_places(found),
-        why=f"it has {marked} marks of steps of the host, and nothing that a CPU or GPU did: it is empty, or the"
+        why=f"it has {marked} marks of steps of the host, and nothing that a CPU, GPU or TPU did: it is empty, or the"
         " tracer of the devices was not on.",
         do="block_until_ready() before jax.profiler.stop_trace(); on a GPU see that CUPTI is installed.\n" + _AGAIN,
     )

@@ -4,6 +4,7 @@ Read with `jax.profiler.ProfileData`, JAX's own reader. What each platform write
 
 CPU  host threads; an event per operation with `hlo_op`, `hlo_module`, `run_id` and `device_ordinal`
 GPU  a plane `/device:GPU:0` with a line per stream (`Stream #14(Compute)`); kernels, most with `hlo_op`, `hlo_module`
+TPU  a plane `/device:TPU:0` with `XLA Modules` (the runs), `XLA Ops` and `Async XLA Ops` (from start to done)
 """
 
 import bisect
@@ -18,7 +19,8 @@ from jshard.inspect.hlo.collectives import KINDS, OTHERS, Forms, base_opcode, gr
 from jshard.inspect.hlo.module import Computation, Instruction, Module, parse_module
 
 _HOST = "/host:CPU"
-_DEVICE = re.compile(r"^/device:GPU:(\d+)$")
+_DEVICE = re.compile(r"^/device:(GPU|TPU):(\d+)$")
+_PROGRAM_ID = re.compile(r"\(\d+\)$")  # as in `jit_step(123)`
 _STREAM = re.compile(r"^Stream\b")
 # Copies between host and device: the device neither computes nor talks to another one.
 _HOST_COPY = re.compile(r"^Memcpy\s?(H2D|D2H|HtoD|DtoH)\b", re.IGNORECASE)
@@ -48,7 +50,7 @@ class DeviceEvents:
     """What a profile has of one device."""
 
     name: str  # such as `gpu:0`; as counted by the process
-    platform: str  # `cpu` or `gpu`
+    platform: str  # `cpu`, `gpu` or `tpu`
     events: tuple[Event, ...]  # of all its lines, by their begin
 
 
@@ -64,7 +66,8 @@ class ProcessEvents:
 def process_events(data: Any) -> ProcessEvents:
     """Reads the events of devices."""
     planes = list(data.planes)
-    devices = [_gpu(plane, int(match[1])) for plane in planes if (match := _DEVICE.match(plane.name))]
+    readers = {"GPU": _gpu, "TPU": _tpu}
+    devices = [readers[match[1]](plane, int(match[2])) for plane in planes if (match := _DEVICE.match(plane.name))]
     host = [plane for plane in planes if plane.name == _HOST]
     found = tuple(d for d in devices if d.events)
     if not found:
@@ -75,6 +78,38 @@ def process_events(data: Any) -> ProcessEvents:
 def _gpu(plane: Any, number: int) -> DeviceEvents:
     events = [_event(raw, _details(raw)) for line in plane.lines if _STREAM.match(line.name) for raw in line.events]
     return DeviceEvents(f"gpu:{number}", "gpu", _by_begin(e for e in events if not _HOST_COPY.match(e.label)))
+
+
+def _tpu(plane: Any, number: int) -> DeviceEvents:
+    """A TPU's events, each with the run of a program that it is in. The runs are among them: steps begin and end so."""
+    lines = {line.name: list(line.events) for line in plane.lines}
+    plain = lambda name: [_event(raw, _details(raw)) for raw in lines.get(name, ())]
+    runs = [
+        dataclasses.replace(
+            e, module=_PROGRAM_ID.sub("", e.label), run=place if e.run is None else e.run, computes=False
+        )
+        for place, e in enumerate(_by_begin(plain("XLA Modules")))
+    ]
+    begins = [run.begin_ps for run in runs]
+    found = _nested(plain("XLA Ops")) + _paired(lines.get("Async XLA Ops", ()))
+    for at, event in enumerate(found):
+        run = runs[max(bisect.bisect_right(begins, event.begin_ps) - 1, 0)] if runs else event
+        if run.begin_ps <= event.begin_ps < run.end_ps:
+            found[at] = dataclasses.replace(event, module=run.module, run=run.run)
+    return DeviceEvents(f"tpu:{number}", "tpu", _by_begin([*runs, *found]))
+
+
+def _paired(raws: Iterable[Any]) -> list[Event]:
+    """Asynchronous operations: where start and done are two events with one `flow`, from the one to the other."""
+    pairs: dict[Any, list[Event]] = {}
+    for place, raw in enumerate(raws):
+        details = _details(raw)
+        event = dataclasses.replace(_event(raw, details), computes=False)
+        flow = details.get("flow")
+        key = place if flow is None else (flow, re.sub("-(start|done)", "", event.op))
+        pairs.setdefault(key, []).append(event)
+    begins = ((min(events, key=lambda e: e.begin_ps), max(e.end_ps for e in events)) for events in pairs.values())
+    return [dataclasses.replace(first, end_ps=end_ps) for first, end_ps in begins]
 
 
 def _cpu_devices(plane: Any) -> Iterator[DeviceEvents]:
@@ -128,7 +163,7 @@ def _event(raw: Any, details: dict[str, Any]) -> Event:
     begin = round(raw.start_ns * _TICKS)
     run = details.get("run_id")
     return Event(
-        op=str(details.get("hlo_op", "")) or raw.name.partition(" ")[0],
+        op=str(details.get("hlo_op", "")) or raw.name.lstrip("%").partition(" ")[0],  # `%all-gather.3 = f32[8] ...`
         label=raw.name,
         begin_ps=begin,
         end_ps=begin + round(raw.duration_ns * _TICKS),
@@ -327,7 +362,7 @@ def busiest_program(devices: Iterable[DeviceEvents]) -> str:
     return max(busy_ps, key=lambda name: busy_ps[name], default="")
 
 
-def runs_of(device: DeviceEvents, program: str, ops: Ops) -> list[Run]:
+def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> list[Run]:
     """The runs of a program on a device, in order, those included that are cut off."""
     own = [e for e in device.events if e.module in ("", program) or not program]
     if any(e.run is not None for e in own):
@@ -337,7 +372,7 @@ def runs_of(device: DeviceEvents, program: str, ops: Ops) -> list[Run]:
                 by_id[event.run].append(event)
         runs = [_run(events, ops, id) for id, events in by_id.items()]
     else:
-        runs = [_run(events, ops, None) for events in _repeated(own, ops)]
+        runs = [_run(events, ops, None) for events in _repeated(own, ops, marked)]
     return sorted(runs, key=lambda r: r.begin_ps)
 
 
@@ -352,13 +387,18 @@ def _run(events: Sequence[Event], ops: Ops, id: int | None) -> Run:
     return Run(min(e.begin_ps for e in events), max(e.end_ps for e in events), id, names)
 
 
-def _repeated(events: Sequence[Event], ops: Ops) -> list[list[Event]]:
+def _repeated(events: Sequence[Event], ops: Ops, marked: int) -> list[list[Event]]:
     """Events of a device without a note of runs: a run begins where late operations are followed by early ones.
 
-    Late and early are the program's outermost operations, which run once; without its text all is one run.
+    Late and early are the program's outermost operations, which run once; without its text those that come as often as
+    steps are marked, or else least often, in the order in which they appear.
     """
     places = {e.op: place for e in events if (place := ops.of(e).place) is not None}
     order = sorted(places, key=lambda name: places[name])
+    if not ops.has_text:
+        counts = collections.Counter(e.op for e in events)
+        once = marked if marked in counts.values() else min(counts.values(), default=0)
+        order = [name for name in counts if counts[name] == once]
     ranks = {name: place / max(1, len(order) - 1) for place, name in enumerate(order)}
     groups: list[list[Event]] = [[]]
     is_late = False

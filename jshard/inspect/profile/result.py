@@ -184,7 +184,7 @@ class Trace(Printed):
 
     source: tuple[str, ...]  # the files that were read
     program: str  # name of the step's program
-    platform: str  # `cpu` or `gpu`
+    platform: str  # `cpu`, `gpu` or `tpu`
     steps: tuple[TraceStep, ...]  # those that are whole in the profile, in order
     has_units: bool  # the program's text was there, and names the unit of each collective
     notes: tuple[str, ...] = ()  # what else is to be said
