@@ -14,7 +14,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 _SIGNAL = signal.SIGUSR2
@@ -62,8 +61,9 @@ def stacks(pid: int) -> Stacks | None:
         if _listens(pid) and state(pid) != _described("T"):
             os.kill(pid, _SIGNAL)
             text = _answer(memory, before)
-            main, others = _threads(text, ident)
-            return Stacks(name=name, text=text, main=main, others=others)
+            threads = _threads(text)
+            main = threads.pop(ident.lstrip("0"), ())
+            return Stacks(name=name, text=text, main=main, others=tuple(threads.values()))
         return Stacks(name=name)
     return None
 
@@ -115,13 +115,9 @@ def _answer(memory: Path, before: str) -> str:
     return text[len(before) :]
 
 
-def _threads(text: str, main: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    by_ident = dict(_parsed(text))
-    own = by_ident.pop(main.lstrip("0"), ())
-    return own, tuple(by_ident.values())
-
-
-def _parsed(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", text):
-        if (head := _THREAD.match(block)) is not None:
-            yield head[1], tuple(f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(block))
+def _threads(text: str) -> dict[str, tuple[str, ...]]:
+    """The frames of each thread, by its ident."""
+    blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
+    heads = {block: found[1] for block in blocks if (found := _THREAD.match(block))}
+    of = lambda block: tuple(f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(block))
+    return {ident: of(block) for block, ident in heads.items()}

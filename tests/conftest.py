@@ -24,9 +24,8 @@ os.environ.pop("NO_COLOR", None)
 
 import jax
 import pytest
+from jax._src import compilation_cache as private
 from jax.experimental.compilation_cache import compilation_cache
-
-from jshard import _compat
 
 # Files that take longest, in the order of what they cost on two cores.
 LONG = """
@@ -61,7 +60,9 @@ class Programs:
 
 
 def _keep_programs() -> None:
-    _compat.use_program_cache(Programs(pathlib.Path(os.environ[_PROGRAMS])), os.environ[_PROGRAMS])
+    private.get_file_cache = lambda path: (Programs(pathlib.Path(path)), path)
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
 
 
 # Most of what tests cost is compiling, and much of that is done again, by another test or another worker of xdist, as

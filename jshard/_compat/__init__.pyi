@@ -38,6 +38,7 @@ from jshard._compat.tracing import axis_names as axis_names
 from jshard._compat.tracing import bind as bind
 from jshard._compat.tracing import equation_context as equation_context
 from jshard._compat.tracing import equation_setting as equation_setting
+from jshard._compat.tracing import failed_check as failed_check
 from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing
 from jshard._compat.tracing import has_devices as has_devices
 from jshard._compat.tracing import is_same_rule as is_same_rule
@@ -48,7 +49,6 @@ from jshard._compat.tracing import scan_arguments as scan_arguments
 from jshard._compat.tracing import scope_of as scope_of
 from jshard._compat.tracing import threefry_bits as threefry_bits
 from jshard._compat.tracing import trace_context as trace_context
-from jshard._compat.tracing import user_frames as user_frames
 from jshard._compat.tracing import user_place as user_place
 from jshard._compat.tracing import varying_axes as varying_axes
 from jshard._compat.tracing import warn_user as warn_user

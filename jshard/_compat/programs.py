@@ -40,7 +40,12 @@ def use_program_cache(cache: Any, folder: str) -> None:
     names = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]  # and until 0.11 one more
     if hasattr(compilation_cache, "get_file_cache"):
         compilation_cache.get_file_cache = lambda path: (cache, path)
-        if written_by_first is not None and list(inspect.signature(written_by_first).parameters)[:5] == names:
+        is_cpu = jax.default_backend() == "cpu"
+        if (
+            is_cpu
+            and written_by_first is not None
+            and list(inspect.signature(written_by_first).parameters)[:5] == names
+        ):
             compiler._cache_write = _written_by_all
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", folder)

@@ -207,19 +207,20 @@ def user_place(eqn: Any) -> str:
     return next((f"{_line(frame)} ({frame.function_name})" for frame in found), "")
 
 
-def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:
-    """`file:line` of the user's frames that made an equation of a trace, innermost first.
+def failed_check(error: Any, *, below: str) -> str:
+    """`file:line` of the user's code where a check of `jax.experimental.checkify` has failed.
 
-    Where there is none, as in a loss of ours, that of the innermost function outside jax, flax and optax.
+    Where there is none, as in a loss of ours, that of the innermost function outside jax, flax and optax; empty where
+    that is in a function of JAX's that is jitted itself.
 
     Args:
-        eqn: the equation.
-        below: the file that has traced it; frames outside of its own are not the model's.
+        error: of the check.
+        below: the file that has traced the program; frames outside of its own are not the model's.
     """
-    inside = list(itertools.takewhile(lambda frame: frame.file_name != below, _frames(eqn.source_info)))
+    inside = list(itertools.takewhile(lambda frame: frame.file_name != below, error.traceback_info.frames))
     named = [frame for frame in inside if not frame.file_name.startswith((*_TRACING, "<"))]
     users = [frame for frame in named if not _is_library(frame.file_name)]
-    return tuple(map(_line, users or named[:1]))
+    return next(map(_line, users or named), "")
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:

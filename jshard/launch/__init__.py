@@ -8,19 +8,19 @@ of process 0 by a small TCP connection, the roll call.
 
 The roll call is at the port after that of JAX's coordinator (under Slurm and Open MPI 4096 below it), or at
 JSHARD_ROLL_CALL_PORT; both ports must be open between the machines. All waits are in `Deadlines`. JSHARD_DEBUG=1 shows
-what all workers write to stderr. With `Restarts` a run that loses a process is started again, see `rendezvous`.
+what all workers write to stderr. With `Restarts` a run that loses a process is started again.
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
     in any run          with StallWatch().over(...): doing("waiting for data"), step_done(12)
 """
 
-from jshard.launch.cluster import Cluster, Deadlines, stopped_code
+from jshard.launch.cluster import Cluster, Deadlines, StopSignal, is_worker, stopped_code
 from jshard.launch.launchers import ONE_POD, detect
 from jshard.launch.restarts import Restarts, of_this_attempt
 from jshard.launch.stall import StallWatch, doing, step_done
 from jshard.launch.supervisor import supervise
-from jshard.launch.worker import END_S, end_within, is_worker, leave, note, start_worker
+from jshard.launch.worker import END_S, end_within, leave, note, start_worker
 
 __all__ = [
     "END_S",
@@ -29,6 +29,7 @@ __all__ = [
     "Deadlines",
     "Restarts",
     "StallWatch",
+    "StopSignal",
     "detect",
     "doing",
     "end_within",

@@ -1,12 +1,26 @@
-"""The place of a process among those of a run, and every deadline of such a run."""
+"""The place of a process among those of a run: its deadlines, its token, the ports that it opens, and its signals.
+
+Whoever connects to the roll call is sent a number that is used once, and answers with a hello whose sum proves that it
+knows the token of the run; what comes back proves the same. The token itself is never sent.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import hmac
+import json
+import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Self
 
-from jshard.errors import ShardingError
+from jshard.errors import RunError, ShardingError
 
 TICK_S = 0.1
 """A supervisor looks at its workers and peers this often."""
@@ -17,10 +31,31 @@ RESUME = 75
 GOOD = (0, 128 + signal.SIGINT, RESUME)
 """Exit codes of a worker that did its work, or stopped because it was asked to."""
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal is gone
+_REPEAT_S = 1.0
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_orte_hnp_uri")
+
 
 def stopped_code(signum: int) -> int:
     """The exit code of a run that was stopped by a signal: 130 after Ctrl-C, else that of a run to be resumed."""
     return 128 + signum if signum == signal.SIGINT else RESUME
+
+
+def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started by a supervisor."""
+    return environ.get("JSHARD_WORKER") == "1"
+
+
+def check_seconds(option: str, seconds: float, *, usual: float) -> None:
+    """Refuses a time-out that is no time."""
+    if not 0 < seconds < 1e7:  # not `<= 0`: a NaN is refused as well
+        raise ShardingError(
+            "The time-out is not a positive number of seconds.",
+            where=f"{option} {seconds}",
+            why="it is how long a run waits before it is ended, and not for ever.",
+            do=f"{option} {usual:.0f}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,15 +80,8 @@ class Deadlines:
     settle_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, option in (("init_s", "--init-timeout"), ("peer_s", "--peer-timeout")):
-            # Not `<= 0`: a NaN is refused as well.
-            if not 0 < getattr(self, name) < 1e7:
-                raise ShardingError(
-                    "The time-out is not a positive number of seconds.",
-                    where=f"{option} {getattr(self, name)}",
-                    why="a process waits some time for its peers, and not for ever.",
-                    do=f"{option} {getattr(Deadlines, name):.0f}",
-                )
+        check_seconds("--init-timeout", self.init_s, usual=Deadlines.init_s)
+        check_seconds("--peer-timeout", self.peer_s, usual=Deadlines.peer_s)
 
     @property
     def beat_s(self) -> float:
@@ -102,3 +130,225 @@ class Cluster:
     def seen(self) -> list[str]:
         """The variables as lines NAME=value."""
         return [f"{name}={value}" for name, value in self.variables.items()]
+
+
+# The token of the run.
+
+
+def token_of(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> bytes:
+    """The token of the run: JSHARD_TOKEN, which is a secret.
+
+    Without it it follows from the number of the job, which is no secret: it guards against the processes of another
+    run, and not against an attacker.
+    """
+    given = environ.get("JSHARD_TOKEN")
+    return (given or "|".join(["jshard", *(cluster.variables.get(name, "") for name in _JOB)])).encode()
+
+
+def signed(message: Mapping[str, Any], token: bytes, nonce: str) -> dict[str, Any]:
+    """The message with a sum that proves, to whoever has made the nonce, that the sender knows the token."""
+    return {**message, "proof": _proof(message, token, nonce)}
+
+
+def is_signed(message: Mapping[str, Any], token: bytes, nonce: str) -> bool:
+    """Whether a message has the right sum."""
+    body = {name: value for name, value in message.items() if name != "proof"}
+    return hmac.compare_digest(str(message.get("proof", "")).encode(), _proof(body, token, nonce).encode())
+
+
+def _proof(message: Mapping[str, Any], token: bytes, nonce: str) -> str:
+    text = json.dumps(message, sort_keys=True)
+    return hmac.new(token, f"{nonce}|{text}".encode(), hashlib.sha256).hexdigest()
+
+
+# Where a run listens.
+
+
+def bind_host(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> str:
+    """The address that process 0 listens on: that of its host name; "" for all interfaces.
+
+    All of them where JAX_COORDINATOR_BIND_ADDRESS says so, and where the name leads to no address of this machine, as
+    behind a Kubernetes service, or to one that other machines cannot reach.
+    """
+    if given := environ.get(_BIND):
+        host = given.rpartition(":")[0].strip("[]")
+        return "" if host in ("::", "0.0.0.0") else host
+    try:
+        family, _, _, _, found = socket.getaddrinfo(cluster.host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(found)
+    except OSError:
+        return ""
+    host = str(found[0])
+    return "" if host.startswith("127.") and not cluster.is_local else host
+
+
+def coordinator_bind(host: str, port: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What JAX's coordinator is to listen on, as an environment variable."""
+    if given := environ.get(_BIND):
+        return {_BIND: f"{given.rpartition(':')[0]}:{port}"}
+    return {_BIND: address(host, port)} if host else {}
+
+
+def address(host: str, port: int) -> str:
+    """Host and port as JAX takes them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(cluster: Cluster, host: str) -> socket.socket:
+    """A socket at the port of the roll call.
+
+    Raises:
+        RunError: another process has the port.
+    """
+    port = roll_call_port(cluster)
+    try:
+        return open_port(host, port)
+    except OSError as error:
+        raise RunError(
+            "The roll call cannot be opened.",
+            where=[f"port {port} of {socket.gethostname()}", *cluster.seen()],
+            why=f"{error.strerror or error}: another process 0, or another program, has it.",
+            do="another port, the same for all processes: "
+            f"JSHARD_ROLL_CALL_PORT={port + 1 if port < 65535 else port - 2}",
+        ) from error
+
+
+def free_port(host: str, wanted: int) -> int:
+    """The port that is wanted, or another one where a process that has not ended yet holds it."""
+    for port in (wanted, 0):
+        with contextlib.suppress(OSError), open_port(host, port) as server:
+            return server.getsockname()[1]
+    return wanted
+
+
+def open_port(host: str, port: int = 0) -> socket.socket:
+    """A listening socket; on all interfaces for an empty host, at a free port for 0."""
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=1024)
+    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+
+
+def roll_call_port(cluster: Cluster) -> int:
+    """JSHARD_ROLL_CALL_PORT, or the port after that of JAX's coordinator; under Slurm and Open MPI 4096 below that.
+
+    Raises:
+        ShardingError: the variable is not a port.
+    """
+    if cluster.kind in ("slurm", "open mpi") and cluster.port > 4096:
+        # There JAX's port follows from the number of the job: the next one is that of the next job, maybe on this node.
+        default = cluster.port - 4096
+    else:
+        default = cluster.port + 1 if cluster.port < 65535 else cluster.port - 1
+    given = cluster.variables.get("JSHARD_ROLL_CALL_PORT", str(default))
+    if not (given.isascii() and given.isdecimal() and 0 < int(given) < 65536):
+        raise ShardingError(
+            "The port of the roll call cannot be read.",
+            where=f"JSHARD_ROLL_CALL_PORT={given}",
+            why="a port is a number from 1 to 65535.",
+            do=f"JSHARD_ROLL_CALL_PORT={default}, or leave it unset.",
+        )
+    return int(given)
+
+
+# The signals that end a run.
+
+
+class Signals:
+    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, instead of what they do otherwise.
+
+    Python hands signals to the main thread only; entered in another one this notes nothing.
+
+    Attributes:
+        received: the first one.
+        repeated: whether another came a second or more after it. Closer together they are one: a launcher and a
+            terminal may each send it.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.repeated = False
+        self._since_s = 0.0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # What is ignored stays so, as SIGHUP under nohup.
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._since_s = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._since_s >= _REPEAT_S:
+            self.repeated = True
+
+
+class StopSignal(Signals):
+    """Catches SIGTERM, SIGINT and SIGHUP while the context is open.
+
+    A second one, a second later or more, ends the program. A worker of several processes only notes them, however
+    many: its supervisor decides when to end it. Python hands signals to the main thread only; used in another one this
+    catches nothing.
+
+    Example:
+        >>> with StopSignal() as stop:
+        ...     while stop.received is None:
+        ...         step()
+    """
+
+    _asked_s: float | None = None
+    _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which gets the number of a signal at once
+    _old_wakeup: int = -1
+    _lock = threading.Lock()  # for the pipe: the thread that asks may still do so when it is closed
+
+    def report(self) -> None:
+        """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
+        self._asked_s = self._asked_s or time.monotonic()
+
+    def asked_s(self) -> float | None:
+        """When the run was first asked to stop, of `time.monotonic`; None if it was not. Any thread may ask.
+
+        Also of a signal that Python has not handed to the main thread yet, which may be deep in native code.
+        """
+        with self._lock, contextlib.suppress(OSError):  # there is none
+            if self._wakeup is not None and set(os.read(self._wakeup[0], 4096)) & set(self._before):
+                self.report()
+        return self._asked_s
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._before:
+            self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._old_wakeup)
+            with self._lock:
+                wakeup, self._wakeup = self._wakeup, None
+                for fd in wakeup:
+                    os.close(fd)
+        super().__exit__(*error)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.received is None
+        super()._note(number, frame)
+        if is_first:
+            self.report()
+            name = signal.Signals(number).name
+            text = f"\n{name}: the run saves after this step and stops; a second one ends it unsaved.\n"
+            with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+                os.write(2, text.encode())
+        elif self.repeated and not is_worker():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

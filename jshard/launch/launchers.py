@@ -32,25 +32,15 @@ JAX_NUM_PROCESSES, as launch/train.yaml has them; JAX_NUM_PROCESSES=1 says that 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """Something that starts the processes of a run.
-
-    Args:
-        kind: its name.
-        size: the variable with the number of processes.
-        rank: the one with the id of this process.
-        local: those with its id among the processes of this machine, and with their number.
-        address: "host:port" of process 0; "" where the launcher does not say.
-        further: more variables that a report should show.
-        starts: how it is called, in the advice where it gives no address.
-    """
+    """Something that starts the processes of a run."""
 
     kind: str
-    size: str
-    rank: str
-    local: tuple[str, str]
-    address: Callable[[Environ], str]
-    further: tuple[str, ...] = ()
-    starts: str = ""
+    size: str  # the variable with the number of processes
+    rank: str  # the one with the id of this process
+    local: tuple[str, str]  # those with its id among the processes of this machine, and with their number
+    address: Callable[[Environ], str]  # "host:port" of process 0; "" where the launcher does not say
+    further: tuple[str, ...] = ()  # more variables that a report should show
+    starts: str = ""  # how it is called, in the advice where it gives no address
 
 
 def _of_torchrun(environ: Environ) -> str:
@@ -89,12 +79,7 @@ def first_host(nodes: str) -> str:
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|$)", nodes)
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[1] if first else "")
     if not re.fullmatch(r"[\w.-]+", host):
-        raise ShardingError(
-            "The list of Slurm's nodes cannot be read.",
-            where=f"SLURM_STEP_NODELIST={nodes}",
-            why=f"its first node is not a host name: {host!r}.",
-            do='JAX_COORDINATOR_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)":12345 srun ...',
-        )
+        raise _unreadable("SLURM_STEP_NODELIST", nodes, f"a list of hosts, and begins with {host!r}")
     return host
 
 
@@ -196,7 +181,7 @@ def detect(environ: Environ = os.environ, *, command: str = "jshard train ...") 
         return None
     local_id, local_size = _local(launcher, environ)
     cluster = Cluster(
-        kind=_kind(given, launcher),
+        kind="jax variables" if len(given) == len(_JAX) else launcher.kind if launcher else "cloud tpu",
         coordinator=_address(place["JAX_COORDINATOR_ADDRESS"]),
         num_processes=_number("JAX_NUM_PROCESSES", place["JAX_NUM_PROCESSES"], low=1),
         process_id=_number("JAX_PROCESS_ID", place["JAX_PROCESS_ID"], low=0),
@@ -213,12 +198,6 @@ def detect(environ: Environ = os.environ, *, command: str = "jshard train ...") 
             do="give each process an id of its own: JAX_PROCESS_ID=0 for the one at JAX_COORDINATOR_ADDRESS.",
         )
     return cluster if cluster.num_processes > 1 else None
-
-
-def _kind(given: Environ, launcher: _Launcher | None) -> str:
-    if len(given) == len(_JAX):
-        return "jax variables"
-    return launcher.kind if launcher else "cloud tpu"
 
 
 def _launcher(environ: Environ) -> _Launcher | None:
@@ -259,13 +238,12 @@ def _filled(
         found = _of_tpu(environ, seen)
         if found is None:
             _require_alone(given, environ, seen, command)
-            return None
-        return {**found, **given}
+        return found and {**found, **given}
     number = given.get("JAX_NUM_PROCESSES") or environ.get(launcher.size)
     if not number and launcher.kind == "kubernetes":
         raise ShardingError(
             "Kubernetes does not say how many processes the job has.",
-            where=_lines(seen),
+            where=[f"{name}={value}" for name, value in seen.items()],
             why="a pod of an indexed job is given its own number only.",
             do='in the container of the job, its completions: env: [{name: JAX_NUM_PROCESSES, value: "8"}]\n'
             'or "1", if each pod is a run of its own.',
@@ -273,11 +251,10 @@ def _filled(
     number = str(_number(launcher.size, number or "", low=1))
     if number == "1" and "JAX_PROCESS_ID" not in given:
         return None
-    address = given.get("JAX_COORDINATOR_ADDRESS") or launcher.address(environ)
-    if not address:
+    if not (address := given.get("JAX_COORDINATOR_ADDRESS") or launcher.address(environ)):
         raise ShardingError(
             f"{launcher.kind} does not say where its processes meet.",
-            where=_lines(seen),
+            where=[f"{name}={value}" for name, value in seen.items()],
             why="the address of process 0 is in none of its variables.",
             do=f"export JAX_COORDINATOR_ADDRESS=$(hostname):12345; {launcher.starts.format(n=number)} {command}\n"
             "on the machine of process 0; from another one, with the name of that.",
@@ -299,7 +276,7 @@ def _of_tpu(environ: Environ, seen: Environ) -> dict[str, str] | None:
     except Exception as error:  # whatever comes of asking the metadata server
         raise ShardingError(
             "What the TPU pod says about its processes cannot be read.",
-            where=_lines(seen) or "a machine with TPUs",
+            where=[f"{name}={value}" for name, value in seen.items()] or "a machine with TPUs",
             why=f"{type(error).__name__}: {error}",
             do="set the variables by hand: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I",
         ) from error
@@ -341,42 +318,37 @@ def _require_alone(given: Environ, environ: Environ, seen: Environ, command: str
     if "SLURM_JOB_ID" in environ and any(count != "1" for count in counts.values()):
         raise ShardingError(
             "Slurm's job has several tasks, and this process is in none of its steps.",
-            where=_lines(seen),
+            where=[f"{name}={value}" for name, value in seen.items()],
             why="srun starts one process per task; a batch script, and the shell of salloc, is one process.",
             do=f"srun {command}\nor, if one process is meant: {alone}",
         )
     if "PMIX_RANK" in environ:
         raise ShardingError(
             "PMIx does not say how many processes there are.",
-            where=_lines(seen),
+            where=[f"{name}={value}" for name, value in seen.items()],
             why="PMIX_RANK is the number of this one, and no variable has theirs.",
             do="prterun -n 4 -x JAX_COORDINATOR_ADDRESS=$(hostname):12345 -x JAX_NUM_PROCESSES=4 bash -c "
             f"{shlex.quote(f'JAX_PROCESS_ID=$PMIX_RANK {command}')}\nor, if one process is meant: {alone}",
         )
 
 
-def _lines(seen: Environ) -> list[str]:
-    return [f"{name}={value}" for name, value in seen.items()]
-
-
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ShardingError(
-            "The address of process 0 cannot be read.",
-            where=f"JAX_COORDINATOR_ADDRESS={text}",
-            why="it is a host name, a colon and a port from 1 to 65535.",
-            do="JAX_COORDINATOR_ADDRESS=node001:12345",
-        )
+        raise _unreadable("JAX_COORDINATOR_ADDRESS", text, "a host name, a colon and a port from 1 to 65535")
     return text
 
 
 def _number(name: str, text: str, *, low: int) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= low):
-        raise ShardingError(
-            f"{name} is not a number of use.",
-            where=f"{name}={text}",
-            why=f"it is a whole number, {low} or more.",
-            do="JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I, with I from 0 to N - 1.",
-        )
+        raise _unreadable(name, text, f"a whole number, {low} or more")
     return int(text)
+
+
+def _unreadable(name: str, text: str, wanted: str) -> ShardingError:
+    return ShardingError(
+        f"{name} cannot be read.",
+        where=f"{name}={text}",
+        why=f"it is {wanted}.",
+        do="JAX_COORDINATOR_ADDRESS=node001:12345 JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I, with I from 0 to N - 1.",
+    )

@@ -1,4 +1,4 @@
-"""How a process of a run ended, and the TCP connections by which the supervisors of a run let each other know."""
+"""How a process of a run ended, and how the supervisors of a run let each other know."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
-from jshard.errors import printable
 from jshard.launch.cluster import GOOD, REQUEST, RESUME, Deadlines
 from jshard.launch.stall import Stand
 
+GOODBYE_S = 2.0
+"""A connection that is closed waits this long for the other side to have read its last message."""
+
+T = TypeVar("T")
+
+_LINE_BYTES, _PENDING_BYTES = 16384, 1 << 20
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -131,23 +136,11 @@ def _rank(ending: Ending) -> int:
     return 1 if ending.code < 0 else 3
 
 
-def from_message(message: Any) -> Ending | None:
+def ending_of(message: Any) -> Ending | None:
     """From the network, where anything may come from: None for what is not an ending."""
-    if not isinstance(message, Mapping):
-        return None
-    fields = {field.name: message.get(field.name) for field in dataclasses.fields(Ending)}
-    numbers = [fields[name] for name in ("pid", "code", "step", "silent_s")]
-    texts = [fields["host"], fields["checkpoint"] or ""]
-    is_one = (
-        type(fields["process"]) is int
-        and all(number is None or type(number) in (int, float) for number in numbers)
-        and all(isinstance(text, str) and len(text) < 4096 for text in texts)
-    )
-    flags = {name: fields[name] is True for name in ("explained", "blames_peer")}
-    stand = Stand.read(fields["stand"])
-    if not is_one or (stand is None) != (fields["stand"] is None):
-        return None
-    return Ending(**{**fields, **flags, "stand": stand})
+    if isinstance(message, Mapping) and message.get("stand") is not None:
+        message = {**message, "stand": parsed(Stand, message["stand"]) or "none"}
+    return parsed(Ending, message)
 
 
 def hostname() -> str:
@@ -157,14 +150,9 @@ def hostname() -> str:
 
 # The connections between supervisors: JSON objects, a line each.
 
-GOODBYE_S = 2.0
-"""A connection that is closed waits this long for the other side to have read its last message."""
-_LINE_BYTES = 16384
-_PENDING_BYTES = 1 << 20
-
 
 class Link:
-    """One end of a connection. Nothing here waits, but its closing.
+    """One end of a connection. Nothing here waits, but `close_all`.
 
     What comes in is data of strangers until it is checked: it is parsed as JSON and never executed, and a line that
     is too long or no JSON object closes the link.
@@ -181,28 +169,26 @@ class Link:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = sock
-        self.peer = _peer(sock)
-        self._received = b""
-        self._pending = b""
-        self._sent_at = self.heard_at = time.monotonic()
+        self.socket, self.peer = sock, _peer(sock)
+        self._received = self.pending = b""
+        self._sent_at = self._heard_at = time.monotonic()
         self.closed = False
 
     @property
     def silent_s(self) -> float:
         """Time since anything came from the other side."""
-        return time.monotonic() - self.heard_at
+        return time.monotonic() - self._heard_at
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message, now or, if the other side is slow, with a later one."""
-        self._pending += json.dumps(message).encode() + b"\n"
+        self.pending += json.dumps(message).encode() + b"\n"
         self._sent_at = time.monotonic()
         self._flush()
 
-    def beat(self, every_s: float, **message: Any) -> None:
+    def beat(self, every_s: float, said: Any = None) -> None:
         """Sends a sign of life if the last message is older than `every_s`."""
         if time.monotonic() - self._sent_at >= every_s:
-            self.send({"beat": 1, **message})
+            self.send({"beat": said})
         else:
             self._flush()
 
@@ -211,7 +197,7 @@ class Link:
         # Bounded, lest a stranger who sends without end keeps us here.
         for _ in range(64):
             try:
-                data = b"" if self.closed else self._socket.recv(65536)
+                data = b"" if self.closed else self.socket.recv(65536)
             except BlockingIOError:
                 break
             except OSError:
@@ -219,7 +205,7 @@ class Link:
             if not data:
                 self.closed = True
                 break
-            self.heard_at = time.monotonic()
+            self._heard_at = time.monotonic()
             self._received += data
         *lines, self._received = self._received.split(b"\n")
         messages = [_parse(line) for line in lines]
@@ -227,60 +213,46 @@ class Link:
             self.closed = True
         return [message for message in messages if message is not None]
 
-    def close(self) -> None:
-        """Closes when the other side has read what was sent, or after `GOODBYE_S`."""
-        close_all([self])
-
     def drop(self) -> None:
         """Closes at once, whatever is on its way."""
-        self._socket.close()
-        self.closed = True
-
-    def finish(self, deadline: float) -> None:
-        """Says that nothing more will come; `close_all` does the rest."""
-        with contextlib.suppress(OSError):
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.01))
-            self._socket.sendall(self._pending)
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def drain(self, deadline: float) -> None:
-        """Waits for the other side's end of it, and closes."""
-        # Closing at once would reset the connection if something is unread here, and lose our last message there.
-        with contextlib.suppress(OSError):
-            while (left_s := deadline - time.monotonic()) > 0:
-                self._socket.settimeout(left_s)
-                if not self._socket.recv(65536):
-                    break
-        self._socket.close()
+        self.socket.close()
         self.closed = True
 
     def _flush(self) -> None:
         try:
-            while self._pending and not self.closed:
-                self._pending = self._pending[self._socket.send(self._pending) :]
+            while self.pending and not self.closed:
+                self.pending = self.pending[self.socket.send(self.pending) :]
         except BlockingIOError:
-            self.closed = len(self._pending) > _PENDING_BYTES
+            self.closed = len(self.pending) > _PENDING_BYTES
         except OSError:
             # What the other side said before it went is still to be read: `receive` will find the end.
-            self._pending = b""
-
-
-def _peer(sock: socket.socket) -> str:
-    try:
-        name = sock.getpeername()
-    except OSError:  # it has gone again
-        return "unknown"
-    return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else "local"
+            self.pending = b""
 
 
 def close_all(links: Iterable[Link]) -> None:
-    """Closes them when the other sides have read what was sent, all within `GOODBYE_S`."""
-    links = list(links)
-    deadline = time.monotonic() + GOODBYE_S
+    """Closes links when the other sides have read what was sent, all within `GOODBYE_S`."""
+    links, deadline = list(links), time.monotonic() + GOODBYE_S
     for link in links:
-        link.finish(deadline)
+        with contextlib.suppress(OSError):
+            link.socket.settimeout(max(deadline - time.monotonic(), 0.01))
+            link.socket.sendall(link.pending)
+            link.socket.shutdown(socket.SHUT_WR)
     for link in links:
-        link.drain(deadline)
+        # Closing at once would reset the connection if something is unread here, and lose our last message there.
+        with contextlib.suppress(OSError):
+            while (left_s := deadline - time.monotonic()) > 0:
+                link.socket.settimeout(left_s)
+                if not link.socket.recv(65536):
+                    break
+        link.drop()
+
+
+def parsed(kind: type[T], message: Any) -> T | None:
+    """A dataclass of plain values, from the network, where anything may come from; None for what is none."""
+    types = get_type_hints(kind)
+    if not isinstance(message, dict) or message.keys() != types.keys():
+        return None
+    return kind(**message) if all(isinstance(message[name], types[name]) for name in types) else None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -291,22 +263,30 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-_PHASE = 80  # characters
-# What beats say of a worker, and what it is.
-_BEATEN = {"step": (int,), "marks": (int,), "phase": (str,), "idle_s": (int, float), "warn_s": (int, float)}
+def _peer(sock: socket.socket) -> str:
+    try:
+        name = sock.getpeername()
+    except OSError:  # it has gone again
+        return "unknown"
+    return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else "local"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a supervisor says of its worker again and again."""
+
+    step: int | None = None
+    marks: int | None = None
+    phase: str | None = None
+    idle_s: float | None = None
+    warn_s: float | None = None
 
 
 class Peers:
     """The other supervisors, as one of them sees them: process 0 is linked to all, the others to process 0.
 
-    Messages: {"beat": 1, "step": n} with what the worker does, {"ended": ending of the sender's worker}, and from
-    process 0 {"stalled": 1}, which asks all where they stand, and {"verdict": the ending that was the cause}.
-
-    Args:
-        process_id: whose view this is.
-        links: by process id.
-        hosts: the machines of those, by process id.
-        deadlines: of the run.
+    Messages: {"beat": what the worker does}, {"ended": ending of the sender's worker}, and from process 0
+    {"stalled": 1}, which asks all where they stand, and {"verdict": the ending that was the cause}.
     """
 
     def __init__(
@@ -314,11 +294,9 @@ class Peers:
     ) -> None:
         self.process_id = process_id
         self.verdict: Ending | None = None
-        self._links = dict(links)
-        self._hosts = dict(hosts)
-        self._deadlines = deadlines
-        self.noted: dict[int, dict[str, Any]] = {}
+        self.beats: dict[int, Beat] = {}
         self.stalled = False
+        self._links, self._hosts, self._deadlines = dict(links), hosts, deadlines
         self._over: set[int] = set()
 
     @property
@@ -326,13 +304,14 @@ class Peers:
         """Whether it is for this supervisor to say which process was lost: for that of process 0, if it is there."""
         return self.process_id == 0 or not self._links
 
-    def poll(self, noted: Mapping[str, Any]) -> list[Ending]:
-        """Sends a sign of life, and returns the bad endings heard of since the last call.
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody else to hear of."""
+        return not self._links
 
-        Args:
-            noted: what our worker reported, for the others to know how far it is.
-        """
-        ours = {name: noted.get(name) for name in _BEATEN}
+    def poll(self, noted: Mapping[str, Any]) -> list[Ending]:
+        """Sends a sign of life with what our worker has noted; the bad endings heard of since the last call."""
+        ours = {field.name: noted.get(field.name) for field in dataclasses.fields(Beat)}
         found = []
         for process, link in list(self._links.items()):
             ending = self._hear(process, link)
@@ -343,9 +322,9 @@ class Peers:
             # The link of one whose worker has ended stays: it waits for the verdict.
             if link.closed or link.silent_s > self._deadlines.peer_s:
                 del self._links[process]
-                link.close()
+                close_all([link])
             else:
-                link.beat(self._deadlines.beat_s, **ours)
+                link.beat(self._deadlines.beat_s, ours)
         return found
 
     def report(self, ending: Ending) -> None:
@@ -382,19 +361,16 @@ class Peers:
     def _hear(self, process: int, link: Link) -> Ending | None:
         ending = None
         for message in link.receive():
-            if "beat" in message:
-                said = {name: message[name] for name, kinds in _BEATEN.items() if type(message.get(name)) in kinds}
-                self.noted[process] = said | {"phase": printable(said.get("phase", "")[:_PHASE])}
+            if (beat := parsed(Beat, message.get("beat"))) is not None:
+                self.beats[process] = beat
             self.stalled |= message.get("stalled") == 1
             if self.process_id != 0 and self.verdict is None:
-                self.verdict = from_message(message.get("verdict"))
-            ended = from_message(message.get("ended"))
+                self.verdict = ending_of(message.get("verdict"))
+            ended = ending_of(message.get("ended"))
             if ended is not None and ended.process == process:
                 ending = ended
-        if ending is not None:
-            return ending
         silent_s = link.silent_s if link.silent_s > self._deadlines.peer_s else None
-        if silent_s is None and not link.closed:
-            return None
-        host, step = self._hosts.get(process, "unknown"), self.noted.get(process, {}).get("step")
+        if ending is not None or (silent_s is None and not link.closed):
+            return ending
+        host, step = self._hosts.get(process, "unknown"), self.beats.get(process, Beat()).step
         return Ending(process=process, host=host, silent_s=silent_s, step=step)

@@ -9,24 +9,38 @@ So there are never two runs of one: two parts of more than half have a process i
 and neither a step nor a checkpoint is completed without every worker of its part. A supervisor that its launcher has
 started anew knows process 0's address alone, comes there and learns the rest.
 
-Messages are JSON lines; see `door` for what they prove. To the leader {"hello": 1, "process": i, "of": n, ...} with
-what the sender knows of the run; from there {"rows": ...} and {"go": ...}; or {"busy": 1} during an attempt, or
-{"elsewhere": 1} from one that follows another; or {"missing": ...}, {"duplicate": ...}, {"mismatch": ...}, which end
-all.
+Messages are JSON lines; see `cluster` for what they prove. From the one that leads a nonce, to it a hello with what the
+sender knows of the run, and from it {"rows": ...} and {"go": ...} to all; or {"busy": 1} during an attempt, or
+{"elsewhere": 1} from one that follows another; or {"error": ...}, which ends all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jshard.errors import FourPartError, RunError, ShardingError
-from jshard.launch import door
-from jshard.launch.cluster import TICK_S, Cluster, Deadlines
-from jshard.launch.door import HELLO_S, Door, Knock, roll_call_port
+from jshard.launch.cluster import (
+    TICK_S,
+    Cluster,
+    Deadlines,
+    address,
+    bind_host,
+    coordinator_bind,
+    free_port,
+    is_signed,
+    listen,
+    open_port,
+    roll_call_port,
+    signed,
+    token_of,
+)
+from jshard.launch.door import HELLO_S, Door, Hello, Knock
 from jshard.launch.peers import Link, Peers, close_all, hostname
 from jshard.launch.restarts import History, Restarts
 
@@ -59,26 +73,18 @@ class _Row:
     host: str
     ip: str
     port: int
-    is_member: bool = True
+    is_member: bool
 
 
 class RollCall:
-    """The meetings of one supervisor with the others: before the first attempt, and after each loss.
-
-    Args:
-        cluster: this process's place among all.
-        deadlines: of the run.
-        restarts: how the run goes on after a loss; None if it does not.
-    """
+    """The meetings of one supervisor with the others: before the first attempt, and after each loss."""
 
     def __init__(self, cluster: Cluster, deadlines: Deadlines, restarts: Restarts | None = None) -> None:
         self.cluster, self.deadlines, self.restarts = cluster, deadlines, restarts
-        self.token = door.token_of(cluster)
-        self.bind = door.bind_host(cluster) if cluster.process_id == 0 else ""
+        self.token = token_of(cluster)
+        self.bind = bind_host(cluster) if cluster.process_id == 0 else ""
         self.rows: dict[int, _Row] = {}
-        self.door: Door | None = None
-        if cluster.process_id == 0:
-            self.door = Door(door.listen(cluster, self.bind), self.token)
+        self.door = Door(listen(cluster, self.bind), self.token) if cluster.process_id == 0 else None
 
     def meet(self, history: History, *, stopped: Callable[[], bool] = lambda: False) -> Group | None:
         """Waits until the supervisors of all processes are there, or of enough.
@@ -90,11 +96,10 @@ class RollCall:
             stopped: asked again and again; when true, the waiting ends and the result is None.
 
         Raises:
-            RunError: not enough have come, or process 0 cannot be reached, or cannot listen.
+            RunError: not enough have come, or process 0 cannot be reached.
             ShardingError: two processes have one id, or take part in different runs.
         """
-        meeting = _Meeting(self, history)
-        try:
+        with contextlib.closing(_Meeting(self, history)) as meeting:
             while not stopped():
                 group = meeting.look()
                 if group is not None:
@@ -102,14 +107,13 @@ class RollCall:
                         self.close()
                     return group
                 time.sleep(TICK_S)
-            return None
-        finally:
-            meeting.close()
+        return None
 
     def attend(self) -> None:
         """Lets those that come during an attempt know that they have to wait. Nothing here waits."""
-        for knock in self.door.knocks() if self.door is not None else ():
-            self.door.dismiss(knock, {"busy": 1})  # type: ignore[union-attr]
+        if self.door is not None:
+            for knock in self.door.knocks():
+                self.door.dismiss(knock, {"busy": 1})
 
     def close(self) -> None:
         """Closes the port."""
@@ -121,7 +125,7 @@ class RollCall:
         """Opens the port of a process other than 0, at the address by which it reaches the others."""
         if self.door is None and self.restarts is not None:
             self.bind = "" if host.startswith("127.") and not self.cluster.is_local else host
-            self.door = Door(door.open_port(self.bind), self.token)
+            self.door = Door(open_port(self.bind), self.token)
 
     def address_of(self, process: int) -> tuple[str, int] | None:
         """Where the supervisor of a process listens; None if that is not known."""
@@ -139,25 +143,24 @@ class _Meeting:
         self._cluster, self._deadlines = call.cluster, call.deadlines
         self._me = call.cluster.process_id
         self._guests: dict[int, Knock] = {}
-        self._began = time.monotonic()
-        self._ends_at = self._began + call.deadlines.init_s
+        self._began_s = time.monotonic()
+        self._ends_at = self._began_s + call.deadlines.init_s
         self._is_again = history.attempt > 0
         # Before the first attempt process 0 leads, and no other.
         self._lower = list(range(self._me)) if call.rows else [0][: self._me]
-        self._next, self._rounds, self._not_before = 0, 0, 0.0
+        self._next, self._rounds, self._not_before_s = 0, 0, 0.0
         self._up: Link | None = None
         self._up_address = ("", 0)
-        self._nonce = ""
-        self._is_greeted = False
+        self._nonce, self._is_greeted, self._reason = "", False, ""
         self._rows: dict[int, _Row] = {}
-        self._reason = ""
 
     def look(self) -> Group | None:
         self._admit()
         group = self._follow()
-        if group is None and self._leads:
-            group = self._lead()
-        elif group is None and self._me and self._waited_s > self._limit_s and self._up is None:
+        # It leads where no lower process is there.
+        if group is None and (self._me == 0 or (self._up is None and self._rounds and self._call.rows)):
+            return self._lead()
+        if group is None and self._up is None and self._waited_s > self._limit_s:
             raise self._unreachable()
         return group
 
@@ -166,50 +169,54 @@ class _Meeting:
 
     @property
     def _waited_s(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._began_s
 
     @property
     def _limit_s(self) -> float:
-        wait_s = 0.0 if self._call.restarts is None else self._call.restarts.wait_s
-        return max(self._deadlines.init_s, wait_s) if self._is_again else self._deadlines.init_s
-
-    @property
-    def _leads(self) -> bool:
-        """Whether no lower process is there."""
-        return self._me == 0 or (self._up is None and self._rounds > 0 and bool(self._call.rows))
-
-    @property
-    def _follows(self) -> bool:
-        """Whether a lower process answers; that a connection was accepted says nothing, the kernel does that."""
-        return self._up is not None and self._is_greeted
+        wait_s = self._call.restarts.wait_s if self._call.restarts is not None and self._is_again else 0.0
+        return max(self._deadlines.init_s, wait_s)
 
     # The one that leads.
 
     def _admit(self) -> None:
-        for knock in self._call.door.knocks() if self._call.door is not None else ():
-            process, theirs = knock.hello["process"], History.from_message(knock.hello["history"])
-            if self._follows or process <= self._me or theirs is None:
-                self._call.door.dismiss(knock, {"elsewhere": 1})  # type: ignore[union-attr]
+        if (door := self._call.door) is None:
+            return
+        for knock in door.knocks():
+            # That a connection to a lower process was accepted says nothing, the kernel does that.
+            follows, process = self._up is not None and self._is_greeted, knock.hello.process
+            if follows or 0 <= process <= self._me:
+                door.dismiss(knock, {"elsewhere": 1})
                 continue
-            self._check(knock, theirs)
+            self._check(knock)
             if process in self._guests:  # its supervisor was started anew
                 self._guests[process].link.drop()
             self._guests[process] = knock
             # One that has waited long already is not kept waiting for another whole time-out.
-            left_s = max(self._limit_s - knock.hello["waited_s"], 0)
+            left_s = max(self._limit_s - knock.hello.waited_s, 0)
             self._ends_at = min(self._ends_at, time.monotonic() + left_s)
 
-    def _check(self, knock: Knock, theirs: History) -> None:
+    def _check(self, knock: Knock) -> None:
         hello, cluster = knock.hello, self._cluster
-        self._is_again |= theirs.attempt > 0
-        if hello["of"] != cluster.num_processes or hello["process"] >= cluster.num_processes:
-            said = f"{hello['of']} processes at {hello['at']}"
-            ours = f"{cluster.num_processes} processes at {cluster.coordinator}"
-            message = {"mismatch": hello["process"], "host": hello["host"], "theirs": said, "ours": ours}
-            self._end(message, knock)
-        if hello["process"] in self._guests and not self._is_again:
-            hosts = [self._guests[hello["process"]].hello["host"], hello["host"]]
-            self._end({"duplicate": hello["process"], "hosts": hosts}, knock)
+        self._is_again |= knock.history.attempt > 0
+        if hello.of != cluster.num_processes or not 0 <= hello.process < cluster.num_processes:
+            ours = f"process {self._me} has {cluster.num_processes} processes at {cluster.coordinator}"
+            theirs = f"process {hello.process} has {hello.of} processes at {hello.at}"
+            error = ShardingError(
+                f"Process {hello.process} on {hello.host} takes the run for another.",
+                where=[ours, theirs, *cluster.seen()],
+                why="all processes of a run are given the same address and number.",
+                do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
+            )
+            self._end(error, knock)
+        if hello.process in self._guests and not self._is_again:
+            other = self._guests[hello.process].hello
+            error = ShardingError(
+                f"Two processes have the id {hello.process}.",
+                where=[f"on {other.host} and on {hello.host}", *cluster.seen()],
+                why=f"each of the {cluster.num_processes} processes has an id of its own.",
+                do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
+            )
+            self._end(error, knock)
 
     def _lead(self) -> Group | None:
         for process, knock in list(self._guests.items()):
@@ -218,12 +225,10 @@ class _Meeting:
             if knock.link.closed:  # it may come again
                 del self._guests[process]
         came = sorted({self._me, *self._guests})
-        number = self._number(len(came))
-        if number:
+        if number := self._number(len(came)):
             return self._go(came[:number])
-        if time.monotonic() > max(self._ends_at, self._began + (self._limit_s if self._is_again else 0)):
-            hosts = {self._me: hostname(), **{p: knock.hello["host"] for p, knock in self._guests.items()}}
-            self._end({"missing": sorted(hosts.items()), "after_s": self._limit_s})
+        if time.monotonic() > max(self._ends_at, self._began_s + (self._limit_s if self._is_again else 0)):
+            self._end(self._missing())
         return None
 
     def _number(self, came: int) -> int:
@@ -236,39 +241,34 @@ class _Meeting:
         return restarts.usable(came, of)
 
     def _go(self, members: list[int]) -> Group:
-        number = len(members)
-        self._history.merge([History.from_message(knock.hello["history"]) for knock in self._guests.values()])
-        is_first = self._history.attempt == 1
-        host = self._call.bind
-        port = self._cluster.port if is_first else door.free_port(host, self._cluster.port)
+        door, number = self._call.door, len(members)
+        self._history.begin(knock.history for knock in self._guests.values())
+        bind, wanted = self._call.bind, self._cluster.port
+        port = wanted if self._history.attempt == 1 else free_port(bind, wanted)
         meshes = {} if self._call.restarts is None else self._call.restarts.meshes or {}
         mesh = meshes.get(number) if number < self._cluster.num_processes else None
-        rows = {self._me: _Row(host=hostname(), ip="", port=0)} | {p: self._row(k) for p, k in self._guests.items()}
-        for process, row in rows.items():
-            row.is_member = process in members
+        rows = {self._me: _Row(host=hostname(), ip="", port=0, is_member=True)}
+        rows |= {process: self._row(knock, process in members) for process, knock in self._guests.items()}
+        listed = [[process, *dataclasses.astuple(row)] for process, row in sorted(rows.items())]
+        messages: list[dict[str, Any]] = [{"rows": listed[i : i + _ROWS]} for i in range(0, len(listed), _ROWS)]
+        messages.append({"go": {"port": port, "mesh": mesh, "history": dataclasses.asdict(self._history)}})
         for process, knock in self._guests.items():
             if process in members:
-                self._send_go(knock, rows, {"port": port, "mesh": mesh, "history": self._history.as_message()})
-            else:
-                self._call.door.dismiss(knock, {"busy": 1})  # type: ignore[union-attr]
+                for message in messages:
+                    knock.link.send(signed(message, self._call.token, knock.hello.nonce))
+            elif door is not None:
+                door.dismiss(knock, {"busy": 1})
         self._call.rows |= rows
         links = {members.index(p): knock.link for p, knock in self._guests.items() if p in members}
         self._guests = {}
-        at = self._cluster.host if self._me == 0 else host or "127.0.0.1"
-        bind = door.coordinator_bind(host, port)
-        return self._group(members, rows, at, port, mesh=mesh, links=links, bind=bind)
+        host = self._cluster.host if self._me == 0 else bind or "127.0.0.1"
+        return self._group(members, rows, host, port, mesh, links, coordinator_bind(bind, port))
 
-    def _row(self, knock: Knock) -> _Row:
+    def _row(self, knock: Knock, is_member: bool) -> _Row:
         ip = knock.link.peer
         # Through the loopback it came from this machine, which the others know by its name.
         ip = self._cluster.host if ip.startswith("127.") and not self._cluster.is_local else ip
-        return _Row(host=knock.hello["host"], ip=ip, port=knock.hello["port"])
-
-    def _send_go(self, knock: Knock, rows: Mapping[int, _Row], go: dict[str, Any]) -> None:
-        listed = [[process, *dataclasses.astuple(row)] for process, row in sorted(rows.items())]
-        for i in range(0, len(listed), _ROWS):
-            knock.link.send(door.signed({"rows": listed[i : i + _ROWS]}, self._call.token, knock.nonce))
-        knock.link.send(door.signed({"go": go}, self._call.token, knock.nonce))
+        return _Row(host=knock.hello.host, ip=ip, port=knock.hello.port, is_member=is_member)
 
     def _group(
         self,
@@ -276,31 +276,48 @@ class _Meeting:
         rows: Mapping[int, _Row],
         host: str,
         port: int,
-        *,
         mesh: str | None,
         links: Mapping[int, Link],
-        bind: Mapping[str, str] | None = None,
+        bind: Mapping[str, str],
     ) -> Group:
-        me = members.index(self._me)
-        hosts = {index: rows[process].host for index, process in enumerate(members)}
-        place = dataclasses.replace(
-            self._cluster, coordinator=door.address(host, port), num_processes=len(members), process_id=me
-        )
+        """All are there: the attempt may begin, and its processes are numbered from 0."""
+        me, hosts = members.index(self._me), {index: rows[p].host for index, p in enumerate(members)}
+        where = {"coordinator": address(host, port), "num_processes": len(members), "process_id": me}
         peers = Peers(process_id=me, links=links, hosts=hosts, deadlines=self._deadlines)
-        return Group(peers=peers, place=place, mesh=mesh, bind=bind or {})
+        return Group(peers=peers, place=dataclasses.replace(self._cluster, **where), mesh=mesh, bind=bind)
 
-    def _end(self, message: dict[str, Any], last: Knock | None = None) -> NoReturn:
-        for knock in [*self._guests.values(), *([] if last is None else [last])]:
-            knock.link.send(door.signed(message, self._call.token, knock.nonce))
-        close_all([] if last is None else [last.link])
-        raise _end_of(self._cluster, message) or AssertionError(message)
+    def _end(self, error: FourPartError, last: Knock | None = None) -> NoReturn:
+        """Ends the roll call for all that came, with the same words."""
+        ended = [*self._guests.values(), *([] if last is None else [last])]
+        said = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
+        message = {"error": said, "is_request": isinstance(error, ShardingError)}
+        for knock in ended:
+            knock.link.send(signed(message, self._call.token, knock.hello.nonce))
+        close_all(knock.link for knock in ended)
+        self._guests = {}
+        raise error
+
+    def _missing(self) -> RunError:
+        cluster = self._cluster
+        hosts = {self._me: hostname()} | {process: knock.hello.host for process, knock in self._guests.items()}
+        ids = [process for process in range(cluster.num_processes) if process not in hosts]
+        return self._history.not_met(
+            f"{len(ids)} of {cluster.num_processes} processes did not come: {_some(ids)}.",
+            where=[
+                f"came: {_some([f'{process} on {host}' for process, host in sorted(hosts.items())])} ({cluster.kind})",
+                *cluster.seen(),
+            ],
+            why=f"{len(hosts)} of {cluster.num_processes} came to the roll call within {self._limit_s:.0f} s.",
+            do=f"look why process {_some(ids)} did not start, or cannot reach {cluster.host}:"
+            f"{roll_call_port(cluster)};\nif they are only slow to start: --init-timeout 900",
+        )
 
     # The others.
 
     def _follow(self) -> Group | None:
         if self._up is not None:
             return self._hear(self._up)
-        if self._lower and time.monotonic() >= self._not_before:
+        if self._lower and time.monotonic() >= self._not_before_s:
             self._connect(self._lower[self._next])
         return None
 
@@ -316,16 +333,15 @@ class _Meeting:
             self._failed(error.strerror or str(error))
             return
         self._up, self._up_address = Link(connection), at
-        self._nonce, self._is_greeted, self._rows = door.new_nonce(), False, {}
+        self._nonce, self._is_greeted, self._rows = secrets.token_hex(16), False, {}
 
     def _failed(self, reason: str) -> None:
         if self._up is not None:
             self._up.drop()
-            self._up = None
-        self._reason = reason
+        self._up, self._reason = None, reason
         self._next += 1
         if self._next >= len(self._lower):
-            self._next, self._rounds, self._not_before = 0, self._rounds + 1, time.monotonic() + _AGAIN_S
+            self._next, self._rounds, self._not_before_s = 0, self._rounds + 1, time.monotonic() + _AGAIN_S
 
     def _hear(self, link: Link) -> Group | None:
         if self._is_greeted:
@@ -334,11 +350,12 @@ class _Meeting:
             if not self._is_greeted and isinstance(message.get("nonce"), str):
                 self._greet(link, message["nonce"])
             elif message.get("refused") == 1:
-                self._failed("It is of another run: it has another token (JSHARD_TOKEN, JSHARD_TOKEN_FILE, or the job)")
+                self._failed("It is of another run: it has another token (JSHARD_TOKEN, or the job)")
                 return None
-            elif door.is_signed(message, self._call.token, self._nonce):
-                if self._take(message):
+            elif is_signed(message, self._call.token, self._nonce):
+                if "go" in message:
                     return self._joined(link, message["go"])
+                self._take(message)
                 if self._up is None:
                     return None
         silent_s = max(self._deadlines.peer_s, HELLO_S) if self._is_greeted else HELLO_S / 2
@@ -347,49 +364,52 @@ class _Meeting:
         return None
 
     def _greet(self, link: Link, nonce: str) -> None:
-        cluster, opened = self._cluster, self._call.door
-        hello = {"hello": 1, "process": self._me, "of": cluster.num_processes, "at": cluster.coordinator}
-        hello |= {"host": hostname(), "waited_s": self._waited_s, "port": 0 if opened is None else opened.port}
-        hello |= {"nonce": self._nonce, "history": self._history.as_message()}
-        link.send(door.signed(hello, self._call.token, nonce))
+        cluster, door = self._cluster, self._call.door
+        hello = Hello(
+            process=self._me,
+            of=cluster.num_processes,
+            at=cluster.coordinator,
+            host=hostname(),
+            port=0 if door is None else door.port,
+            waited_s=self._waited_s,
+            nonce=self._nonce,
+        )
+        message = {"hello": dataclasses.asdict(hello), "history": dataclasses.asdict(self._history)}
+        link.send(signed(message, self._call.token, nonce))
         self._is_greeted = True
-        self._dismiss_guests()
-
-    def _dismiss_guests(self) -> None:
-        """They look for the one that this process follows now."""
-        for knock in self._guests.values():
-            self._call.door.dismiss(knock, {"elsewhere": 1})  # type: ignore[union-attr]
+        for knock in self._guests.values():  # they look for the one that this process follows now
+            if door is not None:
+                door.dismiss(knock, {"elsewhere": 1})
         self._guests = {}
 
-    def _take(self, message: dict[str, Any]) -> bool:
-        """Takes what the leader says; whether it is that all begin."""
-        if (error := _end_of(self._cluster, message)) is not None:
-            raise error
-        if "busy" in message or "elsewhere" in message:
-            if "busy" in message:  # an attempt is at work, and this process waits for the next, however long
-                self._began, self._next = time.monotonic(), len(self._lower)
-            self._failed("It takes part in an attempt" if "busy" in message else "It follows another process")
+    def _take(self, message: dict[str, Any]) -> None:
+        """Takes what the one that leads says before all begin."""
+        if "error" in message:
+            raise (ShardingError if message["is_request"] else self._history.not_met)(**message["error"])
+        if "busy" in message:  # an attempt is at work, and this process waits for the next, however long
+            self._began_s, self._next = time.monotonic(), len(self._lower)
+            self._failed("It takes part in an attempt")
+        elif "elsewhere" in message:
+            self._failed("It follows another process")
         for process, host, ip, port, is_member in message.get("rows", ()):
-            self._rows[int(process)] = _Row(host=host, ip=ip or self._up_address[0], port=port, is_member=is_member)
-        return isinstance(message.get("go"), dict)
+            self._rows[process] = _Row(host=host, ip=ip or self._up_address[0], port=port, is_member=is_member)
 
     def _joined(self, link: Link, go: dict[str, Any]) -> Group:
         members = sorted(process for process, row in self._rows.items() if row.is_member)
-        leader = members[0]
-        self._rows[leader].port = self._up_address[1]
+        self._rows[members[0]].port = self._up_address[1]
         self._call.rows |= self._rows
-        self._history.adopt(History.from_message(go["history"]))
+        vars(self._history).update(go["history"])
         self._up = None
-        return self._group(members, self._rows, self._up_address[0], int(go["port"]), mesh=go["mesh"], links={0: link})
+        return self._group(members, self._rows, self._up_address[0], go["port"], go["mesh"], {0: link}, {})
 
     def _unreachable(self) -> RunError:
         cluster, here = self._cluster, socket.gethostname()
         port = roll_call_port(cluster)
-        return RunError(
+        return self._history.not_met(
             "Process 0 cannot be reached.",
             where=[
                 f"this is process {cluster.process_id} on {here} ({cluster.kind})",
-                f"process 0 is looked for at {_address(cluster)}",
+                f"process 0 is looked for at {cluster.host}:{port}",
                 *cluster.seen(),
             ],
             why=f"{self._reason}, after {self._waited_s:.0f} s.",
@@ -397,56 +417,6 @@ class _Meeting:
             f"{here};\n"
             "another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
         )
-
-
-def _address(cluster: Cluster) -> str:
-    """Where process 0 listens."""
-    return f"{cluster.host}:{roll_call_port(cluster)}"
-
-
-def _hosts(pairs: Any) -> dict[int, str]:
-    return {int(process): str(host) for process, host in pairs}
-
-
-def _end_of(cluster: Cluster, message: dict[str, Any]) -> FourPartError | None:
-    """The error that a message of process 0 stands for; each process words it with the variables it has seen itself."""
-    try:
-        if "missing" in message:
-            return _missing(cluster, _hosts(message["missing"]), float(message["after_s"]))
-        if "duplicate" in message:
-            return ShardingError(
-                f"Two processes have the id {int(message['duplicate'])}.",
-                where=[f"on {' and on '.join(map(str, message['hosts']))}", *cluster.seen()],
-                why=f"each of the {cluster.num_processes} processes has an id of its own.",
-                do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
-            )
-        if "mismatch" in message:
-            process, ours, theirs = int(message["mismatch"]), message["ours"], message["theirs"]
-            return ShardingError(
-                f"Process {process} on {message['host']} takes the run for another.",
-                where=[f"process 0 has {ours}", f"process {process} has {theirs}", *cluster.seen()],
-                why="all processes of a run are given the same address and number.",
-                do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
-            )
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None  # not from a supervisor
-    return None
-
-
-def _missing(cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunError:
-    """The time of the roll call is over, and not all have come."""
-    ids = [process for process in range(cluster.num_processes) if process not in came]
-    return RunError(
-        f"{len(ids)} of {cluster.num_processes} processes did not come: {_some(ids)}.",
-        where=[
-            f"this is process {cluster.process_id} on {socket.gethostname()} ({cluster.kind})",
-            f"came: {_some([f'{process} on {host}' for process, host in sorted(came.items())])}",
-            *cluster.seen(),
-        ],
-        why=f"{len(came)} of {cluster.num_processes} came to the roll call within {after_s:.0f} s.",
-        do=f"look why process {_some(ids)} did not start, or cannot reach {_address(cluster)};\n"
-        "if they are only slow to start: --init-timeout 900",
-    )
 
 
 def _some(items: Sequence[object], limit: int = 10) -> str:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from jshard import _stacks
-from jshard.errors import RunError, ShardingError
-from jshard.launch.cluster import RESUME
+from jshard.errors import RunError
+from jshard.launch.cluster import RESUME, check_seconds
 
 DATA, STEP, EVALUATION, SAVE = "waiting for data", "in a step", "evaluating", "saving"
 MEETING, OTHER = "meeting the others between two steps", "at work between two steps"
@@ -53,7 +53,7 @@ class Stand:
         deadline: what it had, and why, in words.
         state: of the process, if it does not run: "T (stopped)".
         waits: whether its main thread waits for other processes.
-        place: the innermost frames; of whoever reads the data, where it waits for these.
+        place: the innermost frames, a line each; of whoever reads the data, where it waits for these.
         asked: it was asked to stop, and has not in time.
         folder: where the stacks are written.
     """
@@ -64,7 +64,7 @@ class Stand:
     deadline: str = ""
     state: str = ""
     waits: bool = False
-    place: tuple[str, ...] = ()
+    place: str = ""
     asked: bool = False
     folder: str = ""
 
@@ -73,25 +73,6 @@ class Stand:
         """Sorts the one that is behind to the front."""
         return self.state[:1].upper() != "T", self.marks, self.waits
 
-    @classmethod
-    def read(cls, message: Any) -> Stand | None:
-        """From another process, where anything may come from: None for what is not one."""
-        if not isinstance(message, Mapping):
-            return None
-        found = {field.name: message.get(field.name) for field in dataclasses.fields(cls)}
-        texts = [found[name] for name in ("phase", "deadline", "state", "folder")]
-        place = found["place"] if isinstance(found["place"], list) else [None]
-        is_one = (
-            type(found["marks"]) is int
-            and type(found["idle_s"]) in (int, float)
-            and all(isinstance(text, str) and len(text) <= 4096 for text in texts)
-            and len(place) <= 4 * _FRAMES
-            and all(isinstance(line, str) and len(line) <= _TEXT for line in place)
-        )
-        if not is_one:
-            return None
-        return cls(**{**found, "waits": found["waits"] is True, "asked": found["asked"] is True, "place": tuple(place)})
-
 
 def is_stuck(noted: Mapping[str, Any]) -> bool:
     """Of a process whose peer is gone: whether it stands still between the marks of the loop, so waits for that one."""
@@ -99,14 +80,7 @@ def is_stuck(noted: Mapping[str, Any]) -> bool:
 
 
 def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None) -> Stand:
-    """Where a process of this machine stands; its stacks go into the folder of the run.
-
-    Args:
-        pid: of the process.
-        noted: what its watch has said of it (`StallWatch.noted`).
-        process: its id in the run.
-        step: the last one that it has done.
-    """
+    """Where a process of this machine stands, of which its watch has `noted` something; its stacks go into a file."""
     phase = str(noted.get("phase", "starting"))
     main, *others = [(one, _stacks.stacks(one)) for one in (pid, *_stacks.children(pid))]
     workers = [(worker, one) for worker, one in others if one is not None]
@@ -128,7 +102,7 @@ def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None)
         deadline=str(noted.get("deadline", "")),
         state=_stacks.state(pid),
         waits=bool(place) and any(words in place[0] for words in _WAITS),
-        place=tuple(line[-_TEXT:] for line in place),
+        place="\n".join(line[-_TEXT:] for line in place),
         asked=noted.get("stalled") == "asked",
         folder=folder,
     )
@@ -147,16 +121,7 @@ def _place_of_data(main: _stacks.Stacks | None, workers: list[tuple[int, _stacks
 
 
 def stalled_error(one: Stand, *, who: str, what: str, lines: list[str], others: str, again: str) -> RunError:
-    """A run that is stalled, or did not stop in time.
-
-    Args:
-        one: where the process that is behind stands.
-        who: id, number and machine of it.
-        what: how it is called at the beginning of a sentence.
-        lines: what else is known of the run.
-        others: what becomes of the others.
-        again: the command line that goes on.
-    """
+    """A run that is stalled, or did not stop in time: where the process that is behind stands, and what is known."""
     phase = f"{one.phase}{f', {one.state}' if one.state else ''}"
     ended = (
         f"It was asked to stop, and did not within {one.deadline}"
@@ -166,7 +131,7 @@ def stalled_error(one: Stand, *, who: str, what: str, lines: list[str], others: 
     kept = f"\nthe stacks of all processes: {one.folder}" if one.folder else ""
     return RunError(
         f"{what} did not stop in time: {phase}." if one.asked else f"{what} is stalled: {phase}.",
-        where=[who, *one.place, *lines],
+        where=[who, *one.place.splitlines(), *lines],
         why=f"{ended}.{others}{kept}",
         do=again,
     )
@@ -188,13 +153,8 @@ class StallWatch:
 
     def __init__(self, *, timeout_s: float | None = None, stop_s: float | None = None, again: str = "") -> None:
         for option, value in (("--stall-timeout", timeout_s), ("--stop-deadline", stop_s)):
-            if value is not None and not 0 < value < 1e7:  # not `<= 0`: a NaN is refused as well
-                raise ShardingError(
-                    "The time-out is not a positive number of seconds.",
-                    where=f"{option} {value}",
-                    why="it is how long a run may stand still before it is ended.",
-                    do=f"{option} 600",
-                )
+            if value is not None:
+                check_seconds(option, value, usual=600)
         self.timeout_s, self.stop_s = timeout_s, stop_s
         self.phase, self.marks, self.step = "starting", 0, 0
         self._asked_at: Callable[[], float | None] = lambda: None
@@ -250,38 +210,24 @@ class StallWatch:
             self._spans.append(now_s - self._done_at)
         self._done_at, self.step = now_s, step
 
-    @property
-    def deadline_s(self) -> float | None:
-        """What the phase has; None without limit."""
+    def deadline(self) -> tuple[float | None, str]:
+        """What the phase has, None without limit; and why, in words."""
         if self.phase not in (*_LONG, *_SHORT):
-            return None
-        if self._is_long:
-            return max(self.timeout_s or 0.0, MOST_S)
-        if self.timeout_s is not None or self._median_s is None:
-            return self.timeout_s or MOST_S
-        return max(LEAST_S, min(MOST_S, MEDIANS * self._median_s))
-
-    @property
-    def _is_long(self) -> bool:
-        """Whether this takes long, or waits for processes that still compile: before its first step."""
-        return self.phase in _LONG or not self._done_at
-
-    def _why(self) -> str:
-        """The deadline in words."""
-        if self._stalled == "asked":
-            return f"{self.stop_s:.0f} s (--stop-deadline)"
-        limit = f"{self.deadline_s or 0.0:.0f} s"
-        if self._is_long:
-            return limit
-        if self.timeout_s is not None:
-            return f"{limit} (--stall-timeout)"
-        if self._median_s is None:
-            return f"{limit} (fewer than {_NEEDED} steps are measured)"
-        return f"{limit} ({MEDIANS} x the median step of {self._median_s:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
+            return None, ""
+        if self.phase in _LONG or not self._done_at:  # before the first step others may still compile
+            limit_s, why = max(self.timeout_s or 0.0, MOST_S), ""
+        elif self.timeout_s is not None:
+            limit_s, why = self.timeout_s, " (--stall-timeout)"
+        elif self._median_s is None:
+            limit_s, why = MOST_S, f" (fewer than {_NEEDED} steps are measured)"
+        else:
+            limit_s = max(LEAST_S, min(MOST_S, MEDIANS * self._median_s))
+            why = f" ({MEDIANS} x the median step of {self._median_s:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
+        return limit_s, f"{limit_s:.0f} s{why}"
 
     def noted(self) -> dict[str, Any]:
         """For the supervisor."""
-        deadline_s = self.deadline_s
+        deadline_s, why = self.deadline()
         found: dict[str, Any] = {
             "phase": self.phase,
             "marks": self.marks,
@@ -290,7 +236,8 @@ class StallWatch:
             "warn_s": None if deadline_s is None else min(_WARN_S, deadline_s / 4),
         }
         if self._stalled:
-            found |= {"stalled": self._stalled, "deadline": self._why()}
+            asked = f"{self.stop_s or 0.0:.0f} s (--stop-deadline)"
+            found |= {"stalled": self._stalled, "deadline": asked if self._stalled == "asked" else why}
         return found
 
     def _run(self) -> None:
@@ -309,7 +256,7 @@ class StallWatch:
         self._median_s = statistics.median(spans) if len(spans) >= _NEEDED else None
 
     def _look(self, now_s: float) -> None:
-        deadline_s, asked_s = self.deadline_s, self._asked_at()
+        (deadline_s, _), asked_s = self.deadline(), self._asked_at()
         if self.stop_s is not None and asked_s is not None and now_s - asked_s > self.stop_s:
             self._stalled = "asked"
         elif deadline_s is not None and self._idle_s > deadline_s:

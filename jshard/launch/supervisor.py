@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError, printable
 from jshard.launch import stall, worker_process
-from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, stopped_code
+from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
 from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
-from jshard.launch.rendezvous import Group, RollCall
-from jshard.launch.restarts import History, Restarts
-from jshard.launch.signals import Signals
+from jshard.launch.rendezvous import RollCall
+from jshard.launch.restarts import History, NotRestarted, Restarts
 from jshard.launch.worker_process import WorkerProcess
 
 VERDICT_S = 3.0
@@ -52,141 +52,60 @@ def supervise(
         0 if all have done their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or did not come.
     """
-    deadlines = deadlines or Deadlines()
-    with Signals() as signals:
-        run = _Supervised(command, processes or 1, cluster, deadlines, again, restarts, signals)
+    deadlines, history = deadlines or Deadlines(), History(left=0 if restarts is None else restarts.most)
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        is_stopped = lambda: signals.received is not None
         try:
-            return run.to_its_end()
+            call = None
+            if cluster is not None:
+                call = stack.enter_context(contextlib.closing(RollCall(cluster, deadlines, restarts)))
+            keeper: Keeper | None = None
+            while not is_stopped():
+                group, number = None, processes or 1
+                peers = Peers(process_id=0, links={}, hosts={}, deadlines=deadlines)
+                if call is None:
+                    history.begin()
+                else:
+                    group = call.meet(history, stopped=is_stopped)
+                    if group is None:
+                        break
+                    peers, number = group.peers, group.place.num_processes
+                history.check_worth()
+                if history.lost is not None and peers.process_id == 0:
+                    _say(history.line(num_processes=number))
+                words = command
+                if history.lost is not None and restarts is not None:
+                    words = restarts.command(history.folder, None if group is None else group.mesh)
+                if keeper is None and restarts is not None and restarts.keeps_copies:
+                    # From the first attempt to the last: what it holds outlives the workers.
+                    keeper = stack.enter_context(Keeper(None if group is None else group.place))
+                extra = history.environ() | ({} if keeper is None else keeper.environ)
+                if group is None:
+                    workers = worker_process.start_local(words, number, deadlines, extra=extra)
+                else:
+                    workers = [WorkerProcess(words, group.place, deadlines, extra=extra | dict(group.bind))]
+                attempt = _Attempt(workers, number, peers, call, deadlines, signals, again, history)
+                code = attempt.watch()
+                if attempt.lost is None or not history.allows(attempt.lost):
+                    return code
+                reported = {key: attempt.last(key) for key in ("step", "checkpoint", "copy", "folder")}
+                history.note(attempt.lost, **reported)
+                ends_at = time.monotonic() + history.pause_s
+                while not is_stopped() and time.monotonic() < ends_at:
+                    time.sleep(TICK_S)
+            return stopped_code(signals.received or 0)
         except FourPartError as error:
-            _print(error)
+            _say(f"{type(error).__name__}: {error}")
             return REQUEST if isinstance(error, ShardingError) else RESUME if isinstance(error, NotRestarted) else 1
 
 
-class NotRestarted(RunError):
-    """The run has lost a process, and too few came for it to go on now."""
-
-
 @dataclasses.dataclass
-class _Supervised:
-    """A run, in as many attempts as it needs and may have."""
-
-    command: Sequence[str]
-    processes: int
-    cluster: Cluster | None
-    deadlines: Deadlines
-    again: str
-    restarts: Restarts | None
-    signals: Signals
-    keeper: Keeper | None = None
-    history: History = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.history = History(left=0 if self.restarts is None else self.restarts.most)
-
-    def to_its_end(self) -> int:
-        """The exit code."""
-        call = None if self.cluster is None else RollCall(self.cluster, self.deadlines, self.restarts)
-        try:
-            return self._attempts(call)
-        finally:
-            if call is not None:
-                call.close()
-            if self.keeper is not None:
-                self.keeper.close()
-
-    def _attempts(self, call: RollCall | None) -> int:
-        while True:
-            attempt = self._begin(call)
-            if attempt is None:
-                return stopped_code(self.signals.received or 0)
-            try:
-                code = attempt.watch()
-            finally:
-                if attempt.peers is not None:
-                    attempt.peers.close()
-            if attempt.lost is None or not self.history.allows(attempt.lost):
-                return code
-            self._note(attempt, attempt.lost)
-            if not self._pause():
-                return stopped_code(self.signals.received or 0)
-
-    def _begin(self, call: RollCall | None) -> _Run | None:
-        """Starts the workers of this machine; None if the run was stopped before."""
-        peers, number = None, self.processes
-        if call is None:
-            self.history.merge([])
-            self._say_restart(number)
-            workers = worker_process.start_local(self._worker(), number, self.deadlines, extra=self._environ())
-        else:
-            group = self._meet(call)
-            if group is None:
-                return None
-            peers, number = group.peers, group.place.num_processes
-            extra = {**self._environ(group.place), **group.bind}
-            workers = [WorkerProcess(self._worker(group.mesh), group.place, self.deadlines, extra=extra)]
-        return _Run(
-            workers=workers,
-            num_processes=number,
-            peers=peers,
-            call=call,
-            deadlines=self.deadlines,
-            signals=self.signals,
-            again=self.again,
-            history=self.history,
-        )
-
-    def _meet(self, call: RollCall) -> Group | None:
-        try:
-            group = call.meet(self.history, stopped=lambda: self.signals.received is not None)
-        except RunError as error:
-            if self.history.lost is None:
-                raise
-            raise NotRestarted(error.what, where=error.where, why=error.why, do=error.do) from error
-        if group is not None:
-            self.history.check_worth()
-            if group.place.process_id == 0:
-                self._say_restart(group.place.num_processes)
-        return group
-
-    def _environ(self, place: Cluster | None = None) -> dict[str, str]:
-        """What a worker is to know of the attempts, and of what is kept for it here: from the first one to the last."""
-        if self.keeper is None and self.restarts is not None and self.restarts.keeps_copies:
-            self.keeper = Keeper(place)
-        return {**self.history.environ(), **({} if self.keeper is None else self.keeper.environ)}
-
-    def _worker(self, mesh: str | None = None) -> Sequence[str]:
-        """The command of a worker: as it was given, and from the second attempt on one that goes on."""
-        if self.restarts is None or self.history.lost is None:
-            return self.command
-        return self.restarts.command(self.history.folder, mesh)
-
-    def _note(self, attempt: _Run, lost: Ending) -> None:
-        reported = {key: attempt.last(key) for key in ("step", "checkpoint", "folder", "copy")}
-        self.history.note(lost, reported)
-        self.history.left -= 1
-        if self.cluster is None:  # else all find it together
-            self.history.check_worth()
-
-    def _say_restart(self, number: int) -> None:
-        if self.history.lost is not None:
-            sys.stderr.write(f"{self.history.line(num_processes=number)}\n")
-            sys.stderr.flush()
-
-    def _pause(self) -> bool:
-        """Waits before the next attempt; whether nobody has asked to stop meanwhile."""
-        ends_at = time.monotonic() + self.history.pause_s
-        while self.signals.received is None and time.monotonic() < ends_at:
-            time.sleep(TICK_S)
-        return self.signals.received is None
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Run:
+class _Attempt:
     """One attempt at a run: the workers of this machine, and the links to the supervisors of others if any."""
 
     workers: Sequence[WorkerProcess]
     num_processes: int
-    peers: Peers | None
+    peers: Peers
     call: RollCall | None
     deadlines: Deadlines
     signals: Signals
@@ -205,58 +124,52 @@ class _Run:
             while not self.signals.repeated:
                 self._look()
                 self._warn()
-                code = self._good_end()
-                if code is not None:
+                if (code := self._good_end()) is not None:
                     return code
-                cause = self._cause()
-                if cause is not None:
+                if (cause := self._cause()) is not None:
                     return self._end_badly(cause)
                 time.sleep(TICK_S)
             return stopped_code(self.forwarded or 0)
         finally:
             for worker in self.workers:
                 worker.close()
+            self.peers.close()
 
     def _look(self) -> None:
         if self.signals.received is not None and self.forwarded is None:
             self.forwarded = self.signals.received
             for worker in self.workers:
                 worker.forward(self.forwarded)
-        if any(ending.stalled for ending in self.bad) or (self.peers is not None and self.peers.stalled):
-            self._ask_all()
+        if self.peers.stalled or any(ending.stalled for ending in self.bad):
+            # Every process says where it stands, for the one that is behind to be found.
+            for worker in self.workers:
+                worker.end_stalled()
+            if not self.peers.stalled:
+                self.peers.ask_all()
         for worker in self.workers:
             worker.output.pass_on()
             ending = worker.look()
             if ending is not None and worker.process_id not in self.seen:
                 self.seen.add(worker.process_id)
                 self._note_ending(ending)
-                if self.peers is not None:
-                    self.peers.report(ending)
+                self.peers.report(ending)
         if self.call is not None:
             self.call.attend()
-        if self.peers is not None:
-            for ending in self.peers.poll(self.workers[0].state):
-                self._note_ending(ending)
-
-    def _ask_all(self) -> None:
-        """The run is stalled: every process says where it stands, for the one that is behind to be found."""
-        for worker in self.workers:
-            worker.end_stalled()
-        if self.peers is not None and not self.peers.stalled:
-            self.peers.ask_all()
+        for ending in self.peers.poll(self.workers[0].state):
+            self._note_ending(ending)
 
     def _warn(self) -> None:
         """Says that there was no step for some time, and whom the others wait for."""
-        if self.bad or (self.peers is not None and not self.peers.decides):
+        if self.bad or not self.peers.decides:
             return
-        noted = {worker.process_id: worker.state for worker in self.workers}
-        noted |= {} if self.peers is None else self.peers.noted
+        noted = {process: vars(beat) for process, beat in self.peers.beats.items()}
+        noted |= {worker.process_id: worker.state for worker in self.workers}
         first_s = min((one["warn_s"] for one in noted.values() if one.get("warn_s")), default=None)
         if first_s is None:
             return
-        idle_s = max(one.get("idle_s", 0.0) for one in noted.values() if one.get("warn_s"))
+        idle_s = max(one.get("idle_s") or 0.0 for one in noted.values() if one.get("warn_s"))
         stopped = {worker.process_id: worker.stopped for worker in self.workers} if idle_s >= first_s else {}
-        behind = min(noted, key=lambda process: (not stopped.get(process), noted[process].get("marks", 0)))
+        behind = min(noted, key=lambda process: (not stopped.get(process), noted[process].get("marks") or 0))
         where = f"process {behind} of {self.num_processes} is {stopped.get(behind) or noted[behind].get('phase')}"
         self.warned_s = stall.warn(idle_s, self.warned_s, first_s, where, _say)
 
@@ -280,21 +193,18 @@ class _Run:
 
     def _cause(self) -> Ending | None:
         """The process that was lost, once that is sure."""
-        if self.peers is not None and self.peers.verdict is not None:
+        if self.peers.verdict is not None or not self.bad:
             return self.peers.verdict
-        if not self.bad:
-            return None
         wait_s = self.deadlines.settle_s
-        if self.peers is not None and self.peers.stalled and len(self.bad) < self.num_processes:
+        if self.peers.stalled and len(self.bad) < self.num_processes:
             wait_s += VERDICT_S
-        if self.peers is not None and not self.peers.decides:
+        if not self.peers.decides:
             wait_s += VERDICT_S
-        if self.peers is None and not any(worker.running for worker in self.workers):
+        if self.peers.alone and not any(worker.running for worker in self.workers):
             wait_s = 0.0  # there is no one left to hear of
         if time.monotonic() - self.first_bad_at < wait_s:
             return None
-        is_stalled = self.peers is not None and self.peers.stalled
-        lost = cause([*self.bad, *(self.peers.silent() if self.peers is not None and is_stalled else ())])
+        lost = cause([*self.bad, *(self.peers.silent() if self.peers.stalled else ())])
         # One that is stopped does not know what it had, nor since when.
         stands = [ending.stand for ending in self.bad if ending.stand is not None and ending.stand.deadline]
         if lost.stand is not None and not lost.stand.deadline and stands:
@@ -304,7 +214,7 @@ class _Run:
         return lost
 
     def _end_badly(self, lost: Ending) -> int:
-        if self.peers is not None and self.peers.decides:
+        if self.peers.decides:
             self.peers.announce(lost)
         was_asked = self._was_asked(lost)
         self.lost = None if was_asked or self.signals.received is not None else lost
@@ -314,9 +224,7 @@ class _Run:
         if not was_asked:
             self._report(lost)
         self._give_grace()
-        if was_asked:
-            return stopped_code(self.forwarded or 0)
-        return lost.run_code
+        return stopped_code(self.forwarded or 0) if was_asked else lost.run_code
 
     def _was_asked(self, lost: Ending) -> bool:
         """Whether it ended by the signal that was forwarded, before it had begun to listen, or because a peer did."""
@@ -341,7 +249,7 @@ class _Run:
     def _report(self, lost: Ending) -> None:
         if self._show(lost) and (lost.explained or lost.code == REQUEST):
             return
-        if self.peers is not None and self.peers.verdict is not None:  # process 0 has said it
+        if self.peers.verdict is not None:  # process 0 has said it
             _say(f"the run ends: {lost.who}: {lost.how}. Process 0 has the report.")
             return
         steps = [step for step in (lost.step, self.last("step")) if step is not None]
@@ -352,7 +260,7 @@ class _Run:
             checkpoint=self.last("checkpoint") or lost.checkpoint,
             again=self.last("again") or self.again,
         )
-        _print(report)
+        _say(f"{type(report).__name__}: {report}")
 
     def _give_grace(self) -> None:
         ends_at = time.monotonic() + self.deadlines.grace_s
@@ -370,15 +278,7 @@ class _Run:
 def _lost_error(
     ending: Ending, *, num_processes: int, step: int | None, checkpoint: str | None, again: str
 ) -> FourPartError:
-    """One process ended, and the others cannot go on.
-
-    Args:
-        ending: which, and how.
-        num_processes: of the run.
-        step: the last step that any process reported.
-        checkpoint: the last checkpoint that any process reported.
-        again: the command line that goes on from there, or starts anew.
-    """
+    """One process ended, and the others cannot go on."""
     if ending.stalled and ending.stand is not None:
         return stall.stalled_error(
             ending.stand,
@@ -412,11 +312,7 @@ def _so_far(step: int | None, checkpoint: str | None) -> list[str]:
     ]
 
 
-def _print(error: FourPartError) -> None:
-    _say(f"{type(error).__name__}: {error}")
-
-
 def _say(text: str) -> None:
     # In one piece: several supervisors may share a terminal.
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(printable(text, keep="\n\t") + "\n")
     sys.stderr.flush()

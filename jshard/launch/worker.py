@@ -17,12 +17,13 @@ from typing import Any, NoReturn
 from jshard import _stacks
 from jshard.errors import FourPartError, RunError, ShardingError, causes
 from jshard.launch import stall
-from jshard.launch.cluster import GOOD, Deadlines
+from jshard.launch.cluster import GOOD, Deadlines, is_worker
 
 END_S = 30.0
 """From the end of a run's work, when all have said so, to the end of each process."""
 
 _PR_SET_PDEATHSIG = 1
+_SECURED = ("JAX_MTLS_", "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS")
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece
 # Words of the libraries that carry collectives, in the errors they raise when another process is gone.
 _PEER_WORDS = (
@@ -34,11 +35,6 @@ _PEER_WORDS = (
     "heartbeat",
     "barrier",
 )
-
-
-def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process was started by a supervisor."""
-    return environ.get("JSHARD_WORKER") == "1"
 
 
 def start_worker(environ: Mapping[str, str] = os.environ) -> None:
@@ -112,12 +108,7 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Bounds the end of a process whose work is done: Python waits for threads, and one may read data that never come.
-
-    Args:
-        seconds: from now on.
-        code: the exit code.
-    """
+    """Bounds the end of a process whose work is done: a thread that Python waits for may read data that never come."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -201,7 +192,14 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
     import jax
 
     address = environ["JAX_COORDINATOR_ADDRESS"]
-    _check_secured(environ, jax.config.values)
+    asked = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SECURED)]
+    if asked and "jax_mtls_cert_file" not in jax.config.values:  # it would pass over them in silence
+        raise ShardingError(
+            "This JAX cannot secure its connections.",
+            where=asked,
+            why="its coordination service knows no mutual TLS, and the run would be open.",
+            do="pip install -U jax  # 0.12 has it; or unset the variables.",
+        )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "jax_enable_preemption_service" in jax.config.values:
         # It handles SIGTERM in native code, and our own handler, which saves, would never be called.
@@ -223,20 +221,6 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             why=str(error).strip().partition("\n")[0],
             do="see that the port is free and open between the machines, or name another: JAX_COORDINATOR_ADDRESS",
         ) from error
-
-
-def _check_secured(environ: Mapping[str, str], known: Mapping[str, Any]) -> None:
-    """Later versions of JAX take these variables from the environment; earlier ones would pass over them in silence."""
-    asked = [
-        name for name in environ if name.startswith("JAX_MTLS_") or name == "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS"
-    ]
-    if asked and "jax_mtls_cert_file" not in known:
-        raise ShardingError(
-            "This JAX cannot secure its connections.",
-            where=[f"{name}={environ[name]}" for name in asked],
-            why="its coordination service knows no mutual TLS, and the run would be open.",
-            do="pip install -U jax  # 0.12 has it; or unset the variables.",
-        )
 
 
 def _blames_peer(error: BaseException | None) -> bool:

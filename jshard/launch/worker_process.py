@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import pkgutil
@@ -96,40 +97,30 @@ class Output:
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def local_device_ids(num_processes: int, environ: Mapping[str, str] = os.environ) -> list[str | None]:
-    """The value of JAX_LOCAL_DEVICE_IDS for each process: equal shares of the GPUs; None on a CPU.
+def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """JAX_LOCAL_DEVICE_IDS of a process: its share of the machine's GPUs.
 
-    Two processes on one GPU cannot talk through NCCL, and each process takes all that it sees. JAX is not asked:
-    a supervisor that did would hold the devices itself.
+    Nothing where it is given, or the process is alone on its machine, or its launcher shows it a single GPU. Where a
+    launcher does not say how many processes share the GPUs, JAX's own rule: that of the process's number. Two processes
+    on one GPU cannot talk through NCCL. JAX is not asked: a supervisor that did would hold the devices itself.
 
     Raises:
-        ShardingError: the GPUs cannot be shared out.
+        ShardingError: the GPUs cannot be shared out among processes that are all started here.
     """
-    number = _num_gpus(environ)
-    if number == 0:
-        return [None] * num_processes
-    if number % num_processes:
+    number, mine, size = _num_gpus(environ), place.local_id, place.local_size
+    is_local = place.kind == "local"
+    if is_local and size and number % size:
         raise ShardingError(
             "The GPUs cannot be shared out.",
-            where=f"--processes {num_processes}",
+            where=f"--processes {size}",
             why=f"{number} GPUs are visible; each process takes as many as the others, and one GPU is not shared.",
             do=f"a number of processes that divides {number}, or on the CPU: "
-            f"JAX_PLATFORMS=cpu jshard train ... --processes {num_processes}",
+            f"JAX_PLATFORMS=cpu jshard train ... --processes {size}",
         )
-    share = number // num_processes
-    return [",".join(str(share * process + i) for i in range(share)) for process in range(num_processes)]
-
-
-def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """JAX_LOCAL_DEVICE_IDS of a process that a launcher started: its share of the machine's GPUs.
-
-    Nothing where it is given, or the process is alone on its machine, or the launcher shows it a single GPU. Where the
-    GPUs cannot be counted or shared out, JAX's own rule: that of the process's number.
-    """
-    number, mine = _num_gpus(environ), place.local_id
-    if mine is None or place.local_size == 1 or number == 1 or environ.get("JAX_LOCAL_DEVICE_IDS"):
+    is_known = number == 0 if is_local else number == 1 or bool(environ.get("JAX_LOCAL_DEVICE_IDS"))
+    if mine is None or size == 1 or is_known:
         return {}
-    share, rest = divmod(number, place.local_size or number or 1)
+    share, rest = divmod(number, size or number or 1)
     ids = [mine] if rest or not share else range(share * mine, share * (mine + 1))
     return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, ids))}
 
@@ -160,13 +151,6 @@ class WorkerProcess:
     """A started worker, which has its place in the cluster in its environment variables.
 
     It has a session of its own, so that Ctrl-C at a terminal reaches only the supervisor, which forwards it.
-
-    Args:
-        command: program and arguments.
-        place: of the worker.
-        deadlines: of the run.
-        extra: further environment variables.
-        has_stdout: inherit stdin and stdout; otherwise there are none.
 
     Raises:
         RunError: the system starts no more processes.
@@ -302,29 +286,17 @@ class WorkerProcess:
 def start_local(
     command: Sequence[str], number: int, deadlines: Deadlines, *, extra: Mapping[str, str] | None = None
 ) -> list[WorkerProcess]:
-    """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1.
-
-    Args:
-        command: program and arguments of each.
-        number: of workers.
-        deadlines: of the run.
-        extra: further environment variables.
-
-    Raises:
-        RunError: the system starts no more processes.
-        ShardingError: the machine's GPUs cannot be shared out.
-    """
-    devices = local_device_ids(number)
+    """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
+    # A run on one machine needs nothing that is open to the network.
+    extra = {**(extra or {}), "JAX_COORDINATOR_BIND_ADDRESS": address}
+    local = Cluster(kind="local", coordinator=address, num_processes=number, process_id=0, variables={})
     with contextlib.ExitStack() as undo:
         workers: list[WorkerProcess] = []
-        for process, ids in enumerate(devices):
-            place = Cluster(kind="local", coordinator=address, num_processes=number, process_id=process, variables={})
-            # A run on one machine needs nothing that is open to the network.
-            own = {"JAX_COORDINATOR_BIND_ADDRESS": address} | ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})
-            own |= extra or {}
-            workers.append(WorkerProcess(command, place, deadlines, extra=own, has_stdout=process == 0))
+        for process in range(number):
+            place = dataclasses.replace(local, process_id=process, local_id=process, local_size=number)
+            workers.append(WorkerProcess(command, place, deadlines, extra=extra, has_stdout=process == 0))
             undo.callback(workers[-1].close)
         undo.pop_all()
     return workers

@@ -23,11 +23,10 @@ _MOVED = {
     "jshard.recipes.model_file": "ModelFileError dense_flops next_token_loss",
     "jshard.recipes.step": "Mfu Peak device_peak",
     "jshard.recipes.building": "create restore",
-    "jshard.train.jsonl": "Jsonl plot_loss read_metrics",
+    "jshard.train.records": "Jsonl TensorBoard WeightsAndBiases plot_loss read_metrics",
     "jshard.train.loop": "Fitted sample_text",
-    "jshard.train.profile": "StepProfile",
+    "jshard.train.progress": "StepProfile",
     "jshard.train.run": "Finished",
-    "jshard.train.trackers": "TensorBoard WeightsAndBiases",
 }
 
 __getattr__, __dir__, __all__ = _attach(__name__, __file__, moved=_MOVED)

@@ -1,3 +1,4 @@
+from jshard.launch.cluster import StopSignal as StopSignal
 from jshard.recipes.model_file import Batch as Batch
 from jshard.recipes.model_file import ModelFile as ModelFile
 from jshard.recipes.model_file import load_model_file as load_model_file
@@ -10,7 +11,6 @@ from jshard.train.loop import fit as fit
 from jshard.train.loop import to_devices as to_devices
 from jshard.train.progress import Meter as Meter
 from jshard.train.progress import Progress as Progress
+from jshard.train.records import Tracker as Tracker
+from jshard.train.records import Trackers as Trackers
 from jshard.train.run import run_recipe as run_recipe
-from jshard.train.stop import StopSignal as StopSignal
-from jshard.train.trackers import Tracker as Tracker
-from jshard.train.trackers import Trackers as Trackers

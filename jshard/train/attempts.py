@@ -18,7 +18,7 @@ from typing import Any
 
 from jshard._text import duration
 from jshard.errors import RunError
-from jshard.train.jsonl import iterate_metrics
+from jshard.train.records import iterate_metrics
 
 Attempt = dict[str, Any]
 _Lines = Sequence[tuple[float, int]]  # time and step

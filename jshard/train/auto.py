@@ -43,12 +43,7 @@ _PRIOR = 0.05  # how firmly both factors are held to the mean ratio of measured 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredVariant:
-    """A way that was tried.
-
-    Args:
-        cost: its estimate.
-        step_s: measured seconds of a step; infinite if it did not run.
-    """
+    """A way that was tried: its estimate, and the measured seconds of a step; infinite if it did not run."""
 
     cost: Cost
     step_s: float
@@ -56,12 +51,7 @@ class MeasuredVariant:
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What measured steps say of the estimates.
-
-    Args:
-        compute: by which the time that computes is multiplied.
-        wait: by which the exposed communication is.
-    """
+    """What measured steps say of the estimates: by which what computes and what is exposed are multiplied."""
 
     compute: float = 1.0
     wait: float = 1.0
@@ -73,12 +63,7 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What came of measuring.
-
-    Args:
-        tried: the ways, in the order they were tried.
-        factors: the last correction.
-    """
+    """What came of measuring: the ways in the order they were tried, and the last correction."""
 
     tried: tuple[MeasuredVariant, ...]
     factors: Factors
@@ -94,11 +79,6 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
     """Tries ways until none is left that the corrected estimates hold for quicker than the quickest that ran.
 
     The first is the best by the estimates, the second what was asked for, which the choice has to beat.
-
-    Args:
-        found: the ways, by the estimates; at least one fits.
-        measure: seconds of a step of one way; infinite if it does not run.
-        tries: ways that are measured at most.
     """
     left = list(found.ranked)
     queue = [left.pop(0)]
@@ -148,14 +128,6 @@ def chosen_variant(
     The ways are estimated, a few are run for some steps, and the estimates are corrected by what was measured. In
     several processes all call it.
 
-    Args:
-        model_file: the model, its annotation and its loss.
-        recipe: what to train.
-        mesh: the devices, and how they would be split otherwise.
-        data: what to learn from.
-        compiler_options: for the steps, as in `run_recipe`.
-        say: prints a line, or a table.
-
     Raises:
         ShardingError: no way fits, by the estimate.
     """
@@ -173,20 +145,14 @@ def chosen_variant(
     with at_work("--auto: estimating every way", say=say, stream=stream) as work:
         found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
         work.result = found.counted
-    best = _quickest(found, measure, say).cost.variant
+    feedback = with_feedback(found, measure) if found.ranked else None
+    if feedback is not None:
+        say(Group(tried_table(feedback), *map(Text, found.left_out)))
+    if feedback is None or feedback.best is None:
+        raise _nothing_fits(found)
+    best = feedback.best.cost.variant
     say(f"--auto: chosen {best.command}  # in place of --auto, the next time")
     return best
-
-
-def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> MeasuredVariant:
-    """The quickest of the ways that were tried."""
-    if not found.ranked:
-        raise _nothing_fits(found)
-    feedback = with_feedback(found, measure)
-    say(Group(tried_table(feedback), *map(Text, found.left_out)))
-    if feedback.best is None:
-        raise _nothing_fits(found)
-    return feedback.best
 
 
 def _agreed(machine: Machine) -> Machine:

@@ -27,14 +27,13 @@ from jax.sharding import Mesh
 
 from jshard.data import Data, local_rows
 from jshard.errors import RunError
-from jshard.launch import doing, stall, step_done
+from jshard.launch import StopSignal, doing, note, stall, step_done
 from jshard.plans.mesh import data_degree, shard_batch
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.step import EvalStep, Scalars, TrainStep, inference_view
-from jshard.train.profile import StepProfile
-from jshard.train.progress import Meter
-from jshard.train.stop import Agreement, StopSignal
-from jshard.train.trackers import Tracker
+from jshard.train.agreement import Agreement
+from jshard.train.progress import Meter, StepProfile
+from jshard.train.records import Tracker
 
 FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
 """Makes the error of a step before any update: of its number, its batch, and the scalars that are not finite."""
@@ -186,22 +185,13 @@ def fit(
     Raises:
         RunError: the loss or the norm of the gradients is not a number.
     """
-    loop = _Loop(
-        step=step,
-        tracker=tracker,
-        meter=meter or Meter(),
-        evaluation=evaluation,
-        checkpoint=checkpoint,
-        copies=copies,
-        stop=stop or StopSignal(),
-        profile=profile,
-        first_loss=first_loss or unexplained,
-        agreement=Agreement(step.mesh),
-    )
+    meter, stop, first_loss = meter or Meter(), stop or StopSignal(), first_loss or unexplained
+    agreement = Agreement(step.mesh)
+    loop = _Loop(step, tracker, meter, evaluation, checkpoint, copies, stop, profile, first_loss, agreement)
     return loop.run(batches, start_step, num_steps)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class _Loop:
     """The state of one call of `fit`."""
 
@@ -233,7 +223,7 @@ class _Loop:
         done = self.saved = start_step
         while done < num_steps and self.stopped_by is None:
             doing(stall.DATA)
-            with self.agreement.spent.on("data_s"):
+            with self.agreement.waiting("data"):
                 batch = self._next(arriving, done)
             doing(stall.STEP)
             if batch is None:
@@ -297,6 +287,7 @@ class _Loop:
             step, batch, on_devices = self.in_flight.popleft()
             scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
             step_done(step)
+            note(step=step)
             doing(stall.OTHER)
             scalars |= {**self.meter.done(step), **self.agreement.slowest}
             if self.tracker is not None:
@@ -339,7 +330,7 @@ class _Loop:
     def _do_saving(self, what: Every | None, step: int) -> None:
         assert what is not None
         doing(stall.SAVE)
-        with self.agreement.spent.on("save_s"):
+        with self.agreement.waiting("save"):
             what.do(step)
         doing(stall.OTHER)
 

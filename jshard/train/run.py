@@ -23,8 +23,8 @@ from jshard._processes import is_primary
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
-from jshard.errors import FourPartError, RunError, ShardingError
-from jshard.launch import stall
+from jshard.errors import FourPartError, RunError
+from jshard.launch import StopSignal, stall
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_state, batch_like, check_source
 from jshard.recipes.loss_scale import loss_scale_of
@@ -33,16 +33,13 @@ from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes
 from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
-from jshard.train.jsonl import Jsonl, plot_loss
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
 from jshard.train.memory_copies import MemoryCopies
-from jshard.train.profile import StepProfile, check_profile, left_to_profile
-from jshard.train.progress import Meter, Progress
+from jshard.train.progress import Meter, Progress, StepProfile, check_profile, left_to_profile
+from jshard.train.records import Jsonl, Tracker, Trackers, check_names, open_trackers, plot_loss
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunRecord
-from jshard.train.stop import StopSignal
-from jshard.train.trackers import Tracker, Trackers, check_names, open_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +118,6 @@ def run_recipe(
     check_recipe(recipe)
     check_batch(recipe, mesh)
     check_names(track)
-    _check_sample(sample_tokens)
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
     _check_vocabulary(recipe, data)
@@ -139,7 +135,7 @@ def run_recipe(
         for notice in folder.notices:
             say(notice)
         if programs is not None:
-            say(keep_programs(Path(out).parent, None if programs == "beside" else programs))
+            say(keep_programs(Path(out).parent, programs))
         stop = StopSignal()
         job = _Job(
             model_file=model_file,
@@ -199,7 +195,8 @@ class _Job:
                         self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
                 sample = self._sample(model, fitted)
             finished = self._finish(sample, fitted)
-            self._end("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
+            self.folder.ended("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
+            self._say_attempts()
             return finished
         except Exception as error:
             if isinstance(error, FourPartError):  # else a process may be lost, and the supervisor knows which
@@ -209,8 +206,7 @@ class _Job:
                 error.add_note(self.checkpoints.how_to_go_on())
             raise
 
-    def _end(self, cause: str) -> None:
-        self.folder.ended(cause)
+    def _say_attempts(self) -> None:
         if (line := self.folder.said_of_attempts()) is not None:
             self.say(line)
 
@@ -229,8 +225,7 @@ class _Job:
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
         self.folder.started(step=start_step, mesh=self.mesh)
-        if (line := self.folder.said_of_attempts()) is not None:
-            self.say(line)
+        self._say_attempts()
         self.checkpoints.is_begun = True
         like = batch_like(self.data, self.recipe.batch_size, self.mesh)
         how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
@@ -280,7 +275,8 @@ class _Job:
             launch.doing("ending")
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
                 batches.close()
-            tracker.close()
+            if tracker is not None:
+                tracker.close()
 
     def _first_loss(
         self, trained: TrainStep, start_step: int, step: int, batch: Any, wrong: Mapping[str, float]
@@ -292,15 +288,15 @@ class _Job:
         model, source = self.checkpoints.model_before(start_step, self.init_from)
         return explained(self.model_file, self.recipe, model, batch, step=step, wrong=wrong, source=source)
 
-    def _tracker(self, step: TrainStep, start_step: int) -> tuple[Tracker, Callable[[str], object]]:
+    def _tracker(self, step: TrainStep, start_step: int) -> tuple[Tracker | None, Callable[[str], object]]:
         """What records the run, and what prints a line while it does."""
         if not self.folder.is_primary:
-            return _Notes(), self.say
+            return None, self.say
         folder, resume_after = self.folder, start_step if self.folder.is_resumed else None
         optional = open_trackers(self.track, out=folder.path, config=folder.config, resume_after=resume_after)
         record = _Timed(folder.metrics, resume_after=resume_after)
         progress = Progress(self.recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
-        return Trackers(_Notes(), record, progress, optional=optional, warn=progress.note), progress.note
+        return Trackers(record, progress, optional=optional, warn=progress.note), progress.note
 
     def _profile(self, step: TrainStep, start_step: int, note: Callable[[str], object]) -> StepProfile | None:
         if self.profile is None:
@@ -336,7 +332,7 @@ class _Job:
 
     def _sample(self, model: nnx.Module, fitted: Fitted) -> str | None:
         """What the model writes in the end: the work of all processes, one of which may not come to it."""
-        if fitted.stopped_by is not None or not self.sample_tokens:
+        if fitted.stopped_by is not None or self.sample_tokens <= 0:
             return None
         launch.doing(stall.SAMPLE)
         how = {"num_tokens": self.sample_tokens, "seed": self.recipe.seed}
@@ -362,29 +358,9 @@ class _Timed(Jsonl):
         super().log(step, {**scalars, "time": round(time.time(), 3)})
 
 
-class _Notes:
-    """Tells the supervisor of this process, if there is one, how far it is."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        launch.note(step=step)
-
-    def close(self) -> None:
-        pass
-
-
 def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:
     rows = local_rows(batch_size, mesh)
     return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
-
-
-def _check_sample(num_tokens: int) -> None:
-    if num_tokens < 0:
-        raise ShardingError(
-            "The model cannot write fewer than no tokens.",
-            where=f"--sample-tokens {num_tokens}",
-            why="it is the length of the sample in the end; 0 is none.",
-            do="--sample-tokens 0",
-        )
 
 
 def _check_vocabulary(recipe: Recipe, data: Data) -> None:

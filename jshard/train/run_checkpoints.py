@@ -18,9 +18,9 @@ from jshard.recipes.building import create, create_from, new_model, restore
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import TrainStep
-from jshard.train.jsonl import keep_on_disk
 from jshard.train.loop import Every
 from jshard.train.memory_copies import MemoryCopies
+from jshard.train.records import keep_on_disk
 from jshard.train.run_folder import RunFolder
 
 State = tuple[nnx.Module, nnx.Optimizer[Any], int]
@@ -28,14 +28,6 @@ State = tuple[nnx.Module, nnx.Optimizer[Any], int]
 
 class RunCheckpoints:
     """The checkpoints in the folder of a run; as a context it ends with no save at work.
-
-    Args:
-        model_file: builds and annotates the model.
-        recipe: its config, its optimizer, and how many checkpoints stay.
-        mesh: the devices.
-        folder: of the run.
-        say: prints a line.
-        copies: in memory, beside those on the disk.
 
     Attributes:
         is_begun: whether there is something to go on from: a run that is refused leaves nothing.
@@ -52,12 +44,10 @@ class RunCheckpoints:
         copies: MemoryCopies | None = None,
     ) -> None:
         self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
-        self._copies = copies
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._val_losses: dict[int, float] = {}  # the last one, by its step
-        self._noted: int | None = None
         self._newest: Place | None = None  # known without a look at the disk
-        self._is_from_memory = False
+        self._copies, self._is_from_memory = copies, False
         self.is_begun = False
 
     def __enter__(self) -> RunCheckpoints:
@@ -196,8 +186,8 @@ class RunCheckpoints:
         return self._folder.checkpoints / str(step)
 
     def _note(self) -> None:
-        """Tells the supervisor of a checkpoint that has become complete."""
-        if (done := self._series.completed) != self._noted and done is not None:
-            self._noted = done
+        """Lets the supervisor know of a checkpoint that has become complete."""
+        done = self._series.completed
+        if done is not None and self._path(done) != self._newest:
             self._newest = self._path(done)
             launch.note(checkpoint=str(self._newest))

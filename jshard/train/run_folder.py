@@ -114,11 +114,7 @@ class RunFolder:
         return self.path / "checkpoints" if place is None else place_of(place)
 
     def samples_before(self, step: int) -> int:
-        """Samples that the steps before one were given: the batches of a resumed run may have had several sizes.
-
-        Args:
-            step: number of steps that are done.
-        """
+        """Samples that so many steps were given: the batches of a resumed run may have had several sizes."""
         sizes = self._batch_sizes or [(0, self.config["batch_size"])]
         ends = [*(begin for begin, _ in sizes[1:]), step]
         return sum(max(0, min(end, step) - begin) * size for (begin, size), end in zip(sizes, ends, strict=True))
@@ -130,11 +126,10 @@ class RunFolder:
         """
         if not self.is_primary:
             return
-        degrees = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
         start = {
             "step": step,
             "batch_size": self.config["batch_size"],
-            "mesh": degrees,
+            "mesh": dict(mesh.shape if isinstance(mesh, Mesh) else mesh),
             "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
@@ -143,28 +138,25 @@ class RunFolder:
         }
         stored = _read(self.path)
         with _writing(self.path):
-            # A run that was begun by an older jshard has the size of its batches in the recipe alone.
-            before = [{"batch_size": stored["recipe"]["batch_size"], **old} for old in stored["starts"]]
-            known = launch.of_this_attempt()
-            self._attempts = attempts.begin(stored.get("attempts", ()), self.metrics, step=step, known=known)
-            record = stored | self._record.as_json() | {"starts": [*before, start], "attempts": self._attempts}
-            _write(self.path, record | {"ettr": attempts.ettr(self._attempts)})
+            _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
+        known = launch.of_this_attempt()
+        self._note(attempts.begin(stored.get("attempts", ()), self.metrics, step=step, known=known))
 
     def trains(self) -> None:
         """Notes in run.json that the first step of this start may begin."""
         if self._attempts:
-            self._note_attempts(attempts.ready(self._attempts))
+            self._note(attempts.ready(self._attempts))
 
     def ended(self, cause: str) -> None:
         """Notes in run.json how this start has ended."""
         if self._attempts:
-            self._note_attempts(attempts.end(self._attempts, self.metrics, cause=cause))
+            self._note(attempts.end(self._attempts, self.metrics, cause=cause))
 
     def said_of_attempts(self) -> str | None:
         """What the attempts of the run have come to, in a line; None for a single one."""
         return attempts.describe(self._attempts) if len(self._attempts) > 1 else None
 
-    def _note_attempts(self, found: list[attempts.Attempt]) -> None:
+    def _note(self, found: list[attempts.Attempt]) -> None:
         self._attempts = found
         with _writing(self.path):
             _write(self.path, _read(self.path) | {"attempts": found, "ettr": attempts.ettr(found)})
@@ -183,20 +175,12 @@ class RunFolder:
 
     @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
-        """The options that the run in a folder was last started with.
-
-        Raises:
-            ShardingError: there is no run in it, or its record cannot be read.
-        """
+        """The options that the run in a folder was last started with."""
         return _read(Path(path))["options"]
 
     @staticmethod
     def last_mesh(path: str | Path) -> dict[str, int]:
-        """The degrees of the mesh that the run in a folder was last started on; none if it was never.
-
-        Raises:
-            ShardingError: there is no run in it, or its record cannot be read.
-        """
+        """The degrees of the mesh that the run in a folder was last started on; none if it was never."""
         starts = _read(Path(path))["starts"]
         return dict(starts[-1]["mesh"]) if starts else {}
 
@@ -339,8 +323,8 @@ def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
     """From which step on the batches of a run had which size; a start at an earlier step has taken later ones back."""
     found: list[tuple[int, int]] = []
     for start in stored["starts"]:
-        size = start.get("batch_size", stored["recipe"]["batch_size"])
-        found = [*((begin, before) for begin, before in found if begin < start["step"]), (start["step"], size)]
+        kept = [(begin, size) for begin, size in found if begin < start["step"]]
+        found = [*kept, (start["step"], start["batch_size"])]
     return found
 
 

@@ -54,14 +54,7 @@ class RunRecord:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def check_continues(self, stored: Mapping[str, Any], *, where: str) -> list[str]:
-        """Checks that this run may go on from the checkpoints of a stored one.
-
-        Args:
-            stored: what run.json holds.
-            where: its path.
-
-        Returns:
-            What differs and may, a line each.
+        """Checks that this run may go on from the checkpoints of a stored one; what differs and may, a line each.
 
         Raises:
             ShardingError: the model, the samples or the seed differ: all of it in one error.
@@ -90,15 +83,7 @@ class RunRecord:
 
 
 def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
-    """Checks that all processes of a run are asked for the same: else each would compute a part of another model.
-
-    Args:
-        said: what each was asked for, by process.
-        hosts: their machines.
-
-    Raises:
-        ShardingError: they are not.
-    """
+    """Checks that all processes of a run are asked for the same: else each would compute a part of another model."""
     bad = [
         f"{key}  process {process} on {hosts[process]} {_text(theirs)}  process 0 on {hosts[0]} {_text(ours)}"
         for process, one in enumerate(said)
@@ -113,14 +98,7 @@ def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None
         )
 
 
-class _Nothing:
-    """Where a setting is not there."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_NOTHING = _Nothing()
+_NOTHING = object()  # where a setting is not there
 
 
 def _differences(stored: Any, wanted: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -134,7 +112,7 @@ def _differences(stored: Any, wanted: Any, path: str = "") -> Iterator[tuple[str
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
+    return value if isinstance(value, str) else "nothing" if value is _NOTHING else repr(value)
 
 
 def _data_text(data: Mapping[str, str]) -> str:
@@ -167,22 +145,11 @@ class RunLock:
 
     def __init__(self, path: Path, token: str = "") -> None:
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self.is_held = True
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._file, 1000).decode(errors="replace").split("\n")[0]
-            self.is_held = False
-            if isinstance(error, BlockingIOError):
-                self.release()
-                raise _taken(path, holder) from error
-            if error.errno not in _NO_LOCKS:
-                self.release()
-                raise
-        try:
+            self.is_held = _locked(self._file, fcntl.LOCK_EX, path)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
-        except OSError:
+        except (OSError, RunError):
             self.release()
             raise
         os.register_at_fork(after_in_child=self.release)  # closes the child's copy, which alone would keep it locked
@@ -204,45 +171,41 @@ class RunLock:
 
     @staticmethod
     def check_free(path: Path, *, wait_s: float = 0.0) -> None:
-        """Looks whether a live process holds it, and changes nothing.
-
-        Args:
-            path: the file.
-            wait_s: how long to wait for it to let go.
-
-        Raises:
-            RunError: one does.
-        """
+        """Raises a RunError if a live process holds it, and does not let go in that time; changes nothing."""
         until_s = time.monotonic() + wait_s
         while True:
             try:
-                return RunLock._look(path)
+                file = os.open(path, os.O_RDONLY)
+            except OSError:
+                return  # not there, or not ours to read: what comes next will show it
+            try:
+                # Shared: the processes of one run look at the same time, and NFS refuses the other kind to a reader.
+                _locked(file, fcntl.LOCK_SH, path)
+                return
+            except OSError:
+                return
             except RunError:
                 if time.monotonic() >= until_s:
                     raise
+            finally:
+                os.close(file)
             time.sleep(0.2)
 
-    @staticmethod
-    def _look(path: Path) -> None:
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
-            return  # not there, or not ours to read: what comes next will show it
-        try:
-            # Shared: the processes of one run look at the same time, and NFS refuses the other kind to a reader.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _taken(path, os.read(file, 1000).decode(errors="replace").split("\n")[0]) from error
-        except OSError:
-            return
-        finally:
-            os.close(file)
 
-
-def _taken(path: Path, holder: str) -> RunError:
-    return RunError(
-        "The folder is in use by a live run.",
-        where=str(path.parent),
-        why=f"{holder or 'another process'} holds the lock.",
-        do=f"let that run end or stop it, or name another folder: --out {path.parent}-2",
-    )
+def _locked(file: int, kind: int, path: Path) -> bool:
+    """Locks a file; False where the file system knows no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(file, 1000).decode(errors="replace").split("\n")[0]
+        raise RunError(
+            "The folder is in use by a live run.",
+            where=str(path.parent),
+            why=f"{holder or 'another process'} holds the lock.",
+            do=f"let that run end or stop it, or name another folder: --out {path.parent}-2",
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True

@@ -135,7 +135,6 @@ CASES: dict[str, str | tuple[str, int]] = {
     "resume: other data": "train model.py --out run --resume --data other.txt",
     "resume: other layers in the file": "train wider.py --out run --resume --steps 4",
     "workers: fewer than none": "train model.py --data text.txt --workers -1",
-    "sample: fewer than none": "train model.py --data text.txt --sample-tokens -1",
     "tracker: unknown": "train model.py --data text.txt --track tensorbord",
     "profile: not readable": "train model.py --profile ten --steps 20",
     "profile: no step between": "train model.py --profile 3:3",

@@ -12,7 +12,7 @@ import pytest
 from jshard import __version__, cli
 from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse, parse_mesh
 from jshard.cli._request import request_of
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.compiling import environment
 from tests.micro_gpt import MODELS, USERS_FILE
 

@@ -12,7 +12,7 @@ import pytest
 import jshard as js
 from jshard import cli
 from jshard.cli.trace import TraceArgs
-from jshard.train.profile import StepProfile
+from jshard.train.progress import StepProfile
 from tests.inspect.made_up_profiles import event, plane, thunk, write
 from tests.micro_gpt import MODELS, USERS_FILE
 

@@ -67,15 +67,6 @@ def test_a_worker_that_never_comes_up_is_lost_after_the_init_timeout(capfd):
     assert "no checkpoint was written yet" in reported and "the same command with --resume" in reported
 
 
-def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
-    assert launch.supervise(fake(p1="fails"), processes=2, deadlines=QUICK) == 1
-    reported = plain(capfd.readouterr().err)
-    assert reported.startswith(
-        "[process 1] Traceback (most recent call last):\n[process 1] KeyError: 3\nRunError: Process 1"
-    )
-    assert "why:   it ended with exit code 1.\n" in reported
-
-
 @pytest.mark.parametrize(
     ("actions", "code", "reported"),
     [
@@ -217,12 +208,17 @@ def test_timeouts_are_positive(value, bad):
 
 def test_gpus_are_shared_out(monkeypatch):
     monkeypatch.setattr(worker_process, "_has_cuda_plugin", lambda: True)
-    ids = worker_process.local_device_ids
-    assert ids(2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == ["0,1", "2,3"]
-    assert ids(2, {"CUDA_VISIBLE_DEVICES": "7", "JAX_PLATFORMS": "cpu"}) == [None, None]
-    assert ids(2, {"CUDA_VISIBLE_DEVICES": ""}) == [None, None]
+
+    def ids(environ):
+        start = {"kind": "local", "coordinator": "a:1", "num_processes": 2, "process_id": 1, "variables": {}}
+        place = launch.Cluster(**start, local_id=1, local_size=2)
+        return worker_process.device_ids_of(place, environ).get("JAX_LOCAL_DEVICE_IDS")
+
+    assert ids({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == "2,3"
+    assert ids({"CUDA_VISIBLE_DEVICES": "7", "JAX_PLATFORMS": "cpu"}) is None
+    assert ids({"CUDA_VISIBLE_DEVICES": ""}) is None
     with pytest.raises(js.ShardingError, match="cannot be shared out") as info:
-        ids(2, {"CUDA_VISIBLE_DEVICES": "0"})
+        ids({"CUDA_VISIBLE_DEVICES": "0"})
     assert "JAX_PLATFORMS=cpu" in info.value.do
 
 
@@ -232,3 +228,12 @@ def test_a_program_without_supervisor_is_no_worker():
     with pytest.raises(SystemExit) as info:
         launch.leave(75)
     assert info.value.code == 75
+
+
+def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
+    assert launch.supervise(fake(p1="fails"), processes=2, deadlines=QUICK) == 1
+    reported = plain(capfd.readouterr().err)
+    assert reported.startswith(
+        "[process 1] Traceback (most recent call last):\n[process 1] KeyError: 3\nRunError: Process 1"
+    )
+    assert "why:   it ended with exit code 1.\n" in reported

@@ -131,13 +131,13 @@ open mpi does not say where its processes meet.
     [
         ({**JAX, "JAX_PROCESS_ID": ""}, HALF_SET),
         ({**JAX, "JAX_PROCESS_ID": "3"}, "process 3 of 3; ids go from 0 to 2."),
-        ({**JAX, "JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID is not a number of use."),
-        ({**JAX, "JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is not a number of use."),
+        ({**JAX, "JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID cannot be read."),
+        ({**JAX, "JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES cannot be read."),
         ({**JAX, "JAX_NUM_PROCESSES": "0"}, "it is a whole number, 1 or more."),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1"}, "The address of process 0 cannot be read."),
+        ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1"}, "JAX_COORDINATOR_ADDRESS cannot be read."),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1:99999"}, "a port from 1 to 65535"),
-        ({**SLURM, "SLURM_NTASKS": "four"}, "SLURM_NTASKS is not a number of use."),
-        ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-"}, "The list of Slurm's nodes cannot be read."),
+        ({**SLURM, "SLURM_NTASKS": "four"}, "SLURM_NTASKS cannot be read."),
+        ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-"}, "SLURM_STEP_NODELIST cannot be read."),
         (BATCH, NO_STEP),
         ({**BATCH, "SLURM_NTASKS": "1"}, "SLURM_JOB_NUM_NODES=3"),
         # The shell of salloc, as a step of one task.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.compiling import environment
 from tests.processes.slurm_cluster import SlurmCluster, missing
 
@@ -195,21 +195,6 @@ def test_a_job_with_a_dead_node_lets_go_of_the_others_and_goes_on(cluster, submi
     job.goes_on()
 
 
-def test_where_slurm_is_quick_to_notice_a_dead_node_it_queues_the_job_again(cluster, submit):
-    """Also where nobody is left to ask for it: on the first node the script itself runs."""
-    node, job = 1, submit()  # with a --peer-timeout of 60 s
-    job.trains()
-    cluster.set_node_timeout(10)
-    try:
-        job.note(f"node {node} dies, SlurmdTimeout=10")
-        cluster.power_off(node)
-        job.is_queued_again(begins=False)
-        job.frees_its_nodes(NODES - 1)
-    finally:
-        cluster.set_node_timeout(300)
-        cluster.boot(node)
-
-
 def test_a_task_that_never_starts_does_not_keep_the_job(submit, tmp_path):
     stuck = tmp_path / "bin" / "jshard"
     stuck.parent.mkdir()
@@ -232,11 +217,3 @@ def test_a_run_that_fails_or_is_refused_ends_the_job(cluster, submit, option, co
     job.ends("FAILED")
     assert job.state() == ("FAILED", 0) and reason in job.text()
     assert cluster.job(job.number)["ExitCode"] == f"{code}:0"
-
-
-def test_a_batch_script_without_srun_is_refused(submit, tmp_path):
-    script = tmp_path / "script"
-    script.write_text('#!/bin/bash\njshard train "$@"\n')
-    job = submit(script=script)
-    job.ends("FAILED")
-    assert f"do:    srun jshard train {MODEL} --mesh fsdp={NODES}" in job.text() and not job.out.exists()

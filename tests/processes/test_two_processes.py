@@ -20,7 +20,7 @@ from jshard.data import Loader
 from jshard.recipes.building import restore
 from jshard.recipes.overrides import override
 from jshard.train import load_model_file
-from jshard.train.jsonl import read_metrics
+from jshard.train.records import read_metrics
 from tests.compiling import environment
 from tests.wide import wide
 

@@ -50,23 +50,6 @@ class Listed(list):
     """A list of samples is a source."""
 
 
-def test_targets_are_the_next_tokens():
-    batch = next(loader().train(1))
-    assert batch["inputs"].shape == batch["targets"].shape == (8, 10)
-    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
-    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    np.testing.assert_array_equal((batch["inputs"][:, -1] + 1) % 256, batch["targets"][:, -1])
-
-
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_processes_read_disjoint_shares_of_the_same_batches(num_processes):
-    share = 8 // num_processes
-    parts = [loader(range(p * share, (p + 1) * share)).train(30) for p in range(num_processes)]
-    for whole, *shares in zip(loader().train(30), *parts, strict=True):
-        joined = np.concatenate([part["inputs"] for part in shares])
-        np.testing.assert_array_equal(joined, whole["inputs"])
-
-
 @pytest.mark.parametrize("axes", [{}, {"replica": 2}, {"replica": 4, "fsdp": 2}])
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_sample_ids_are_what_the_processes_read(axes, num_processes):
@@ -108,18 +91,6 @@ def test_batches_of_another_size_begin_where_the_others_ended():
     spy.read.clear()
     assert len(list(rest.train(9, start_step=7, start_sample=11))) == 2
     assert spy.read == flat(rest.sample_ids(step) for step in range(4))[11:27]
-
-
-def test_every_pass_holds_every_window_once_and_in_another_order():
-    steps = 2 * WINDOWS // 8 + 1
-    starts = np.concatenate([batch["inputs"] for batch in loader().train(steps)])
-    first, second = starts[:WINDOWS], starts[WINDOWS : 2 * WINDOWS]
-    in_order = TEXT[: WINDOWS * 10].reshape(WINDOWS, 10).astype(np.int32)
-    for one_pass in (first, second):
-        np.testing.assert_array_equal(np.unique(one_pass, axis=0), np.unique(in_order, axis=0))
-        np.testing.assert_array_equal(np.sort(one_pass, axis=None), np.sort(in_order, axis=None))
-    assert (first != second).any()
-    assert (first != in_order).any()
 
 
 def test_held_out_is_the_same_every_time_and_spread_over_the_text():
@@ -215,22 +186,3 @@ def test_closing_early_ends_the_thread():
     for thread in started:
         thread.join(250)
         assert not thread.is_alive()
-
-
-def test_samples_are_read_ahead_of_the_step_that_needs_them():
-    spy = Spy(10**6)
-    read_second = threading.Event()
-    spy_loader = loader(of=data(spy))
-    second = spy_loader.sample_ids(1)
-    original = Spy.__getitem__
-
-    class Watching(Spy):
-        def __getitem__(self, index):
-            if index == second[-1]:
-                read_second.set()
-            return original(self, index)
-
-    batches = loader(of=data(Watching(10**6))).train(100)
-    next(batches)
-    assert read_second.wait(250)  # though nobody has asked for the second batch
-    batches.close()

@@ -65,12 +65,6 @@ SCALARS = {
 LINE = "step 120/500  loss 2.3456  31,234 tokens/s  131 ms/step  ETA 0:50  MFU 23.1%  peak 11.20 MiB/device"
 
 
-def test_the_whole_line(columns, clock):
-    terminal = Terminal()
-    Progress(500, stream=terminal, clock=clock).log(120, SCALARS)
-    assert terminal.getvalue() == "\r" + LINE
-
-
 @pytest.mark.parametrize(
     ("scalars", "part"),
     [
@@ -108,15 +102,6 @@ def test_the_line_fits_the_terminal(columns, clock, width, line):
     terminal = Terminal()
     Progress(500, stream=terminal, clock=clock).log(120, SCALARS)
     assert terminal.getvalue() == "\r" + line
-
-
-def test_a_shorter_line_leaves_nothing_of_a_longer_one(columns, clock):
-    terminal = Terminal()
-    progress = Progress(500, stream=terminal, clock=clock)
-    progress.log(120, SCALARS)
-    clock.now_s += 1
-    progress.log(121, {"loss": 2.0})
-    assert terminal.shown == ["step 121/500  loss 2.0000"]
 
 
 def test_a_terminal_is_written_at_most_ten_times_a_second(columns, clock):
@@ -162,41 +147,6 @@ def test_a_log_file_has_a_plain_line_every_ten_seconds_and_the_last(columns, clo
         "step 491/500  loss 1.0000  1.00 s/step  ETA 0:09",
         "step 500/500  loss 1.0000  1.00 s/step  ETA 0:00",
     ]
-
-
-def test_a_run_that_stops_early_shows_its_last_step(clock):
-    stream = io.StringIO()
-    progress = Progress(500, stream=stream, clock=clock)
-    for step in (1, 2, 3):
-        progress.log(step, {"loss": 1.0})
-    progress.log(3, {"val_loss": 2.0})
-    progress.close()
-    assert stream.getvalue().splitlines() == [
-        "step   1/500  loss 1.0000",
-        "step 3: validation loss 2.0000",
-        "step   3/500  loss 1.0000",
-    ]
-
-
-def test_a_closed_stream_does_not_end_the_run(clock):
-    for stream in (io.StringIO(), Terminal()):
-        progress = Progress(3, stream=stream, clock=clock)
-        progress.log(1, {"loss": 1.0})
-        stream.close()
-        clock.now_s += 60
-        progress.log(2, {"loss": 1.0})
-        progress.note("saved")
-        progress.close()
-        Progress(3, stream=stream, clock=clock).log(3, {"loss": 1.0})
-        assert stream.closed
-
-
-def test_no_standard_output_at_all(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdout", None)
-    progress = Progress(3)
-    progress.log(3, {"loss": 1.0})
-    progress.close()
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_reader_that_is_gone_does_not_end_the_run():

@@ -18,7 +18,7 @@ import jshard as js
 from jshard.errors import AnnotationError
 from jshard.recipes.building import create
 from jshard.train import EvalStep, Meter, Progress, Trackers, TrainStep, evaluate, fit, load_model_file
-from jshard.train.jsonl import Jsonl
+from jshard.train.records import Jsonl
 from tests.micro_gpt import micro
 
 GPT = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")
@@ -196,23 +196,6 @@ def test_evaluation_keeps_the_statistics(mesh):
     np.testing.assert_allclose(loss, square(still, batch), rtol=1e-5)
     step(batch)
     assert np.abs(np.asarray(step.model.norm.mean) - mean).max() > 0  # and goes on doing so
-
-
-def test_statistics_that_the_user_fixed_stay_fixed(mesh):
-    model, optimizer, batch = normed(mesh, use_running_average=True)
-    step = TrainStep(square, model, optimizer, batch)
-    EvalStep(square, step, batch)(step.model_leaves, batch)
-    assert step.model.norm.use_running_average
-    step(batch)
-    np.testing.assert_array_equal(step.model.norm.mean, np.zeros(8))
-
-
-def test_counters_that_were_never_placed_are_taken(mesh):
-    model, optimizer, batch = normed(mesh, optimizer=lambda model, tx: nnx.Optimizer(model, tx, wrt=nnx.Param))
-    step = TrainStep(square, model, optimizer, batch)
-    step(batch)
-    assert int(step.optimizer.step[...]) == 1
-    assert step.optimizer.step[...].sharding.device_set == set(mesh.devices.flat)
 
 
 def test_an_array_on_other_devices_is_refused_before_compilation(mesh):

@@ -64,14 +64,6 @@ def test_one_file_is_split_at_its_end(book):
     assert data.tokenizer.decode(data.train[0]["inputs"]) == "a"
 
 
-def test_standard_library_is_code():
-    data = load_text(sequence_length=256)
-    assert len(data.train) * 256 > 3e6
-    assert 0.01 < len(data.held_out) / len(data.train) < 0.2
-    for part in (data.train, data.held_out):
-        assert b"def __init__(self" in text_of(part)
-
-
 def test_files_are_read_in_the_order_of_their_names_and_end_in_a_zero_byte(tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
@@ -90,18 +82,6 @@ def test_names_do_not_depend_on_how_a_folder_is_given(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     assert load_text(["."], sequence_length=4).fingerprint == whole
     assert load_text(["../texts"], sequence_length=4).fingerprint == whole
-
-
-def test_folders_of_one_name_keep_all_their_files(tmp_path):
-    for place in ("x", "y"):
-        (tmp_path / place / "data").mkdir(parents=True)
-        (tmp_path / place / "data" / "a.txt").write_text(place * 200)
-    data = load_text([tmp_path / "x" / "data", tmp_path / "y" / "data"], sequence_length=4)
-    assert data.description.startswith("2 files")
-
-
-def test_file_that_is_given_twice_is_read_once(book):
-    assert load_text([book.parent, book], sequence_length=4).description.startswith("1 file ")
 
 
 @pytest.mark.parametrize("change", ["text", "sequence_length", "name"])
@@ -160,14 +140,6 @@ def locked(tmp_path, monkeypatch):
     return folder
 
 
-def test_unreadable_folder_is_told(tmp_path, monkeypatch):
-    def scandir(path):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert refused([tmp_path]).where == (f"{tmp_path}: permission denied",)
-
-
 def test_what_is_no_text_in_a_folder_is_left_out_with_one_warning(locked):
     (locked / "text.txt").write_text("a" * 999)
     (locked / "image.png").write_bytes(b"\x89PNG\0")
@@ -198,3 +170,11 @@ def test_held_out_files_may_be_too_few(tmp_path):
     error = refused([tmp_path / "texts"])
     assert "0 are held out" in error.why
     assert error.do == "give --data more text."
+
+
+def test_standard_library_is_code():
+    data = load_text(sequence_length=256)
+    assert len(data.train) * 256 > 3e6
+    assert 0.01 < len(data.held_out) / len(data.train) < 0.2
+    for part in (data.train, data.held_out):
+        assert b"def __init__(self" in text_of(part)

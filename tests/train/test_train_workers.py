@@ -15,7 +15,7 @@ import pytest
 from jshard.data import Data, Loader
 from jshard.data.loader import Reader
 from jshard.data.worker_pool import WorkerPool
-from jshard.errors import RunError, ShardingError
+from jshard.errors import RunError
 
 MODEL_FILE = """
 import dataclasses, sys, threading
@@ -153,12 +153,6 @@ def test_closing_early_ends_a_worker_in_the_middle_of_a_sample():
     assert len(multiprocessing.active_children()) == 1
     batches.close()
     assert not multiprocessing.active_children()
-
-
-def test_source_that_cannot_be_sent_is_an_error():
-    source = Deadly(threading.Lock())
-    with pytest.raises(ShardingError, match=r"cannot be sent to worker processes(.|\n)*a Deadly\n(.|\n)*pickle.*lock"):
-        next(loader(source).train(1))
 
 
 SCRIPT = """

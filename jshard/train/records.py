@@ -1,4 +1,4 @@
-"""What records a run: the interface, several trackers as one, TensorBoard, and Weights & Biases."""
+"""What records a run: the interface, several trackers as one, metrics.jsonl, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import json
+import math
+import numbers
 import os
 import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from jshard.errors import RunError, ShardingError
 
@@ -51,9 +56,6 @@ class Trackers:
         *needed: trackers without which the run must not go on, as its own record.
         optional: trackers that are left out once they fail, as a service on the network: the run goes on.
         warn: called once for each that is left out.
-
-    Example:
-        >>> trackers = Trackers(Jsonl(out / "metrics.jsonl"), optional=[TensorBoard(out / "tensorboard")])
     """
 
     def __init__(
@@ -92,6 +94,185 @@ def _failure(tracker: Tracker, error: Exception) -> str:
     return f"{type(tracker).__name__} failed ({type(error).__name__}: {error})."
 
 
+# metrics.jsonl: a line of JSON per step and evaluation.
+
+
+class Jsonl:
+    """Writes a line of JSON per call, whole and at once: a run that is killed keeps its lines.
+
+    A value that is no number is written as null, as JSON has no NaN.
+
+    Args:
+        path: the file, which must not exist.
+        resume_after: the step that a resumed run goes on from. The file may then exist, and is first cut back to the
+            lines up to that step: what comes after is done again.
+
+    Raises:
+        ShardingError: the file exists and nothing is resumed.
+        RunError: the file cannot be read or written, or is damaged before its last line.
+
+    Example:
+        >>> metrics = Jsonl("metrics.jsonl")
+        >>> metrics.log(1, {"loss": 5.54})
+        >>> metrics.close()
+        >>> read_metrics("metrics.jsonl")
+        [{'step': 1, 'loss': 5.54}]
+    """
+
+    def __init__(self, path: str | Path, *, resume_after: int | None = None) -> None:
+        self._path = Path(path)
+        with _explained_errors(self._path):
+            if resume_after is None:
+                _create(self._path)
+            elif self._path.exists():
+                _cut_back(self._path, resume_after)
+            self._file = self._path.open("ab", buffering=0)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one line.
+
+        Raises:
+            RunError: it cannot be written, as on a full disk.
+        """
+        line = json.dumps({"step": step} | {name: _number(value) for name, value in scalars.items()})
+        left = line.encode() + b"\n"
+        with _explained_errors(self._path):
+            while left:
+                left = left[self._file.write(left) or 0 :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def keep_on_disk(path: Path) -> None:
+    """Waits until the lines of a metrics.jsonl so far would survive a power cut; a RunError if the disk fails."""
+    with _explained_errors(path), path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last one that a killed run left unfinished is passed over.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A dict per line: "step" and the scalars, None for what was not a number.
+
+    Raises:
+        RunError: a line before the last one is damaged.
+    """
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of `read_metrics`, one by one."""
+    return (record for _, record in _records(Path(path)))
+
+
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _create(path: Path) -> None:
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        raise ShardingError(
+            "The record would be written over another one.",
+            where=str(path),
+            why=f"there is a file of {path.stat().st_size:,} bytes at that path already.",
+            do="name another folder with --out, or continue that run with --resume.",
+        ) from None
+
+
+def _cut_back(path: Path, step: int) -> None:
+    """Takes away the lines after a step; whenever this is cut short, the file is the old or the new one."""
+    aside = path.with_name(path.name + ".cut")
+    with aside.open("wb") as file:
+        file.writelines(line for line, record in _records(path) if record["step"] <= step)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a file, as they are and as what they mean."""
+    torn = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if torn:
+                raise RunError(
+                    "The record of the run is damaged.",
+                    where=f"{path}:{torn}",
+                    why='that line is not of the form {"step": 1, ...}, and more lines follow it.',
+                    do=f"mv {path} {path}.damaged; a resumed run then begins a new record.",
+                )
+            record = _parsed(line)
+            if record is None:
+                torn = number
+            else:
+                yield line.rstrip(b"\n") + b"\n", record
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+@contextlib.contextmanager
+def _explained_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            "The record of the run cannot be written.",
+            where=str(path),
+            why=f"{error.strerror} (errno {error.errno}).",
+            do=f"df -h {path.parent}; make room or give write access there, then continue with --resume.",
+        ) from error
+
+
+# loss.png: the losses of a metrics.jsonl over the steps.
+
+_CURVES = (("loss", "training", "-"), ("val_loss", "validation", "o-"))
+
+
+def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
+    """Draws training and validation loss over the steps of a metrics.jsonl. Needs no display.
+
+    Where the loss was no number, the curve has a gap.
+
+    Args:
+        metrics_path: the metrics.jsonl.
+        png_path: the picture to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    points: dict[str, list[tuple[int, float]]] = {key: [] for key, *_ in _CURVES}
+    for _, line in _records(Path(metrics_path)):
+        for key in points.keys() & line.keys():
+            points[key].append((line["step"], math.nan if line[key] is None else line[key]))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for key, label, style in _CURVES:
+        if points[key]:
+            axes.plot(*np.array(points[key]).T, style, label=label, linewidth=1, markersize=4)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    FigureCanvasAgg(figure).print_png(str(png_path))
+
+
 # Trackers that need an extra package: TensorBoard, and Weights & Biases.
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -109,23 +290,15 @@ class TensorBoard:
     Args:
         folder: the folder of the event files. Each start of a run adds a file of its own.
         resume_after: the step that a resumed run goes on from; TensorBoard then hides the later ones of earlier files.
-        clock: gives seconds; the file is brought to disk every ten of them.
 
     Raises:
         ShardingError: tensorboardX is not installed.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        resume_after: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: str | Path, *, resume_after: int | None = None) -> None:
         package = _import("tensorboard")
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
-        self._clock = clock
-        self._flushed_s = clock()
+        self._flushed_s = time.monotonic()
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._writer = package.RecordWriter(str(Path(folder, _event_file(Path(folder)))))
         self._write(file_version="brain.Event:2")
@@ -138,8 +311,8 @@ class TensorBoard:
         values = [{"tag": name, "simple_value": float(value)} for name, value in scalars.items()]
         try:
             self._write(step=step, summary={"value": values})
-            if self._clock() - self._flushed_s >= _FLUSH_EVERY_S:
-                self._flushed_s = self._clock()
+            if time.monotonic() - self._flushed_s >= _FLUSH_EVERY_S:
+                self._flushed_s = time.monotonic()
                 self._writer.flush()
         except OSError:
             with contextlib.suppress(OSError):  # the rest of its buffer has no place either
@@ -215,11 +388,7 @@ def available() -> tuple[str, ...]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuses what `open_trackers` cannot open; good to call before anything is written.
-
-    Raises:
-        ShardingError: a name is unknown, or its package is not installed.
-    """
+    """Refuses what `open_trackers` cannot open, before anything is written."""
     for name in names:
         if name not in _PACKAGES:
             near = difflib.get_close_matches(name, _PACKAGES, n=1)
