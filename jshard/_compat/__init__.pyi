@@ -28,7 +28,6 @@ from jshard._compat.programs import on_host as on_host
 from jshard._compat.programs import on_stream as on_stream
 from jshard._compat.programs import pallas_load as pallas_load
 from jshard._compat.programs import pallas_transposed as pallas_transposed
-from jshard._compat.programs import partitioned as partitioned
 from jshard._compat.programs import run_method as run_method
 from jshard._compat.programs import transformed_methods as transformed_methods
 from jshard._compat.programs import use_program_cache as use_program_cache
