@@ -28,7 +28,6 @@ from jshard._compat.programs import on_host as on_host
 from jshard._compat.programs import on_stream as on_stream
 from jshard._compat.programs import pallas_load as pallas_load
 from jshard._compat.programs import pallas_transposed as pallas_transposed
-from jshard._compat.programs import partitioned as partitioned
 from jshard._compat.programs import run_method as run_method
 from jshard._compat.programs import transformed_methods as transformed_methods
 from jshard._compat.programs import use_program_cache as use_program_cache
@@ -46,7 +45,6 @@ from jshard._compat.tracing import is_tracer as is_tracer
 from jshard._compat.tracing import manual_axes as manual_axes
 from jshard._compat.tracing import running as running
 from jshard._compat.tracing import scan_arguments as scan_arguments
-from jshard._compat.tracing import scope_of as scope_of
 from jshard._compat.tracing import threefry_bits as threefry_bits
 from jshard._compat.tracing import trace_context as trace_context
 from jshard._compat.tracing import user_place as user_place
