@@ -1,4 +1,4 @@
-"""What a checkpoint is to whoever reads one: its leaves by path, read whole onto devices, or box by box."""
+"""An open checkpoint: its leaves by path, read whole onto devices, or box by box; and the packed one, which is ours."""
 
 from __future__ import annotations
 

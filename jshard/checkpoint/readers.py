@@ -1,4 +1,4 @@
-"""A checkpoint that is opened, whoever wrote it: its leaves by path, read whole onto devices, or box by box."""
+"""Opens a checkpoint, whoever wrote it: the layout from before, plain Orbax, safetensors, PyTorch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save and restore, each in one call."""
+"""`save` and `save_async`: a state written by all processes, which counts when its manifest is there."""
 
 from __future__ import annotations
 

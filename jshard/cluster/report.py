@@ -1,4 +1,4 @@
-"""What `jshard plan --topology` prints: what was compiled, and what is estimated; one way, or several side by side."""
+"""What `jshard plan --topology` prints, of one way to train or of several that are compiled and compared."""
 
 from __future__ import annotations
 
