@@ -17,8 +17,8 @@ _MOVED = {
 
 _UNLISTED = {
     # Functions that are gone, which warn when they are called.
-    "batch_mean": "jshard.plans.moved",
-    "per_shard": "jshard.plans.moved",
+    "batch_mean": "jshard.plans.placement",
+    "per_shard": "jshard.plans.placement",
     # Modules that were names of `js`. `from jshard import data` asks here first, and is right: no warning.
     "data": "jshard",
     "inspect": "jshard",

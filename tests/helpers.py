@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
+from jshard.inspect.hlo import Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,3 +249,13 @@ def program(
     run = plain if accumulate == 1 else js.value_and_grad(loss_fn, accumulate=accumulate, sync=sync)
     lowered = nnx.jit(lambda model, *batch: run(model, *batch)).lower(model, *token_batch(config, *batch))
     return Program(js.plan(model), mesh, lowered.lowered)
+
+
+def full_bytes(found: Iterable[Window], kind: str, *, over: int = 1) -> int:
+    """Sum of the whole arrays' bytes over all executions of one kind, for groups of more than `over` devices."""
+    return sum(w.total_bytes for w in found if w.kind == kind and len(w.group) > over)
+
+
+def wire_bytes(found: Iterable[Window]) -> float:
+    """Bytes that each device sends in one run of the program."""
+    return sum(w.wire_bytes for w in found)

@@ -25,7 +25,7 @@ from benchmarks.kernels.launches import Launch, launches
 from jshard import _compat, kernels
 from jshard.cluster.compile import CompileError, answer, child_environment, run_child
 from jshard.cluster.topology import parse_topology, require_compiler, topology_devices
-from jshard.kernels.knobs import Occupancy
+from jshard.kernels.backend import Occupancy
 
 _DUMP = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
 _SUFFIX = "_mosaic_gpu_kernel"  # of a kernel's name, in what the compiler makes of it

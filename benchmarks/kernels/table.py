@@ -8,7 +8,7 @@ from __future__ import annotations
 from benchmarks.kernels.compiled import CompiledKernel, KernelCall, assembler, compile_calls
 from jshard import _compat
 from jshard._text import PREFIX
-from jshard.kernels.knobs import Occupancy, with_half_the_rows
+from jshard.kernels.backend import Occupancy, with_half_the_rows
 from jshard.occupancy.footprints import ShippedKernel
 
 _SIZE = 4096  # of each dim of the products; what a block takes does not depend on it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jshard.kernels.knobs import Occupancy
+from jshard.kernels.backend import Occupancy
 from jshard.occupancy import (
     SHIPPED,
     CommFootprint,

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.overlap.grid import Setting
 from jshard.errors import RunError, ShardingError
-from jshard.kernels.knobs import Occupancy
+from jshard.kernels.backend import Occupancy
 
 _FORMAT = 2
 _STEM = "overlap"

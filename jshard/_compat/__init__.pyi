@@ -45,7 +45,6 @@ from jshard._compat.tracing import is_tracer as is_tracer
 from jshard._compat.tracing import manual_axes as manual_axes
 from jshard._compat.tracing import running as running
 from jshard._compat.tracing import scan_arguments as scan_arguments
-from jshard._compat.tracing import scope_of as scope_of
 from jshard._compat.tracing import threefry_bits as threefry_bits
 from jshard._compat.tracing import trace_context as trace_context
 from jshard._compat.tracing import user_place as user_place

@@ -249,11 +249,6 @@ def _frames(source_info: Any) -> list[Any]:
     return list(noted.frames) if noted is not None else []
 
 
-def scope_of(eqn: Any) -> str:
-    """The `jax.named_scope` around an equation, inside its own jaxpr."""
-    return str(eqn.source_info.name_stack)
-
-
 # Programs whose types say over which manual axes a value differs, for a `shard_map` that does not check that.
 
 CASTS = frozenset({"pvary", "reduced_vary_cast", "reduced_vary_cast_p"})

@@ -17,9 +17,8 @@ from jshard.linen.annotation import annotated
 from jshard.plans import checks
 from jshard.plans.memories import sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
-from jshard.plans.moved import placement_of, reshard_of
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
-from jshard.plans.placement import Placement, ShardPlacement
+from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
 from jshard.plans.plan import Leaf, make_plan, record_of
 from jshard.plans.policies import MixedPrecision, Remat, UnitPolicy
 from jshard.plans.units import (

@@ -19,9 +19,8 @@ from jshard.cluster.replay import WORKS, Assumptions, Replay, Span
 from jshard.cluster.topology import Topology
 from jshard.errors import FourPartError
 from jshard.inspect.audit import Audit, audit
-from jshard.inspect.drawing import Bar, chrome_trace, html_page
 from jshard.inspect.hlo import Schedule, Window
-from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table
 
 
 def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:

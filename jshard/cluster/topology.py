@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from jax.experimental import topologies
 
 from jshard import _compat
 from jshard.errors import MissingExtraError, RunError, ShardingError
-from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts
-from jshard.facts.gpu_target import CUDNN, target_config_text
+from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
 from jshard.kernels.backend import TracedDevice, planned_for
+
+CUDNN = 9, 10
+"""The version that a GPU which is not there has."""
 
 _HOPPER = 9  # compute capability
 _CUDNN_ASSUMED = (
@@ -218,3 +220,86 @@ def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
 def _example(device: DeviceFacts) -> str:
     shape = {0: "64x8", 2: "16x16", 3: "8x8x8"}[device.dims]
     return f"{device.name}:{'128x4' if device.name == 'gb200' else shape}"
+
+
+# The text that XLA's GPU compiler takes for a GPU that is not there (a `GpuTargetConfigProto`), made from facts.
+
+# In a run XLA schedules for what JAX's allocator has, and here, where there is none, for 80 % of the memory described
+# (GetSchedulerMemoryLimit). Described is so much that it schedules as with XLA_PYTHON_CLIENT_MEM_FRACTION=.95.
+_ALLOCATED, _UNSTATED = 0.95, 0.80
+
+_TEXT = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {core_count}
+  fpus_per_core: {fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {memory_bandwidth}
+  l2_cache_size: {l2_cache_size}
+  clock_rate_ghz: {clock_rate_ghz}
+  device_memory_size: {described}
+  shared_memory_per_block_optin: {shared_memory_per_block_optin}
+  cuda_compute_capability {{
+    major: {major}
+{feature}  }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {major}.0{extension}"
+  device_address_bits: 64
+  pcie_bandwidth: {pcie_bandwidth}
+  ecc_enabled: true
+  name: "{description}"
+  driver_version: "13.0.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "{dnn[0]}.{dnn[1]}.0"
+{units}}}
+platform_name: "CUDA"
+dnn_version_info {{
+  major: {dnn[0]}
+  minor: {dnn[1]}
+  patch: 0
+}}
+runtime_version {{
+  major: 12
+  minor: 9
+  patch: 0
+}}
+device_description_str: "{description}"
+"""
+
+
+def target_config_text(target: GpuTarget) -> str:
+    """The text proto of a GPU, for `topologies.get_topology_desc(target_config=...)`."""
+    is_hopper = target.major >= 9
+    units = ""
+    if target.rates is not None:
+        units += _units("scalar", target.rates.scalar) + _units("matrix", target.rates.matrix)
+    if target.links:
+        units += f"  device_interconnect_info {{\n    active_links: {target.links}\n  }}\n"
+    return _TEXT.format(
+        **vars(target),
+        described=round(target.device_memory_size * _ALLOCATED / _UNSTATED),
+        feature="    feature_extension: ACCELERATED_FEATURES\n" if is_hopper else "",
+        extension="a" if is_hopper else "",
+        units=units,
+        dnn=CUDNN,
+    )
+
+
+def _units(kind: str, found: Mapping[int, Rate]) -> str:
+    lines = [f"  {kind}_unit_description {{"]
+    for dtype, rate in found.items():
+        fields = [f"        {name}: {value}" for name, value in vars(rate).items()]
+        lines += ["    rate_infos {", f"      key: {dtype}", "      value {", *fields, "      }", "    }"]
+    return "\n".join([*lines, "  }", ""])

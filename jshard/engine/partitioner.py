@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 from jshard import _compat
 from jshard.engine import rules
 from jshard.engine.moved import LocalProduct, Mixing, scope_of
-from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known, linear, rule, same
+from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known, rule, same
 from jshard.engine.rules import loops as loops  # enters rules into the table, as the others here do
 from jshard.engine.rules import opaque as opaque
 from jshard.engine.rules.reductions import flops
@@ -209,7 +209,7 @@ class Partitioner:
             return env[atom]
 
         outer = self._needed_elsewhere
-        self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
+        self._needed_elsewhere = rules.needed_elsewhere(jaxpr, gradients) if gradients else None
         try:
             for eqn in jaxpr.eqns:
                 with _compat.running(eqn):
@@ -264,7 +264,7 @@ class Partitioner:
             found = rules.RULES[name](self, eqn, values)
             assert found is not None, f"{name} has no result"
             return found
-        if any(v.is_partial for v in values) and (found := linear.apply(self, eqn, values)) is not None:
+        if any(v.is_partial for v in values) and (found := rules.apply_linear(self, eqn, values)) is not None:
             return found
         if not any(v.is_split for v in values):
             values = [self.whole(v) for v in values]

@@ -12,8 +12,6 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.facts.gpu_target import GpuTarget, rates
-
 GIGA, GIB = 10**9, 2**30
 
 
@@ -56,6 +54,62 @@ class Reached:
     def range(self) -> tuple[float, float]:
         """The lowest and highest, as parts."""
         return self.least / 100, self.most / 100
+
+
+# What XLA calls the dtypes (xla_data.proto, PrimitiveType).
+_F16, _F32, _F64, _BF16 = 10, 11, 12, 16
+_S32, _U32 = 4, 8
+_EIGHT_BITS = (2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)  # s8, u8 and the kinds of fp8
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Operations of one kind of unit: GHz, units by core, operations by unit and clock."""
+
+    clock_rate_ghz: float
+    units_per_core: int
+    ops_per_clock: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Rates of the scalar and the matrix units, by the number that XLA gives a dtype."""
+
+    scalar: Mapping[int, Rate]
+    matrix: Mapping[int, Rate]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuTarget:
+    """The description of a GPU for the compiler, in the proto's own names where they differ by device."""
+
+    description: str  # the name that the driver gives it
+    major: int  # of its compute capability; the minor is 0
+    core_count: int
+    clock_rate_ghz: float
+    memory_bandwidth: int
+    l2_cache_size: int
+    device_memory_size: int
+    fpus_per_core: int = 128
+    shared_memory_per_core: int = 228 * 1024
+    shared_memory_per_block_optin: int = 227 * 1024
+    pcie_bandwidth: int = 32 * 2**30
+    rates: Rates | None = None  # None where no published description has them
+    links: int = 0  # NVLinks
+
+
+def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int) -> Rates:
+    """The units of a GPU since Hopper: scalar ones at `clock` GHz, and matrix ones.
+
+    `f32_ops` are half-precision operations of a float32 lane and clock, `f16` and `f64` multiply-adds of a matrix unit
+    and clock; on 8 bits there are twice as many as on 16, on TF32 half as many.
+    """
+    scalar = {kind: Rate(clock, 64, 1) for kind in (_S32, _U32, _F64)}
+    scalar |= {_F16: Rate(clock, 128, f32_ops), _F32: Rate(clock, 128, 1), _BF16: Rate(clock, 128, f32_ops)}
+    matrix = {kind: Rate(matrix_clock, 4, 2 * f16) for kind in _EIGHT_BITS}
+    matrix |= {kind: Rate(matrix_clock, 4, f16) for kind in (_F16, _BF16)}
+    matrix |= {_F32: Rate(matrix_clock, 4, f16 // 2), _F64: Rate(clock, 4, f64)}
+    return Rates(dict(sorted(scalar.items())), dict(sorted(matrix.items())))
 
 
 # Matrix products: the most is the highest of any shape, "MAMF" of github.com/stas00/ml-engineering; stated is what is

@@ -5,8 +5,8 @@ Example:
 """
 
 from jshard.kernels.attention import attention as attention
-from jshard.kernels.knobs import KernelError as KernelError
-from jshard.kernels.knobs import Occupancy as Occupancy
+from jshard.kernels.backend import KernelError as KernelError
+from jshard.kernels.backend import Occupancy as Occupancy
 from jshard.kernels.norm import layer_norm as layer_norm
 from jshard.kernels.norm import rms_norm as rms_norm
 from jshard.kernels.products import matmul as matmul

@@ -13,8 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jshard import _compat
 from jshard._text import CONTEXT, scope
 from jshard.engine.context import note_attention
-from jshard.kernels.backend import TracedDevice, check_known, check_shapes, place
-from jshard.kernels.knobs import KernelError
+from jshard.kernels.backend import KernelError, TracedDevice, check_known, check_shapes, place
 
 AttentionBackend = Literal["auto", "cudnn", "xla"]
 _BACKENDS = ("auto", "cudnn", "xla")

@@ -17,13 +17,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
 from jshard._text import PRODUCT
-from jshard.kernels.backend import KernelRun, TracedDevice, refuse_knobs
-from jshard.kernels.knobs import (
+from jshard.kernels.backend import (
     LEAST_TILE,
     WARPGROUP_ROWS,
+    KernelRun,
     Occupancy,
+    TracedDevice,
     fitted,
     product_ns,
+    refuse_knobs,
     stated,
     vary,
     varying_over,

@@ -14,12 +14,16 @@ from jax import lax
 from jshard import _compat
 from jshard._text import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import Backend, KernelRun, check_shapes, decide, refuse_knobs
-from jshard.kernels.knobs import (
+from jshard.kernels.backend import (
+    Backend,
     KernelError,
+    KernelRun,
     Occupancy,
     as_matrix,
     as_row,
+    check_shapes,
+    decide,
+    refuse_knobs,
     stated,
     traffic_ns,
     vary,

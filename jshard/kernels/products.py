@@ -12,8 +12,18 @@ import jax.numpy as jnp
 
 from jshard._text import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import Backend, KernelRun, check_known, check_shapes, decide
-from jshard.kernels.knobs import Occupancy, as_matrix, as_row, vary_alike, with_half_the_rows
+from jshard.kernels.backend import (
+    Backend,
+    KernelRun,
+    Occupancy,
+    as_matrix,
+    as_row,
+    check_known,
+    check_shapes,
+    decide,
+    vary_alike,
+    with_half_the_rows,
+)
 
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": jax.nn.gelu, "silu": jax.nn.silu}

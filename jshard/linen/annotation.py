@@ -26,8 +26,7 @@ from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described,
 from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, warn_of_stacks
 from jshard.plans import checks
 from jshard.plans.mesh import is_concrete
-from jshard.plans.moved import placement_of
-from jshard.plans.placement import ShardPlacement
+from jshard.plans.placement import ShardPlacement, placement_of
 from jshard.plans.plan import root_forgotten
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import LogicalOptimizer, Path, Unit, UnitChoice, chosen, dotted

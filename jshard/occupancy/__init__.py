@@ -35,4 +35,3 @@ from jshard.occupancy.footprints import SHIPPED as SHIPPED
 from jshard.occupancy.footprints import CommFootprint as CommFootprint
 from jshard.occupancy.footprints import ShippedKernel as ShippedKernel
 from jshard.occupancy.footprints import footprint as footprint
-from jshard.occupancy.report import OccupancyReport as OccupancyReport

@@ -1,16 +1,27 @@
-"""The device that a step is shaped for."""
+"""The device that a step is shaped for, and the matrix products of a model's units as one device has them."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+from flax import nnx
+from jax.extend import core as jex
 
+from jshard._text import kernels_of
 from jshard.cluster.estimate import assumptions_of
 from jshard.cluster.replay import Assumptions
 from jshard.cluster.topology import parse_topology
+from jshard.engine.context import shapes_only
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
+from jshard.inspect.hlo.collectives import unit_and_phase
 from jshard.occupancy import GPUS, GpuFacts, OccupancyError, gpu
+from jshard.plans.mesh import data_shards
+from jshard.plans.plan import plan as plan_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +105,117 @@ def _running() -> Device:
     except OccupancyError:  # of the model: the kernels may run there, and nobody knows how full it is
         return Device(kind, "gpu", kind=kind)
     return Device(found.title, "gpu", found, device_of(kind), kind=kind)
+
+
+@dataclasses.dataclass(frozen=True, order=True, kw_only=True)
+class MatrixProduct:
+    """A matrix product of forward; backward has two of the same size for it."""
+
+    kernel: str  # that computes it: "mlp" in a layer of `js.kernels.mlp`, else "matmul", or what could be one
+    m: int  # rows of the output: tokens of one device
+    n: int  # columns of the output
+    k: int  # the dim that is summed
+    dtype: str  # of what is multiplied
+    unit: str = ""  # that it belongs to
+    count: int = 1  # how often it is computed in forward
+
+    @property
+    def flops(self) -> float:
+        """Of all of them, in forward."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def is_16_bits(self) -> bool:
+        """Whether the kernels take it."""
+        return self.dtype in ("bfloat16", "float16")
+
+    @property
+    def shape(self) -> str:
+        """Its sizes as text, m x n x k."""
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[MatrixProduct, ...]:
+    """The products of forward with one matrix on each side; not those of attention, which have a dim for heads."""
+    plan = plan_of(model)
+    units, is_alone = plan.units, data_shards(dict(plan.mesh)) == 1  # there a region runs as it is
+    # A loop over stacked layers makes modules of its own, which are named after their class.
+    names = {unit.kind: unit.name for unit in units} | {unit.name: unit.name for unit in units}
+    names[""] = units[0].name  # outside of units a region is the root's
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def forward(params: Any, rest: Any, arguments: tuple) -> Any:
+        return loss(nnx.merge(graphdef, params, rest, copy=True), *arguments)
+
+    with shapes_only():
+        jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
+    counts: collections.Counter[MatrixProduct] = collections.Counter()
+    for found in _walk(jaxpr, inside=is_alone, around=""):
+        counts[dataclasses.replace(found, unit=names.get(found.unit, found.unit), count=1)] += found.count
+    return tuple(dataclasses.replace(product, count=count) for product, count in counts.items())
+
+
+def by_shape(products: tuple[MatrixProduct, ...]) -> dict[MatrixProduct, tuple[MatrixProduct, ...]]:
+    """Products of equal sizes together, whatever unit they are of; the largest amount of work first."""
+    groups: dict[MatrixProduct, list[MatrixProduct]] = {}
+    for product in products:
+        groups.setdefault(dataclasses.replace(product, unit="", count=1), []).append(product)
+    order = sorted(groups, key=lambda key: -sum(product.flops for product in groups[key]))
+    return {key: tuple(groups[key]) for key in order}
+
+
+def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator[MatrixProduct]:
+    """The products in sharded regions, where shapes are those of one device."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        # What is traced into a loop does not say where the loop is.
+        place = f"{around}/{eqn.source_info.name_stack}"
+        if name == "dot_general" and inside:
+            yield from _product(eqn, place, rounds)
+        if name.startswith("custom_vjp_call") and _kernel(place)[1] in ("mosaic", "interpret"):
+            yield from _of_kernel(eqn, place, rounds) if inside else ()
+            continue  # its tiles are no products of the model
+        more = rounds * (eqn.params["length"] if name == "scan" else 1)
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from _walk(inner, inside=inside or name == "shard_map", around=place, rounds=more)
+
+
+def _product(eqn: Any, place: str, count: int) -> Iterator[MatrixProduct]:
+    (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
+    left, right = (v.aval for v in eqn.invars)
+    if batch_dims or not left_dims:
+        return
+    yield MatrixProduct(
+        kernel="mlp" if _kernel(place)[0] == "mlp" else "matmul",
+        m=math.prod(size for dim, size in enumerate(left.shape) if dim not in left_dims),
+        n=math.prod(size for dim, size in enumerate(right.shape) if dim not in right_dims),
+        k=math.prod(left.shape[dim] for dim in left_dims),
+        dtype=str(left.dtype),
+        unit=_unit(place),
+        count=count,
+    )
+
+
+def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[MatrixProduct]:
+    """The products of a call of `js.kernels.matmul` or `mlp` where it is a kernel: of x with each of the weights."""
+    kernel, _ = _kernel(place)
+    matrices = [v.aval for v in eqn.invars if len(v.aval.shape) == 2]
+    if kernel not in ("matmul", "mlp") or not matrices:
+        return
+    x, *weights = matrices
+    for w in weights:
+        k, n = w.shape
+        sizes = {"m": x.shape[0], "n": n, "k": k}
+        yield MatrixProduct(kernel=kernel, **sizes, dtype=str(x.dtype), unit=_unit(place), count=count)
+
+
+def _kernel(place: str) -> tuple[str, str]:
+    """Name and form of the kernel that something is part of; empty where it is of none."""
+    found = kernels_of(place)
+    return found[-1] if found else ("", "")
+
+
+def _unit(place: str) -> str:
+    units, _ = unit_and_phase(place)
+    return units[-1] if units else ""

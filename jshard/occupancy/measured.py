@@ -13,7 +13,7 @@ from typing import Any
 from jshard import _compat
 from jshard._processes import all_or_none, is_primary
 from jshard.errors import RunError, ShardingError
-from jshard.kernels.knobs import KernelError, Occupancy
+from jshard.kernels.backend import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
 
 MOST_SLOWER = 1.15

@@ -21,10 +21,9 @@ from jshard.cluster.replay import Assumptions
 from jshard.errors import RunError
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
-from jshard.kernels.backend import Backend
-from jshard.kernels.knobs import Occupancy
+from jshard.kernels.backend import Backend, Occupancy
 from jshard.occupancy import COPY_ENGINE, FOOTPRINTS, CommFootprint, OccupancyError, footprint, reserved_for, resident
-from jshard.occupancy.device import Device, device_named
+from jshard.occupancy.device import Device, MatrixProduct, device_named, products_of
 from jshard.occupancy.footprints import RING_THREADS, parsed_version
 from jshard.occupancy.measured import (
     CacheError,
@@ -40,7 +39,6 @@ from jshard.occupancy.measured import (
     text_of,
     total,
 )
-from jshard.occupancy.products import MatrixProduct, products_of
 from jshard.plans.plan import ShardPlan, UnitPlan
 from jshard.plans.plan import plan as plan_of
 

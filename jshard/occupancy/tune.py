@@ -24,14 +24,13 @@ from jshard import _compat
 from jshard._text import duration, folded_names, human_bytes
 from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
-from jshard.kernels.knobs import KernelError, Occupancy, fitted, product_ns
+from jshard.kernels.backend import KernelError, Occupancy, fitted, product_ns
 from jshard.kernels.products import matmul, plain_matmul
 from jshard.occupancy import SHIPPED, CommFootprint, GpuFacts, Plan, ShippedKernel, plans, reserved_for
 from jshard.occupancy import measured as stored
-from jshard.occupancy.device import Device
+from jshard.occupancy.device import Device, MatrixProduct, by_shape, products_of
 from jshard.occupancy.measured import Key, Timing, TuningEntry, of_first, quickest, setting_text
 from jshard.occupancy.overlap import transfers
-from jshard.occupancy.products import MatrixProduct, by_shape, products_of
 from jshard.plans.plan import plan as plan_of
 
 NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."

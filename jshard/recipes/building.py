@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jshard import checkpoint
 from jshard.api.fully_shard import revise
+from jshard.api.gradients import LossScale
 from jshard.api.init import abstract_init, abstract_optimizer, shard_init, shard_optimizer
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import foreign_source
@@ -32,7 +33,6 @@ from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.plan import plan
 from jshard.plans.units import dotted
 from jshard.recipes.linen_model import Initialising, LinenModel
-from jshard.recipes.loss_scale import LossScale
 from jshard.recipes.model_file import ModelFile, ModelFileError, check_is_text, next_token_loss
 from jshard.recipes.recipe import Recipe
 

@@ -21,12 +21,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
 from jshard.plans.memories import to_device
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
-from jshard.recipes.loss_scale import loss_scale_of, scaled_value_and_grad
 from jshard.recipes.model_file import LossFn
 
 Scalars = dict[str, jax.Array]

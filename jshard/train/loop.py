@@ -1,7 +1,8 @@
 """The loop: steps, evaluations and checkpoints until the run is done, is asked to stop, or has failed.
 
 `fit` strings together a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which a script of one's own can call in
-the same order. `sample_text` lets the trained model write.
+the same order. What the processes agree on between two steps (`Agreement`): whether one was asked to stop, and which is
+the slowest.
 
 The host runs one step ahead of the devices: while a step is at work, the scalars of the step before are read. A
 thread of its own reads the next batches and copies them to the devices.
@@ -17,23 +18,100 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jshard.data import Data, local_rows
+from jshard._processes import exchange
 from jshard.errors import RunError
 from jshard.launch import StopSignal, doing, note, stall, step_done
-from jshard.plans.mesh import data_degree, shard_batch
-from jshard.recipes.model_file import ModelFile
-from jshard.recipes.step import EvalStep, Scalars, TrainStep, inference_view
-from jshard.train.agreement import Agreement
+from jshard.plans.mesh import num_processes, shard_batch
+from jshard.recipes.step import EvalStep, Scalars, TrainStep
 from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
+
+_ASK_EVERY_S, _ASK_SHARE = 0.1, 0.1
+_MEETINGS = 15  # that the slowest process is found from
+_SLOW_S, _SLOW_SHARE = 0.001, 0.05  # of a step: less than both names nobody
+
+
+class Agreement:
+    """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
+
+    A signal reaches the processes at different times, or only one of them. So they ask one another, every 0.1 s or as
+    seldom as keeps it below a tenth of the time, and wherever the devices are idle anyway. After how many steps follows
+    from what all of them said the last time, and is the same for all.
+
+    At the same meetings they find the slowest of them: the one that comes last, or waits longest for data or a save.
+
+    Args:
+        mesh: the devices of all processes.
+
+    Attributes:
+        alone: whether there is one process, which has nobody to ask.
+        slowest: of the slowest process "slow_process", and by how much it is slower than the fastest, per step: in
+            all "slow_s"; waiting for batches "slow_data_s" and saves "slow_save_s"; coming to meetings "slow_step_s".
+            Empty while none is slower by a twentieth of a step.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.alone = num_processes(mesh) == 1
+        self._last: tuple[int, float] | None = None  # step and time
+        self._took_s = 0.0
+        self._due = 0
+        self._meetings: collections.deque[np.ndarray] = collections.deque(maxlen=_MEETINGS)
+        self._spent_s = {"data": 0.0, "save": 0.0}  # since the last meeting
+        self.slowest = dict[str, float]()
+
+    def begin(self) -> None:
+        """Waits for all before the first step: they may still compile, and gloo's first meeting fails after 30 s."""
+        if not self.alone:
+            exchange("first step", None)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Counts the time of a block as one in which the main thread waits for "data" or a "save"."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent_s[what] += time.perf_counter() - begin_s
+
+    def asked(self, received: signal.Signals | None, step: int, *, is_idle: bool = False) -> signal.Signals | None:
+        """The signal that ends the run after a step. All processes call it after each step."""
+        if self.alone or (step < self._due and not is_idle):
+            return received if self.alone else None
+        begin_s, step_s = time.monotonic(), math.inf
+        steps = 0 if self._last is None else step - self._last[0]
+        if self._last is not None and steps > 0:
+            step_s = max(1e-6, begin_s - self._last[1]) / steps
+        said = [received or 0, step_s, self._took_s, *self._spent_s.values()]
+        numbers, steps_s, took_s, *waits_s = zip(*exchange("stop", said), strict=True)
+        if steps > 0:
+            self._compare([*(np.array(waits_s) / steps), max(took_s) - np.array(took_s)], max(steps_s))
+        self._spent_s = dict.fromkeys(self._spent_s, 0.0)
+        self._last, self._took_s = (step, time.monotonic()), time.monotonic() - begin_s
+        # Who came last to the meeting has waited least: that time is what it costs.
+        self._due = step + max(1, int(max(_ASK_EVERY_S, min(took_s) / _ASK_SHARE) / max(steps_s)))
+        return signal.Signals(max(numbers)) if any(numbers) else None
+
+    def _compare(self, parts_s: Sequence[np.ndarray], step_s: float) -> None:
+        """Finds the slowest: of what each has waited for data and saves per step, and how late it came to meetings."""
+        self._meetings.append(np.array(parts_s))
+        seen = np.array(self._meetings)
+        late_s = np.median(seen[:, 2], axis=0)  # one that is late once is not slow
+        data_s, save_s = (each - each.min() for each in seen[:, :2].mean(axis=0))
+        process = int(np.argmax(np.max([data_s, save_s, late_s], axis=0)))
+        parts = {"data": data_s[process], "save": save_s[process], "step": late_s[process]}
+        slow_s = float(max(parts.values()))
+        self.slowest = {}
+        if slow_s > max(_SLOW_S, _SLOW_SHARE * step_s):
+            self.slowest = {"slow_process": process, "slow_s": slow_s}
+            self.slowest |= {f"slow_{part}_s": float(each_s) for part, each_s in parts.items()}
+
 
 FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
 """Makes the error of a step before any update: of its number, its batch, and the scalars that are not finite."""
@@ -359,35 +437,3 @@ def _diverged(step: int, wrong: Mapping[str, float]) -> RunError:
         why="an update with it would spoil every parameter; nothing was saved since.",
         do="lower the learning rate (--set learning_rate=...) or warm up longer, and resume from a checkpoint.",
     )
-
-
-# Text that a trained model writes, for the eye.
-
-_PROMPT_TOKENS = 32
-
-
-def sample_text(model_file: ModelFile, model: Any, data: Data, mesh: Mesh, *, num_tokens: int, seed: int) -> str | None:
-    """The first tokens of the held-out text and how the model goes on.
-
-    Every data shard writes one continuation, as a batch of one cannot be split; the first is taken. All processes
-    call it.
-
-    Args:
-        model_file: its `generate` does the work.
-        model: with the trained parameters.
-        data: its tokenizer reads the tokens back, and its held-out text begins the sample.
-        mesh: the mesh of the model.
-        num_tokens: tokens to write after the prompt.
-        seed: of the draw.
-
-    Returns:
-        Prompt and continuation as text; None where the file has no `generate` or the data no tokenizer.
-    """
-    if model_file.generate is None or data.tokenizer is None:
-        return None
-    start = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
-    rows = local_rows(data_degree(mesh), mesh)
-    prompts = shard_batch(np.tile(start, (len(rows), 1)).astype(np.int32), mesh)
-    text = model_file.generate(inference_view(model), prompts, num_tokens, key=jax.random.key(seed))
-    text = text if jax.process_count() == 1 else multihost_utils.process_allgather(text, tiled=True)
-    return data.tokenizer.decode(np.asarray(text)[0])

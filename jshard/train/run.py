@@ -14,26 +14,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jshard import launch
 from jshard._live import at_work
 from jshard._processes import is_primary
+from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
 from jshard.errors import FourPartError, RunError
 from jshard.launch import StopSignal, stall
+from jshard.plans.mesh import data_degree, shard_batch
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_state, batch_like, check_source
-from jshard.recipes.loss_scale import loss_scale_of
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes
+from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, inference_view, peak_bytes
 from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
-from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
+from jshard.train.loop import Every, Fitted, evaluate, fit
 from jshard.train.memory_copies import MemoryCopies
 from jshard.train.progress import Meter, Progress, StepProfile, check_profile, left_to_profile
 from jshard.train.records import Jsonl, Tracker, Trackers, check_names, open_trackers, plot_loss
@@ -374,3 +378,35 @@ def _check_vocabulary(recipe: Recipe, data: Data) -> None:
             why=f"the tokenizer ({data.tokenizer.name}) gives ids up to {needs - 1}.",
             do=f"--set model.vocab_size={needs}",
         )
+
+
+# Text that a trained model writes, for the eye.
+
+_PROMPT_TOKENS = 32
+
+
+def sample_text(model_file: ModelFile, model: Any, data: Data, mesh: Mesh, *, num_tokens: int, seed: int) -> str | None:
+    """The first tokens of the held-out text and how the model goes on.
+
+    Every data shard writes one continuation, as a batch of one cannot be split; the first is taken. All processes
+    call it.
+
+    Args:
+        model_file: its `generate` does the work.
+        model: with the trained parameters.
+        data: its tokenizer reads the tokens back, and its held-out text begins the sample.
+        mesh: the mesh of the model.
+        num_tokens: tokens to write after the prompt.
+        seed: of the draw.
+
+    Returns:
+        Prompt and continuation as text; None where the file has no `generate` or the data no tokenizer.
+    """
+    if model_file.generate is None or data.tokenizer is None:
+        return None
+    start = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
+    rows = local_rows(data_degree(mesh), mesh)
+    prompts = shard_batch(np.tile(start, (len(rows), 1)).astype(np.int32), mesh)
+    text = model_file.generate(inference_view(model), prompts, num_tokens, key=jax.random.key(seed))
+    text = text if jax.process_count() == 1 else multihost_utils.process_allgather(text, tiled=True)
+    return data.tokenizer.decode(np.asarray(text)[0])

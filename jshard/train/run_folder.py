@@ -32,8 +32,17 @@ from jshard.checkpoint.lookup import place_of
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
-from jshard.train import attempts
-from jshard.train.run_record import RunLock, RunRecord, check_agree
+from jshard.train.run_record import (
+    Attempt,
+    RunLock,
+    RunRecord,
+    attempt_ready,
+    begin_attempt,
+    check_agree,
+    describe_attempts,
+    end_attempt,
+    ettr,
+)
 
 _RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
 _NEEDED = ("recipe", "data", "options", "versions", "starts")
@@ -64,7 +73,7 @@ class RunFolder:
         self.config, self._record = record.recipe, record
         self.notices, self._batch_sizes = list[str](), list[tuple[int, int]]()
         self._lock: RunLock | None = None
-        self._attempts = list[attempts.Attempt]()
+        self._attempts = list[Attempt]()
 
     @classmethod
     def open(cls, path: str | Path, record: RunRecord, *, resume: bool = False) -> RunFolder:
@@ -140,26 +149,26 @@ class RunFolder:
         with _writing(self.path):
             _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
         known = launch.of_this_attempt()
-        self._note(attempts.begin(stored.get("attempts", ()), self.metrics, step=step, known=known))
+        self._note(begin_attempt(stored.get("attempts", ()), self.metrics, step=step, known=known))
 
     def trains(self) -> None:
         """Notes in run.json that the first step of this start may begin."""
         if self._attempts:
-            self._note(attempts.ready(self._attempts))
+            self._note(attempt_ready(self._attempts))
 
     def ended(self, cause: str) -> None:
         """Notes in run.json how this start has ended."""
         if self._attempts:
-            self._note(attempts.end(self._attempts, self.metrics, cause=cause))
+            self._note(end_attempt(self._attempts, self.metrics, cause=cause))
 
     def said_of_attempts(self) -> str | None:
         """What the attempts of the run have come to, in a line; None for a single one."""
-        return attempts.describe(self._attempts) if len(self._attempts) > 1 else None
+        return describe_attempts(self._attempts) if len(self._attempts) > 1 else None
 
-    def _note(self, found: list[attempts.Attempt]) -> None:
+    def _note(self, found: list[Attempt]) -> None:
         self._attempts = found
         with _writing(self.path):
-            _write(self.path, _read(self.path) | {"attempts": found, "ettr": attempts.ettr(found)})
+            _write(self.path, _read(self.path) | {"attempts": found, "ettr": ettr(found)})
 
     def close(self) -> None:
         """Lets others have the folder."""

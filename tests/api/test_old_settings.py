@@ -11,7 +11,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.errors import AnnotationError
-from jshard.plans.moved import GONE, batch_mean, per_shard
+from jshard.plans.placement import GONE, batch_mean, per_shard
 from tests.helpers import Block, Config, builder
 
 SETTINGS = {"shard_dim": 1, "ignored": "bias", "min_size": 16, "offload": "optimizer"}

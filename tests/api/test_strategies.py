@@ -8,10 +8,20 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.inspect import collectives, full_bytes, wire_bytes
+from jshard.inspect import collectives
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
-from tests.helpers import Config, abstract, compile_to_read, loss_fn, program, sharded, token_batch
+from tests.helpers import (
+    Config,
+    abstract,
+    compile_to_read,
+    full_bytes,
+    loss_fn,
+    program,
+    sharded,
+    token_batch,
+    wire_bytes,
+)
 
 DECODER = Config(layers=12, width=128, hidden=512, vocab=64, scanned=True, attends=False)
 STRATEGIES = {  # the mesh, `reshard_after_forward`, and whether the state of replicated parameters is sharded

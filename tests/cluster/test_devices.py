@@ -2,8 +2,8 @@
 
 import pytest
 
+from jshard.cluster.topology import target_config_text
 from jshard.facts.devices import CLOUDS, DEVICES, device_of, peak_of
-from jshard.facts.gpu_target import target_config_text
 
 GPUS = [facts for facts in DEVICES.values() if facts.target is not None]
 

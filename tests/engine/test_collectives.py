@@ -6,9 +6,9 @@ Amounts are in units of P, the bytes of all parameters, and of whole arrays: one
 
 import pytest
 
-from jshard.inspect import collectives, full_bytes
+from jshard.inspect import collectives
 from jshard.inspect.communication import traffic_of
-from tests.helpers import Config, Program, program
+from tests.helpers import Config, Program, full_bytes, program
 
 # The root, which is gathered once and kept, is 0.1 % of this model, so that the round figures show.
 DECODER = Config(layers=12, width=512, hidden=2048, vocab=64, scanned=True, attends=False)

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 import jshard as js
 from jshard import _compat
+from jshard.api.gradients import LossScale, scaled_value_and_grad
 from jshard.api.init import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
 from jshard.plans.mesh import batch_sharding
-from jshard.recipes.loss_scale import LossScale, scaled_value_and_grad
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import Config, Decoder, Scanning, loss_fn, placed, token_batch, with_placement

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jshard.engine import rules
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.rules import PARTIAL, RULES, State, Value, linear
+from jshard.engine.rules import PARTIAL, RULES, State, Value
 from tests.engine.partition_cases import CASES, FAMILIES, KEYS, KEYS_OF_FIRST, SINCE_0_12, UNTIL_0_11, Case
 from tests.helpers import equations_run
 from tests.wide import wide
@@ -229,5 +230,5 @@ def test_a_broken_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rule in (("cos", double), ("cos", whole), ("reduce_max", whole)):
         monkeypatch.setitem(RULES, name, rule)
         assert failures(CASES[name][:1]) != []
-    monkeypatch.setattr(linear, "SUMS", linear.SUMS | {"tanh"})
+    monkeypatch.setattr(rules, "SUMS", rules.SUMS | {"tanh"})
     assert any("('partial',)" in failure for failure in failures(CASES["tanh"]))

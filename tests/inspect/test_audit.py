@@ -12,14 +12,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.inspect import ProgramError, collectives, full_bytes
+from jshard.inspect import ProgramError, collectives
 from jshard.inspect.audit import Audit, CompiledMemory, audit
 from jshard.inspect.communication import Traffic, differences, hlo_dtype, traffic_of
 from jshard.inspect.hlo import Window
 from jshard.recipes.building import create
 from jshard.recipes.step import lower_step
 from jshard.train import load_model_file
-from tests.helpers import Config, Decoder, abstract, compile_to_read, program, token_batch
+from tests.helpers import Config, Decoder, abstract, compile_to_read, full_bytes, program, token_batch
 from tests.micro_gpt import micro
 from tests.scheduled_text import body, dot, gather, gathered, loop, scatter, scattered
 from tests.scheduled_text import program as text_of

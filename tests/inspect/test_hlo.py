@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jshard as js
-from jshard.inspect import ProgramError, collectives, wire_bytes
+from jshard.inspect import ProgramError, collectives
 from tests.scheduled_text import program
 
 
@@ -35,7 +35,6 @@ def test_a_compiled_program_is_counted():
     assert (permute.executions, permute.full_bytes) == (1, 64)
     assert gather.wire_bytes == 7 * 256 * 3 / 4
     assert reduce.wire_bytes == 7 * 2 * 64 / 2
-    assert wire_bytes(found.values()) == sum(c.wire_bytes for c in found.values())
 
 
 @pytest.mark.parametrize(

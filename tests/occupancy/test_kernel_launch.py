@@ -10,7 +10,7 @@ import pytest
 import jshard as js
 from benchmarks.kernels.launches import launches
 from jshard.kernels import Occupancy
-from jshard.kernels.knobs import product_ns, traffic_ns
+from jshard.kernels.backend import product_ns, traffic_ns
 from jshard.kernels.mosaic_product import Product, smem_bytes
 from jshard.plans.policies import checkpoint_policy
 from tests.occupancy.on_h200 import KIND, lowered, of

@@ -15,9 +15,9 @@ from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import footprint, gpu, measured
 from jshard.occupancy import overlap as module
+from jshard.occupancy.device import _walk, by_shape, products_of
 from jshard.occupancy.measured import Key, Timing, TuningEntry
 from jshard.occupancy.overlap import StepTimes, best_reserve
-from jshard.occupancy.products import _walk, by_shape, products_of
 from tests.helpers import Config, abstract, loss_fn
 from tests.occupancy.on_h200 import H200 as H200_KIND
 from tests.occupancy.on_h200 import of, on

@@ -17,9 +17,8 @@ from jshard import _processes, cli
 from jshard.cli import tune as tune_command
 from jshard.kernels import Occupancy
 from jshard.occupancy import COPY_ENGINE, footprint, gpu, measured
-from jshard.occupancy.device import device_named
+from jshard.occupancy.device import MatrixProduct, by_shape, device_named, products_of
 from jshard.occupancy.measured import MOST_SLOWER, Key, Timing, TuningEntry, latency_of, quickest
-from jshard.occupancy.products import MatrixProduct, by_shape, products_of
 from jshard.occupancy.tune import (
     GpuBench,
     ModelBench,

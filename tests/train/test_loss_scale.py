@@ -17,11 +17,11 @@ from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.api.gradients import LossScale, loss_scale_of, scaled_value_and_grad
 from jshard.data import Data, load_text
 from jshard.errors import AnnotationError, RunError
 from jshard.recipes import building
 from jshard.recipes.building import optimizer_of
-from jshard.recipes.loss_scale import LossScale, loss_scale_of, scaled_value_and_grad
 from jshard.recipes.model_file import next_token_loss
 from jshard.train import ModelFile, Recipe, run_recipe
 from jshard.train.records import read_metrics

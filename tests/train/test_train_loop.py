@@ -17,9 +17,8 @@ import pytest
 import jshard as js
 from jshard.errors import RunError
 from jshard.train import Every, Meter, StopSignal, fit, to_devices
-from jshard.train import agreement as agreement_module
-from jshard.train.agreement import Agreement
-from jshard.train.loop import Fitted
+from jshard.train import loop as loop_module
+from jshard.train.loop import Agreement, Fitted
 from jshard.train.progress import Progress
 
 MESH = js.mesh()
@@ -180,8 +179,8 @@ def test_a_second_signal_a_second_later_ends_the_program_unless_a_supervisor_dec
 def test_all_processes_meet_before_the_first_step(monkeypatch):
     """The second one compiles for long: gloo, which connects them in the first collective, waits for it 30 s only."""
     met = []
-    monkeypatch.setattr(agreement_module, "num_processes", lambda mesh: 2)
-    monkeypatch.setattr(agreement_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
+    monkeypatch.setattr(loop_module, "num_processes", lambda mesh: 2)
+    monkeypatch.setattr(loop_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
     run(4, start_step=2, on_log=lambda entry: met.append(entry) if entry.startswith("start") else None)
     assert met[:2] == ["first step", "start 1"] and met.count("first step") == 1
 
@@ -196,7 +195,7 @@ def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is
         now_s[0] += 0.02  # the other one waits as long
         return [mine, [signal.SIGTERM if step > 70 else 0, *mine[1:]]]
 
-    monkeypatch.setattr(agreement_module, "exchange", exchange)
+    monkeypatch.setattr(loop_module, "exchange", exchange)
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     for step in range(1, 200):
         now_s[0] += 0.01
@@ -223,7 +222,7 @@ def test_the_slowest_process_is_named(monkeypatch, part):
         before.update(took_s=0.015 if part == "step" else 0.02, step=step)
         return [mine, theirs]
 
-    monkeypatch.setattr(agreement_module, "exchange", exchange)
+    monkeypatch.setattr(loop_module, "exchange", exchange)
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     for step in range(1, 300):
         now_s[0] += 0.01

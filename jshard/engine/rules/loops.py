@@ -48,7 +48,7 @@ def _array(value: Value) -> Any:
     return jnp.zeros(()) if value.is_known else value.x
 
 
-def _inside(p: Partitioner, values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
+def _inside(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
     """Values that crossed into a trace whose arrays are `xs`."""
     memo: dict[int, tuple[Value, Value]] = {}
     return [known.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
@@ -141,7 +141,7 @@ class Scan:
         outside.
         """
         p = self.p
-        shared = _inside(p, self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
+        shared = _inside(self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
         with _times(p, trips):
             outs = [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
             rows = zip(outs[self.n_carry :], self.eqn.outvars[self.n_carry :], strict=True)
@@ -189,7 +189,7 @@ def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     for_each_row = bool(params["cond_jaxpr"].out_avals[0].shape)
 
     def test(xs: list[Any], states: list[State]) -> Value:
-        args = _inside(p, for_test, [v.x for v in for_test]) + in_states(xs, states)
+        args = _inside(for_test, [v.x for v in for_test]) + in_states(xs, states)
         (going,) = p.run_body(*opened(params["cond_jaxpr"]), args)
         return going
 
@@ -198,7 +198,7 @@ def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
         found: list[State] = []
 
         def body(xs: list[Any]) -> list[Any]:
-            args = _inside(p, for_body, [v.x for v in for_body]) + in_states(xs, states)
+            args = _inside(for_body, [v.x for v in for_body]) + in_states(xs, states)
             outs = [p.land(p.settle(v)) for v in p.run_body(*opened(params["body_jaxpr"]), args)]
             found[:] = [v.state for v in outs]
             new = [p.in_state(v, s) for v, s in zip(outs, states, strict=True)]
@@ -237,7 +237,7 @@ def cond(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     xs, branches = [_array(v) for v in operands], eqn.params["branches"]
 
     def run(branch: Any, *xs: Any) -> list[Value]:
-        return [p.land(v) for v in p.run_body(*opened(branch), _inside(p, operands, xs))]
+        return [p.land(v) for v in p.run_body(*opened(branch), _inside(operands, xs))]
 
     mark = len(p.noted)
     programs = [traced(functools.partial(run, branch), *xs) for branch in branches]

@@ -20,7 +20,7 @@ from jshard.engine.rules import (
     shared_dim,
     split_dim,
 )
-from jshard.engine.rules.indexing import counted_columns
+from jshard.engine.rules.shapes import counted_columns
 
 
 def free_dims(ndim: int, *taken: Sequence[int]) -> list[int]:

@@ -1,4 +1,7 @@
-"""Operations on each element by itself, and those that move elements by their place alone."""
+"""Operations on each element by itself, and those that move elements: by their place alone, or by indices.
+
+Indices may count a dim; of those a shard finds its own rows.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Value, beside, can_be_partial, rule, same, split_dim
+from jshard._compat import is_tracer
+from jshard.engine.rules import (
+    PARTIAL,
+    Eqn,
+    Partitioner,
+    Value,
+    beside,
+    can_be_partial,
+    rule,
+    same,
+    shared_dim,
+    split_dim,
+)
 
 ELEMENTWISE = frozenset(
     """
@@ -165,3 +181,200 @@ def random_gamma(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] |
     if dim >= key.ndim or not draws_alone(key):
         return None
     return same(p, eqn, [p.split(v, dim) for v in values], dim)
+
+
+def counted_columns(eqn: Eqn, values: Sequence[Value]) -> dict[int, int]:
+    """Columns of a concatenation along the last dim that count another dim."""
+    last = eqn.outvars[0].aval.ndim - 1
+    if eqn.params["dimension"] != last or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+        return {}
+    found, column = {}, 0
+    for atom, value in zip(eqn.invars, values, strict=True):
+        dim = counted_dim(value)
+        if dim is not None and dim != last:
+            found.update(dict.fromkeys(range(column, column + atom.aval.shape[last]), dim))
+        found.update({column + inner: dim for inner, dim in value.counted.items()})
+        column += atom.aval.shape[last]
+    return found
+
+
+def columns(value: Value) -> dict[int, int]:
+    """The columns of indices that count a dim."""
+    if not value.counted and value.source is not None and value.source.eqn.primitive.name == "concatenate":
+        return counted_columns(value.source.eqn, value.source.values)
+    return value.counted
+
+
+def counted_dim(value: Value) -> int | None:
+    """The dim of which a known value is the index at each place; None if it is not."""
+    if value.source is None:
+        return None
+    eqn, values, _ = value.source
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name == "iota":
+        return eqn.params["dimension"]
+    if name == "select_n":  # where(i < 0, i + n, i): never
+        test = values[0].source
+        if test is None or test.eqn.primitive.name != "lt" or counted_dim(test.values[0]) is None:
+            return None
+        bound = test.values[1].x
+        return counted_dim(values[1]) if not is_tracer(bound) and (np.asarray(bound) <= 0).all() else None
+    if (inner := counted_dim(values[0])) is None:
+        return None
+    match name:
+        case "copy" | "name":
+            return inner
+        case "convert_element_type":
+            new = eqn.params["new_dtype"]
+            return inner if jnp.issubdtype(new, jnp.integer) and shape[inner] - 1 <= jnp.iinfo(new).max else None
+        case "broadcast_in_dim":
+            outer = eqn.params["broadcast_dimensions"][inner]
+            return outer if values[0].shape[inner] == shape[outer] else None
+        case "reshape" | "squeeze" if eqn.params["dimensions"] is None or name == "squeeze":  # of dims of size 1
+            old = values[0].shape
+            if [n for n in old if n != 1] != [n for n in shape if n != 1] or old[inner] == 1:
+                return None
+            return [i for i, n in enumerate(shape) if n != 1][[i for i, n in enumerate(old) if n != 1].index(inner)]
+    return None
+
+
+def _on_shard(p: Partitioner, indices: Value, column: int, size: int) -> jax.Array:
+    """Split indices, of which a column counts from the first row of this shard, which has `size` of them."""
+    start, dtype = p.shard * size, indices.x.dtype
+    is_column = jnp.arange(indices.shape[-1]).reshape((1,) * (indices.ndim - 1) + (-1,)) == column
+    return indices.x - jnp.where(is_column, start.astype(dtype), 0).astype(dtype)
+
+
+@rule("dynamic_slice")
+def dynamic_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """The split dim is taken whole. Of one row of it, the shard that has it is the sum."""
+    value, *starts = values[0], *map(p.whole, values[1:])
+    if not value.is_split:
+        return None
+    sizes, shape = list(eqn.params["slice_sizes"]), eqn.invars[0].aval.shape
+    taken = [d for d, n in enumerate(shape) if sizes[d] != n]
+
+    def of_shard(value: Value, dim: int) -> Value:
+        local = [value.shape[d] if d == dim else n for d, n in enumerate(sizes)]
+        begin = [jnp.zeros_like(s.x) if d == dim else s.x for d, s in enumerate(starts)]
+        return Value(lax.dynamic_slice(value.x, begin, local), dim)
+
+    if value.dim in taken and sizes[value.dim] == 1 and can_be_partial(value):
+        dim, start = value.dim, starts[value.dim].x
+        start = start.astype(jnp.int32) if start.dtype.itemsize < 4 else start  # 8 bits do not hold each size
+        return [one_row(p, of_shard(value, dim), jnp.clip(start, 0, shape[dim] - 1).astype(jnp.int32))]
+    return beside(p, eqn, [value], taken, lambda values: [of_shard(values[0], values[0].dim)])
+
+
+@rule("dynamic_update_slice")
+def dynamic_update_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """The split dim is written whole."""
+    operand, update, *starts = *values[:2], *map(p.whole, values[2:])
+    if not operand.is_split and not update.is_split:
+        return None
+    shapes = zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
+    taken = [d for d, (n, m) in enumerate(shapes) if n != m]
+    if not operand.is_split and update.dim in taken:
+        return None  # only what is written is split
+
+    def of_shard(values: list[Value]) -> list[Value]:
+        dim = values[0].dim
+        begin = [jnp.zeros_like(s.x) if d == dim else s.x for d, s in enumerate(starts)]
+        return [Value(lax.dynamic_update_slice(values[0].x, values[1].x, begin), dim)]
+
+    return beside(p, eqn, [operand, update], taken, of_shard)
+
+
+@rule("gather")
+def gather(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """Batched dims, dims taken whole, or rows of a table that is whole."""
+    operand, indices = values
+    dims, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    rows = [k for k in range(eqn.outvars[0].aval.ndim) if k not in dims.offset_dims]
+    mine, theirs = dims.operand_batching_dims, dims.start_indices_batching_dims
+    at = shared_dim(operand, indices, mine, theirs)
+    if at is not None:
+        both = [p.split(operand, mine[at]), p.split(indices, theirs[at])]
+        return same(p, eqn, both, rows[theirs[at]])
+    indexed = [d if sizes[d] == 1 else None for d in dims.start_index_map]
+    if (operand.is_split or operand.is_known) and (at := _counted(p, operand, indices, indexed)) is not None:
+        column, row, dim = at  # each shard takes its own rows
+        operand, indices = p.split(operand, dim), p.split(indices, row)
+        return [Value(p.bind(eqn, [operand.x, _on_shard(p, indices, column, operand.shape[dim])])[0], rows[row])]
+    if operand.is_split and not indices.is_split:
+        kept = [k for k in range(operand.ndim) if k not in dims.collapsed_slice_dims and k not in mine]
+        dim = operand.dim
+        taken_whole = sizes[dim] == eqn.invars[0].aval.shape[dim]
+        if dim in kept and dim not in dims.start_index_map and taken_whole:
+            sizes[dim] = operand.shape[dim]
+            return same(p, eqn, values, dims.offset_dims[kept.index(dim)], slice_sizes=tuple(sizes))
+    if indices.is_split and indices.dim < indices.ndim - 1:  # rows of a table
+        return same(p, eqn, [p.whole(operand), indices], rows[indices.dim])
+    return None
+
+
+def _counted(p: Partitioner, operand: Value, indices: Value, indexed: list[int | None]) -> tuple[int, int, int] | None:
+    """A column of the indices that counts, the dim that it counts, and the operand's dim that it indexes.
+
+    The two dims have one size and divide, so that a shard of the indices indexes the same shard of the operand.
+    `indexed` has the operand's dim of each column; None where more than one element is taken, as windows at the end of
+    a shard reach into the next.
+    """
+    shape, rows = p.full_shape(operand), p.full_shape(indices)
+    for column, row in columns(indices).items():
+        if (dim := indexed[column]) is None:
+            continue
+        fits = p.divides(shape[dim]) and shape[dim] == rows[row]
+        if fits and operand.state in (None, dim) and indices.state in (None, row):
+            return column, row, dim
+    return None
+
+
+@rule(*"scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
+def scatter(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """Batched dims, windows that are written whole, or rows added to a table, which is partial then."""
+    operand, indices, updates = values
+    dims = eqn.params["dimension_numbers"]
+    rows = [k for k in range(updates.ndim) if k not in dims.update_window_dims]
+    mine, theirs = dims.operand_batching_dims, dims.scatter_indices_batching_dims
+    at = shared_dim(operand, indices, mine, theirs)
+    if at is None and updates.is_split and updates.dim in rows and rows.index(updates.dim) in theirs:
+        at = theirs.index(rows.index(updates.dim))
+    if at is not None:
+        all_split = [p.split(operand, mine[at]), p.split(indices, theirs[at]), p.split(updates, rows[theirs[at]])]
+        return same(p, eqn, all_split, mine[at])
+    indexed = [d if d in dims.inserted_window_dims else None for d in dims.scatter_dims_to_operand_dims]
+    if (at := _counted(p, operand, indices, indexed)) is not None:
+        column, row, dim = at
+        operand, indices, updates = p.split(operand, dim), p.split(indices, row), p.split(updates, rows[row])
+        x = _on_shard(p, indices, column, operand.shape[dim])
+        return [Value(p.bind(eqn, [operand.x, x, updates.x])[0], dim)]
+    if eqn.primitive.name in ("scatter-add", "scatter-sub") and not operand.is_split:
+        # a table's gradient: each shard adds its rows
+        row = indices.dim if indices.is_split and indices.dim < indices.ndim - 1 else None
+        if row is None and updates.is_split and updates.dim in rows:
+            row = rows.index(updates.dim)
+        if row is not None:
+            parts = [p.partial(operand), p.split(indices, row), p.split(updates, rows[row])]
+            return same(p, eqn, parts, PARTIAL)
+    return None if indices.is_split else _scatter_windows(p, eqn, values)
+
+
+def _scatter_windows(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """The split dim is a dim of the windows, and written whole."""
+    operand, indices, updates = values
+    dims = eqn.params["dimension_numbers"]
+    taken = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    kept = [k for k in range(operand.ndim) if k not in taken]
+    if operand.is_split:
+        dim = operand.dim
+    elif updates.state in dims.update_window_dims:
+        dim = kept[dims.update_window_dims.index(updates.state)]
+    else:
+        return None
+    if dim not in kept or dim in dims.scatter_dims_to_operand_dims:
+        return None
+    update_dim = dims.update_window_dims[kept.index(dim)]
+    if eqn.invars[0].aval.shape[dim] != eqn.invars[2].aval.shape[update_dim]:
+        return None
+    return same(p, eqn, [p.split(operand, dim), indices, p.split(updates, update_dim)], dim)

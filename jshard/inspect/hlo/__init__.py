@@ -1,7 +1,6 @@
 """Programs as compilers write them; here the schedule as values: the steps of one device, what runs beside what."""
 
 import dataclasses
-from collections.abc import Iterable
 
 from jshard._text import folded_names
 from jshard.engine.moved import Mixing
@@ -150,13 +149,3 @@ class Schedule:
         """The collectives that block, or during which nothing is multiplied; as `Audit.not_overlapped`."""
         chosen = self.in_loops if in_loops else self.windows
         return tuple(w for w in chosen if not w.is_overlapped and w.full_bytes >= at_least_bytes)
-
-
-def full_bytes(found: Iterable[Window], kind: str, *, over: int = 1) -> int:
-    """Sum of the whole arrays' bytes over all executions of one kind, for groups of more than `over` devices."""
-    return sum(w.total_bytes for w in found if w.kind == kind and len(w.group) > over)
-
-
-def wire_bytes(found: Iterable[Window]) -> float:
-    """Bytes that each device sends in one run of the program."""
-    return sum(w.wire_bytes for w in found)

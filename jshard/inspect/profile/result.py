@@ -10,9 +10,8 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import duration, folded_names, name_pattern
-from jshard.inspect.drawing import Bar, chrome_trace, html_page
 from jshard.inspect.profile.events import Event, Op, Ops
-from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table
 
 Seconds = tuple[float, float]  # begin and end
 
