@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir
 
 from jshard import _compat
 from jshard.engine import rules
-from jshard.engine.moved import LocalProduct, Mixing, scope_of
+from jshard.engine.mixing import LocalProduct, Mixing, scope_of
 from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known, rule, same
 from jshard.engine.rules import loops as loops  # enters rules into the table, as the others here do
 from jshard.engine.rules import opaque as opaque

@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine import moved, stored, units
+from jshard.engine import mixing, stored, units
 from jshard.engine.accumulate import gathered_copies
 from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
-from jshard.engine.moved import batch_size, note_layers, warn_of_whole
+from jshard.engine.mixing import batch_size, note_layers, warn_of_whole
 from jshard.engine.partitioner import over_experts
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule import ShardedPartitioner
@@ -264,7 +264,7 @@ class OnShards:
         whole = {key: one.enter(x) for x, (key, one) in zip(xs[num:], self.given.items(), strict=True)}
         p = ShardedPartitioner(region.mesh, [region.batch] if region.batch else [], whole, region.unit.name or "(root)")
         outs, more = self._run(p, values), {}
-        moved.note(region.unit, region.name, self.phase, p.moved)
+        mixing.note(region.unit, region.name, self.phase, p.moved)
         if self.phase == units.FORWARD:
             note_layers(region.unit, p.layers_read)
             warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.noted)
@@ -303,7 +303,7 @@ class OnShards:
         dims = [one.expert_dim for one in (*self.operands, *self.given.values())]
         asked = [PARTIAL if one.is_copy and one.expert_dim is None else one.expert_dim for one in self.gradients_of]
         outs, dims, more = over_experts(self._on_shard, xs, dims, asked, self.region.experts)
-        moved.note(self.region.unit, self.region.name, f"{self.phase} over {EXPERT}", more)
+        mixing.note(self.region.unit, self.region.name, f"{self.phase} over {EXPERT}", more)
         leaving = zip((*self.found, *self.keeps.values()), dims, strict=True)
         self._leave([dataclasses.replace(one, expert_dim=dim) for one, dim in leaving], [x.ndim for x in outs])
         return outs

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jshard.engine import stored
 from jshard.engine.ahead import Handover, Level, Planned, gathered_operands, planned, stored_rows, tied
-from jshard.engine.moved import LocalProduct, Mixing
+from jshard.engine.mixing import LocalProduct, Mixing
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Rotation
 from jshard.engine.rules import PARTIAL, Eqn, Shard, Value

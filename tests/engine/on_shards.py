@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jshard.engine.moved import Mixing
+from jshard.engine.mixing import Mixing
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules import State, Value
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental import pallas as pl
 
 import jshard as js
-from jshard.engine.moved import Mixing
+from jshard.engine.mixing import Mixing
 from jshard.inspect.audit import audit
 
 BATCH, INPUTS, WIDTH = 1024, 16, 256  # the whole batch of features is 1 MiB

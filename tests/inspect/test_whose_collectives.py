@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.engine.moved import Mixing
+from jshard.engine.mixing import Mixing
 from jshard.inspect.communication import differences, gathered_anyway, split_by_plan, without_mixing
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import mixing_in, unit_and_phase

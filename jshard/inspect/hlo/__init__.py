@@ -3,7 +3,7 @@
 import dataclasses
 
 from jshard._text import folded_names
-from jshard.engine.moved import Mixing
+from jshard.engine.mixing import Mixing
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.work import OpWork
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.engine.moved import Mixing, named_in
+from jshard.engine.mixing import Mixing, named_in
 from jshard.inspect.hlo.module import Computation, Instruction, Module, ProgramError, arrays, elements, item_bytes
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
