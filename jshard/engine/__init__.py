@@ -8,8 +8,8 @@ From the outside in:
     partitioner  runs a program equation by equation on one data shard, by the table in `rules`
     schedule     what it does with units: gathers them in time (`ahead`, `rotation`), reduces their gradients (`stored`)
 
-Beside it: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for what
-holds around a call (global view, shapes only), and `mixing` for what the model's own mixing of examples sends.
+Beside it: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for
+what holds around a call (global view, shapes only), and `moved` for what the model's own mixing of examples sends.
 
 The whole idea on one screen, without units, loops and most rules:
 
