@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard.api.init import abstract_optimizer
-from jshard.cluster.topology import parse_topology, topology_devices, traced_for_device
+from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
@@ -76,12 +76,12 @@ def scanned(mlp: str) -> Audit:
         compute_dtype="bfloat16",
         remat="full",
         mlp=mlp,
+        attention="xla",  # JAX asks for cuDNN, which is not here
     )
     model = js.abstract_init(lambda: GPT(config, rngs=nnx.Rngs(0)), lambda model: annotate(model, mesh()))
     optimizer = abstract_optimizer(model, optax.adamw(1e-3))
     tokens = jax.ShapeDtypeStruct((8, 1024), jnp.int32, sharding=batch_sharding(mesh()))
-    with traced_for_device(parse_topology("h200:1x8").device):  # no GPU here that JAX could ask for cuDNN
-        lowered = lower_step(loss_fn, model, optimizer, {"inputs": tokens, "targets": tokens})
+    lowered = lower_step(loss_fn, model, optimizer, {"inputs": tokens, "targets": tokens})
     return audit(lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu")), model=model)
 
 
@@ -92,7 +92,7 @@ def test_in_a_scan_with_prefetch_every_large_collective_has_a_product_beside_it(
         (w.kind, w.is_overlapped) for w in found.schedule.in_loops if w.full_bytes >= LARGE_BYTES
     )
     assert kinds(ours) == kinds(plain) and not ours.not_overlapped(at_least_bytes=LARGE_BYTES)
-    (use,) = ours.schedule.kernels
+    (use,) = [kernel for kernel in ours.schedule.kernels if kernel.kernel != "attention"]
     # Forward, its second run for backward, and four gradients of two products each.
     assert (use.kernel, use.form) == ("mlp", "mosaic") and use.calls >= 2 + 2 + 4
-    assert "Kernels: mlp on Mosaic GPU" in str(ours) and not plain.schedule.kernels
+    assert "mlp on Mosaic GPU" in str(ours) and {kernel.kernel for kernel in plain.schedule.kernels} == {"attention"}
