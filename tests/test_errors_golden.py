@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import _processes, errors
 from jshard.api.fully_shard import revise
+from jshard.api.gradients import LossScale
 from jshard.engine.rules import RULES
 from jshard.errors import MeshError
 from tests.helpers import with_placement
@@ -414,6 +415,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "value_and_grad: no parameter": lambda: js.value_and_grad(loss, accumulate=2, sync="last", wrt=nnx.Variable)(
         annotated(), X
     ),
+    "loss scale: factor": lambda: LossScale(factor=1.0),
     "value_and_grad: microbatches": lambda: js.value_and_grad(loss, accumulate=4)(annotated(), X),
     "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),
     "call: inside another shard_map": call_in_a_shard_map,
