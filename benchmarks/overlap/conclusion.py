@@ -15,7 +15,7 @@ HIDES, STARVES = 0.78, 0.9
 GOAL, PAPER_GAIN, KERNEL_GOAL = 0.72, 0.255, 1.05
 PROBE_THREADS = 128
 PROBE_REGISTERS = (32, 58, 90, 104, 112)
-"""The first must begin beside the long block, and the last wait; what lies between decides."""
+"""The first must begin beside the long block, and the last wait; what is between decides."""
 _LONG = Block(threads=544, registers=96, smem_bytes=104_832)
 
 

@@ -54,7 +54,7 @@ def write_dcp(
         items += [(name, *chunk) for name, ranks in tensors.items() if rank < len(ranks) for chunk in ranks[rank]]
         for name, begin, item in items:
             offset, is_value = file.tell(), begin is None
-            base = () if is_value else (item if item.flags.c_contiguous else item.T,)  # as it lies
+            base = () if is_value else (item if item.flags.c_contiguous else item.T,)  # as it is stored
             length = dcp._write_archive(file, item if is_value else dcp._rebuilt(item), base)
             info = {"relative_path": f"__{rank}_0.distcp", "offset": offset, "length": length}
             found.places.append(SimpleNamespace(name=name, begin=begin, info=info))

@@ -40,7 +40,7 @@ def train(*options):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """A run of four steps, of which the last three are profiled; an evaluation lies between them."""
+    """A run of four steps, of which the last three are profiled; an evaluation is between them."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.chdir(folder)
         patch.setattr(sys, "path", sys.path[:])

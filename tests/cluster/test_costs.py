@@ -106,15 +106,15 @@ def test_all_computation_can_hide_is_hidden():
 
 
 @pytest.mark.parametrize(
-    ("settings", "mesh", "told"),
+    ("settings", "mesh", "left_out"),
     [
         ((), {"fsdp": 4, "tensor": 2}, "collectives over tensor and expert"),
         (("model.offload=optimizer",), {"fsdp": 8, "tensor": 1}, "copies to and from the host"),
     ],
 )
-def test_what_has_no_price_is_told(settings, mesh, told):
+def test_what_has_no_price_is_listed(settings, mesh, left_out):
     found = costs_of(HOST, *SETTINGS, *settings)
-    assert found.of(Variant(name="", mesh={"replica": 1, **mesh})).left_out == (told,)
+    assert found.of(Variant(name="", mesh={"replica": 1, **mesh})).left_out == (left_out,)
 
 
 def test_what_a_mesh_needs_at_least(costs):

@@ -96,7 +96,7 @@ def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
         require_compiler("tpu")
 
 
-def test_a_compiler_of_another_version_is_told_with_the_version_to_install(monkeypatch):
+def test_a_compiler_of_another_version_is_named_with_the_version_to_install(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.12.0"))
     with pytest.raises(MissingExtraError) as error:
         require_compiler("gpu")
@@ -104,7 +104,7 @@ def test_a_compiler_of_another_version_is_told_with_the_version_to_install(monke
     assert error.value.do == "pip install jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2"
 
 
-def test_a_missing_assembler_is_told(monkeypatch):
+def test_a_missing_assembler_is_named(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.10.2"))
     monkeypatch.setattr(module, "_ptxas", lambda: False)
     with pytest.raises(MissingExtraError, match="ptxas is missing") as error:

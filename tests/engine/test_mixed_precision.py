@@ -211,7 +211,7 @@ def test_buffers_keep_their_dtype():
 # ---- fp8 -----------------------------------------------------------------------------------------
 
 
-# The largest value lies on another shard for each layer and step, far above what the others see.
+# The largest value is on another shard for each layer and step, far above what the others see.
 ROWS = (
     np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     * np.linspace(1, 40, 16, dtype=np.float32)[:, None]

@@ -1,4 +1,4 @@
-"""A tensor axis inside the region: products split by columns and rows, and what lies between them along the sequence.
+"""A tensor axis inside the region: products split by columns and rows, and what is between them along the sequence.
 
 On replica x fsdp x tensor. XLA:CPU writes its own reduce-scatters as an all-reduce and a slice; compiled for GPUs, the
 all-reduces over `tensor` that go with a split sequence are reduce-scatters.

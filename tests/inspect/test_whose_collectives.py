@@ -83,7 +83,7 @@ def read(name: str, unit: str | None, operand: str = "moved", end: str = "") -> 
 
 
 def fused(name: str, operand: str = "moved") -> str:
-    """Likewise in a fusion, `inside`, whose own name tells no unit."""
+    """The same in a fusion, `inside`, whose own name has no unit."""
     return f"%{name} = f32[126,32]{{1,0}} fusion(%shard, %{operand}), kind=kLoop, calls=%inside"
 
 
