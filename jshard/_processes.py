@@ -33,13 +33,16 @@ def gather_texts(text: str) -> list[str]:
     return exchange("texts", text)
 
 
-def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S) -> list[Any]:
+def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
     """Every process gives a value and receives those of all; it waits until all have called.
 
     Args:
         topic: what it is about; the calls of one topic come in the same order in every process.
         value: of this process, of JSON.
         timeout_s: how long to wait for the others.
+        left: for meetings that follow one another, each of another topic: what this process has left at the one
+            before, which it takes away now, and from now on what it leaves at this one. Without it the processes meet
+            once more, so that nothing is left.
 
     Returns:
         The values of all, by process.
@@ -51,7 +54,7 @@ def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S) -> list[Any]
     if jax.process_count() == 1:
         return [value]
     try:
-        texts = _Round(topic, timeout_s).exchange(json.dumps(value))
+        texts = _Round(topic, timeout_s).exchange(json.dumps(value), left)
     except RunError:
         raise
     except Exception as error:
@@ -71,6 +74,7 @@ def all_or_none(
     *,
     failed: Callable[[Mapping[int, Mapping[str, Any]]], FourPartError],
     timeout_s: float = _LONG_S,
+    left: list[str] | None = None,
 ) -> list[Any]:
     """All processes go on, or none: whoever cannot says so, and all of them raise. Every process calls it.
 
@@ -82,6 +86,7 @@ def all_or_none(
             errors say, "what", "where", "why" and "do", with "kind", the class, and "is_request", whether the request
             is at fault.
         timeout_s: how long to wait for the others.
+        left: see `exchange`.
 
     Returns:
         The values of all, by process.
@@ -90,17 +95,28 @@ def all_or_none(
         FourPartError: another process cannot go on, or did not come.
     """
     try:
-        heard = exchange(topic, [None if error is None else _described(error), value], timeout_s=timeout_s)
+        heard = exchange(topic, [None if error is None else _described(error), value], timeout_s=timeout_s, left=left)
     except RunError as missing:
         if not isinstance(error, FourPartError):
             raise (error or missing) from missing.__cause__
         where, why = [*error.where, *missing.where], f"{error.why}\n{missing.why}"
         raise type(error)(error.what, where=where, why=why, do=error.do) from missing
+    failures = {number: parts for number, (parts, _) in enumerate(heard) if parts is not None}
+    if failures and left:  # all have heard it, and none comes to the next meeting
+        with contextlib.suppress(RunError):
+            exchange(f"{topic}: failed", None, timeout_s=timeout_s)
+        withdraw(left)
     if error is not None:
         raise error
-    if failures := {number: parts for number, (parts, _) in enumerate(heard) if parts is not None}:
+    if failures:
         raise failed(failures)
     return [other for _, other in heard]
+
+
+def withdraw(left: list[str]) -> None:
+    """Takes away what this process left at the last of some meetings, see `exchange`; all have read it."""
+    while left:
+        coordinator().key_value_delete(left.pop())
 
 
 def publish_failure(topic: str, error: Exception) -> None:
@@ -144,24 +160,30 @@ class _Round:
         self._client = coordinator()
         self._count, self._here = jax.process_count(), jax.process_index()
 
-    def exchange(self, text: str) -> list[str]:
+    def exchange(self, text: str, left: list[str] | None) -> list[str]:
         """Gives a text, and returns those of all."""
         root = f"jshard/{self._topic}"
         number = len(self._client.key_value_dir_get(f"{root}/failed/"))
         given, read = f"{root}/{number}/given", f"{root}/{number}/read"
+        done = [f"{given}/{self._here}"]
         try:
-            texts = self._meet(given, text)
-            self._meet(read, "")  # nobody takes a text away, or gives the next one, before all have read it
+            self._meet(given, text)
+            texts = self._texts(given)
+            if left is None:
+                done.append(f"{read}/{self._here}")
+                self._meet(read, "")  # nobody takes a text away, or gives the next one, before all have read it
+            else:  # whoever came here has read what was left at the meeting before
+                left[:], done = done, left.copy()
         except Exception:
             self._client.key_value_set(f"{root}/failed/{number}", "=", allow_overwrite=True)
             raise
         finally:
-            self._client.key_value_delete(f"{given}/{self._here}")
-            self._client.key_value_delete(f"{read}/{self._here}")
+            for key in done:
+                self._client.key_value_delete(key)
         return [texts[process] for process in range(self._count)]
 
-    def _meet(self, place: str, text: str) -> dict[int, str]:
-        """Leaves a text at a place, and returns those of all once all have come there."""
+    def _meet(self, place: str, text: str) -> None:
+        """Leaves a text at a place, and returns once all have come there."""
         self._client.key_value_set(f"{place}/{self._here}", "=" + text, allow_overwrite=True)  # empty ones are refused
         try:
             self._client.wait_at_barrier(place, max(1, int(1000 * (self._until - time.monotonic()))))
@@ -171,7 +193,6 @@ class _Round:
             if missing:
                 raise self._missing(missing) from error
             raise
-        return self._texts(place)
 
     def _texts(self, place: str) -> dict[int, str]:
         found = self._client.key_value_dir_get(f"{place}/")

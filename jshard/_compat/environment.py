@@ -6,6 +6,7 @@ Nothing here imports jax at its top: a useless plugin has to be hidden before.
 import atexit
 import concurrent.futures.thread  # noqa: F401  it closes the pools: what is noted after it is called before it
 import contextlib
+import functools
 import glob
 import importlib.metadata
 import os
@@ -52,11 +53,14 @@ def plugin_versions(cuda: str) -> tuple[str, str] | None:
 
 def versions(packages: Iterable[str]) -> dict[str, Any]:
     """The versions of some packages, for what they write; None for one that is not installed."""
-    found: dict[str, Any] = dict.fromkeys(packages)
-    for package in found:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    return {package: _version(package) for package in packages}
+
+
+@functools.cache  # of what is imported it cannot change, and looking for it takes as long as writing a small checkpoint
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def jax_version() -> str:

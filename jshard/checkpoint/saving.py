@@ -22,7 +22,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._compat import before_threads_end, orbax_operations, versions
-from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads
+from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads, withdraw
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
@@ -108,6 +108,7 @@ class Saving:
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._failures = f"save {next(_numbers)}"
+        self._left: list[str] = []  # at the last meeting of all processes
         self._held = contextlib.ExitStack()  # what ends with the save
         self._totals: dict[str, list[Any]] = {}  # what this process holds of each leaf, to be summed
         self._owner: Owner | None = None
@@ -115,12 +116,16 @@ class Saving:
         self._saved_at = self.phases.began_at
         self._agreed: Exception | None = None  # why no process could write, where all have heard of it
         try:
-            with self.phases("plan"):
-                leaves, copies = self._together("begin", lambda: self._checked(state, prepare))
+            (leaves, held), heard = self._together("begin", lambda: self._checked_and_held(state, prepare))
+            copies = [other["copies"] for other in heard]
+            try:
                 check_equal(copies)
-                # A process that came late, and was given up by the others, must not begin what Orbax counts.
-            held, counts = self._together("all here", lambda: (self._hold(leaves), orbax_operations()))
-            orbax_operations(max(counts))
+            except CheckpointError:  # in all of them, and they leave nothing to one another
+                self._together("not equal", lambda: (check_equal(copies), None))
+            if held is None:
+                held, _ = self._together("all here", lambda: (self._hold(leaves), None))
+            # A process that came late, and was given up by the others, has not begun what Orbax counts.
+            orbax_operations(max(other["operations"] for other in heard))
             with self._errors_named():
                 # Of several processes Orbax asks the devices, which are the step's as soon as this returns.
                 can_wait = jax.process_count() == 1 and not isinstance(held, dict)
@@ -152,7 +157,7 @@ class Saving:
             return None, None
 
         with self._held, self._errors_named():
-            self._together("complete", commit)
+            self._together("complete", commit, is_last=True)
             del self._wait, self._totals  # with all that they hold of the state
             give_memory_back()
             reports = [other["report"] for other in self._heard]
@@ -180,6 +185,13 @@ class Saving:
         except Exception as error:
             self._agreed = error
             raise
+
+    def _checked_and_held(self, state: Any, prepare: Callable[[], None]) -> tuple[tuple[dict[str, Any], Any], Any]:
+        """The leaves, and what `_hold` gives, if it runs nothing on the devices that others have to run as well."""
+        with self.phases("plan"):
+            leaves, copies = self._checked(state, prepare)
+        held = self._hold(leaves) if self._format == "packed" else None
+        return (leaves, held), {"copies": copies, "operations": orbax_operations()}
 
     def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
         """Checks everything; the leaves that have a value, and what the processes are to compare."""
@@ -268,7 +280,9 @@ class Saving:
         )
         seal(folder, self.path, self.manifest)
 
-    def _together(self, topic: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+    def _together(
+        self, topic: str, work: Callable[[], tuple[Any, Any]], *, is_last: bool = False
+    ) -> tuple[Any, list[Any]]:
         """Does work that all processes come to the end of, or none; it gives what stays here, and what others hear."""
         kept, given, error = None, None, None
         try:
@@ -283,7 +297,11 @@ class Saving:
         if own is not None:
             own.__cause__ = error if own is not error else own.__cause__
             publish_failure(self._failures, own)
-        heard = all_or_none(f"{topic} {self.path}", given, own, failed=self._others_failed, timeout_s=timeout_s)
+        left = None if is_last else self._left
+        asked: Any = {"failed": self._others_failed, "timeout_s": timeout_s, "left": left}
+        heard = all_or_none(f"{topic} {self.path}", given, own, **asked)
+        if is_last:
+            withdraw(self._left)
         return kept, heard
 
     def _others_failed(self, failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
