@@ -175,11 +175,7 @@ def apart():
     restored = checkpoint.restore(FOLDER / "local", like={**state(0), **mine})
     found["local"] = is_state(restored, 1) and all(same(restored[name], mine[name]) for name in mine)
     found["alone"] = same(checkpoint.restore(FOLDER / "local", like={"key": jax.random.key(0)})["key"], mine["key"])
-    until, kept = time.monotonic() + 200, coordinator().key_value_dir_get
-    of_before = lambda: [key for key, _ in kept("jshard/") if "/apart/" not in key]  # the other may be further on
-    while of_before() and time.monotonic() < until:
-        time.sleep(0.01)
-    found["kept"] = of_before()
+    found["kept"] = kept("/local/")
 
     save = lambda timeout_s=600, **others: reported(
         lambda: checkpoint.save(FOLDER / "apart", {**state(1), **others}, timeout_s=timeout_s)
@@ -195,7 +191,18 @@ def apart():
     exchange("afterwards", "", timeout_s=800)  # one heard at once what the other one waited for
     found["afterwards"] = save()
     found["equal"] = is_state(checkpoint.restore(FOLDER / "apart", like=state(0)), 1)
+    found["kept"] += kept("/apart/")
     return found
+
+
+def kept(part):
+    """What the processes have left to one another at their meetings, once it has not gone for a while."""
+    until, read = time.monotonic() + 200, coordinator().key_value_dir_get
+    # The other one may be on its way out of the last meeting, and further on.
+    left = lambda: [key for key, _ in read("jshard/") if part in key and ("/given/" in key or "/read/" in key)]
+    while left() and time.monotonic() < until:
+        time.sleep(0.01)
+    return left()
 
 
 def same(a, b):
