@@ -34,6 +34,9 @@ BLOCK_BYTES = 256 << 10
 FILE_BYTES = 4 << 30
 """A process begins another file when one has so many."""
 
+_HEADER_BYTES = 50_000_000
+"""When the entries in a header have so many, at most, another file begins: libraries open none with over 100 MB."""
+
 Limits = tuple[tuple[int, int], ...]
 """A box: where it begins and ends along each dim."""
 
@@ -133,13 +136,14 @@ class FileIndex:
 def laid_out(pieces: Iterable[Piece], *, most_bytes: int = FILE_BYTES) -> list[FileLayout]:
     """Deals pieces to files, and lays each of them out."""
     files: list[list[Piece]] = [[]]
-    held = 0
+    held = listed = 0
     for piece in pieces:
-        if held and held + piece.nbytes > most_bytes:
+        if held and (held + piece.nbytes > most_bytes or listed > _HEADER_BYTES):
             files.append([])
-            held = 0
+            held = listed = 0
         files[-1].append(piece)
         held += piece.nbytes
+        listed += 2 * len(piece.path) + 40 * len(piece.box) + 100  # with its padding
     return [_laid_out(found) for found in files]
 
 

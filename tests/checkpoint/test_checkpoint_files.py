@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from jshard.checkpoint import dealing
+from jshard.checkpoint import layout as layout_module
 from jshard.checkpoint.dealing import LeafFacts, write_file
 from jshard.checkpoint.file_io import ChangedError, LocalFolder, Slab, do_all
 from jshard.checkpoint.layout import Piece, laid_out
@@ -111,3 +112,12 @@ def test_every_element_is_written_once_and_all_write_alike():
         assert (seen == 1).all(), leaf
     sizes = [sum(piece.nbytes for file in plan[0] for piece in file.pieces) for plan in plans]
     assert max(sizes) < 1.1 * min(sizes), sizes
+
+
+@pytest.mark.parametrize("path", ["p/{}", "a" * 300 + "{}"])
+def test_another_file_begins_before_a_header_is_too_long_for_others(monkeypatch, path):
+    monkeypatch.setattr(layout_module, "_HEADER_BYTES", 20_000)
+    pieces = [Piece(n, path.format(n), np.dtype("int8"), ((n, n + 1), (0, 3))) for n in range(1000)]
+    files = laid_out(pieces)
+    assert [piece for file in files for piece in file.pieces] == pieces
+    assert len(files) > 1 and all(len(file.header) < 2 * 20_000 for file in files)
