@@ -238,7 +238,7 @@ def test_nothing_is_tuned_inside_a_trace(model, tmp_path):
 def test_in_several_processes_the_first_one_measures_for_all(model, tmp_path, monkeypatch):
     reported = []
 
-    def exchange(topic, value, timeout_s):
+    def exchange(topic, value, timeout_s, left):
         reported.append(value)
         return [reported[0], value]
 
