@@ -1,4 +1,4 @@
-"""Opens a checkpoint, whoever wrote it: the layout from before, plain Orbax, safetensors, PyTorch's."""
+"""Opens a checkpoint, whoever wrote it: the layout from before, plain Orbax, safetensors, PyTorch's, DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, reason, unreadable
-from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, foreign_source
+from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, ZeroSource, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
@@ -97,7 +97,9 @@ class OrbaxCheckpoint(Opened):
 class ForeignCheckpoint(Opened):
     """What another library wrote: leaves under our paths, read box by box."""
 
-    def __init__(self, path: Path, source: DcpSource | SafetensorsSource, names: Names | None = None) -> None:
+    def __init__(
+        self, path: Path, source: DcpSource | SafetensorsSource | ZeroSource, names: Names | None = None
+    ) -> None:
         self.path = path
         if names is None:
             values: Mapping[str, Any] = source.values

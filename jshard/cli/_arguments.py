@@ -229,6 +229,11 @@ class TrainArgs(RecipeArgs):
     keep_in_memory: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
     """Every so many steps, keep a copy of the state in the memory of another machine; a run that is started again after
     a loss goes on from there. By default there are only checkpoints."""
+    expect: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json")] = None
+    """A plan, saved by `jshard plan --topology ... --json`: stop before the first step if the compiled step is another:
+    by its collectives, their bytes, its peak memory."""
+    expect_within: Annotated[float, tyro.conf.arg(metavar="PART")] = 0.05
+    """The part by which each of these may differ."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Count = 256

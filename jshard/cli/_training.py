@@ -22,6 +22,7 @@ from jshard.errors import ShardingError
 from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
+from jshard.train.expected import ExpectedStep
 from jshard.train.run import Finished, run_recipe
 
 
@@ -48,6 +49,7 @@ def _train(request: Request) -> int:
     mesh = open_mesh(request.sizes)
     assert isinstance(mesh, Mesh)  # devices were not given as a number
     check_batch(request.recipe, mesh)
+    expect = None if args.expect is None else ExpectedStep.read(args.expect, within=args.expect_within)
     data = _data(request)  # before the plan: what cannot be read should not wait for it
     say = show if jax.process_index() == 0 else (lambda *text: None)
     say(_devices())
@@ -79,6 +81,7 @@ def _train(request: Request) -> int:
         profile=request.profile,
         sample_tokens=args.sample_tokens,
         compiler_options=compiler_options,
+        expect=expect,
         init_from=args.init_from,
         keep_in_memory=args.keep_in_memory,
         programs=args.compile_cache or "beside",

@@ -33,9 +33,11 @@ from jshard.cluster.compile import (
     COMPARED,
     CompileRequest,
     Variant,
+    command_line,
     compile_step,
     flags_of,
     latency_flag,
+    train_command,
     unused_flags,
     variants_for,
 )
@@ -55,6 +57,7 @@ class PlanReport(Printed):
     """The answer to one command: the step that was asked for, and what stands beside it."""
 
     plan: ClusterPlan
+    commands: tuple[str, str] = ("", "")  # that plan this step again, and that train it
     comparison: Comparison | None = None  # with other strategies
     tried: tuple[Compared, ...] | None = None  # ways to make it fit, the last of which does if any does
     chosen: Chosen | None = None  # by a search
@@ -74,7 +77,7 @@ class PlanReport(Printed):
 
     def to_json(self) -> str:
         """Everything as JSON text."""
-        whole = self.plan.to_dict()
+        whole = dict(zip(("command", "train_command"), self.commands, strict=True)) | self.plan.to_dict()
         if self.tried is not None:
             whole["suggestions"] = [row.to_dict() for row in self.tried if row.fits]
         if self.comparison is not None:
@@ -111,7 +114,8 @@ class PlanArgs(RecipeArgs):
     topology: Annotated[str, tyro.conf.arg(metavar="DEVICE:SHAPE")] = ""
     """The cluster: hosts x GPUs (h100:64x8), slices x hosts x GPUs (h100:4x16x8), or a TPU slice (v5p:8x8x8). Devices:
     h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, or as clouds rent them: a3-high, a3-mega, p4d, p4de, p5,
-    dgx-a100, dgx-h100. Needs the extra `plan-gpu` or `plan-tpu`."""
+    dgx-a100, dgx-h100; or a file that describes one, h20.toml:64x8 (docs/planning.md). Needs the extra `plan-gpu` or
+    `plan-tpu`."""
     options: Options = "fastest"
     """Options of the compiler, as of js.compiler_options."""
     assume: Settings = ()
@@ -190,7 +194,8 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
         rows = tuple(bench.rows)
         answer(PlanReport(plan=plan, comparison=Comparison(rows=rows) if rows else None), json=args.json)
         raise
-    report = PlanReport(plan=plan, comparison=comparison, tried=tried, chosen=chosen)
+    commands = command_line(asked, assume=args.assume), train_command(asked)
+    report = PlanReport(plan=plan, commands=commands, comparison=comparison, tried=tried, chosen=chosen)
     if args.html is not None:
         write(args.html, plan.to_html(str(report)))
         write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace())

@@ -75,7 +75,8 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
         return None
 
     def command(folder: str | None, mesh: str | None) -> list[str]:
-        changed = dataclasses.replace(args, mesh=args.mesh if mesh is None else mesh)
+        # A plan is of one mesh: a run that goes on with another has nothing to be compared with.
+        changed = args if mesh is None else dataclasses.replace(args, mesh=mesh, expect=None)
         # Without a folder nothing was begun: --resume alone could take up an older run.
         words = changed.words(None if folder is None else Path(folder))
         is_begun = args.resume or folder is not None

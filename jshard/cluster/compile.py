@@ -117,6 +117,14 @@ def command_line(request: CompileRequest, *, assume: Sequence[str]) -> str:
     return shlex.join(words)
 
 
+def train_command(request: CompileRequest) -> str:
+    """The command line that trains what is compiled."""
+    words = ["jshard", "train", request.model]
+    words += [] if request.recipe is None else ["--recipe", request.recipe]
+    words += _way_words(request.mesh, request.settings, request.units)
+    return shlex.join(words + ([] if request.profile == "fastest" else ["--options", request.profile or "none"]))
+
+
 def _way_words(mesh: Mapping[str, int], settings: Sequence[str], units: Mapping[str, Any]) -> list[str]:
     words = ["--mesh", ",".join(f"{axis}={degree}" for axis, degree in mesh.items())]
     words += [word for text in settings for word in ("--set", text)]

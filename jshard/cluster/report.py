@@ -19,6 +19,7 @@ from jshard.cluster.replay import WORKS, Assumptions, Replay, Span
 from jshard.cluster.topology import Topology
 from jshard.errors import FourPartError
 from jshard.inspect.audit import Audit, audit
+from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table
 
@@ -144,11 +145,14 @@ class ClusterPlan(Printed):
         return {
             "name": self.name,
             "topology": self.topology.text,
+            "platform": device.platform,
+            "device": device.title,
             "devices": self.topology.num_devices,
             "batch_size": step.batch_size,
             "sequence_length": step.sequence_length,
             "accumulate": step.accumulate,
             "mesh": dict(step.plan.mesh),
+            "communication_per_step": [dataclasses.asdict(one) for one in traffic_of(step.plan)],
             "compiled": compiled,
             "estimate": self._estimates_json(),
             "sources": dict(device.sources),

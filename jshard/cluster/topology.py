@@ -19,6 +19,7 @@ from jax.experimental import topologies
 
 from jshard import _compat
 from jshard.errors import MissingExtraError, RunError, ShardingError
+from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
 from jshard.kernels.backend import TracedDevice, planned_for
 
@@ -67,17 +68,19 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """Reads `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs.
 
-    The devices are those of `jshard.facts.devices.DEVICES`, and machines of its `CLOUDS`.
+    The devices are those of `jshard.facts.devices.DEVICES`, machines of its `CLOUDS`, and what a file describes:
+    `h20.toml:64x8`, see `jshard.facts.device_files`.
 
     Raises:
         TopologyError: it is none, its device is not known, or its extents do not fit the device.
+        ShardingError: the file describes no device.
 
     Example:
         >>> parse_topology("h100:64x8").num_devices
         512
     """
-    name, _, shape = text.strip().partition(":")
-    device = DEVICES.get(name) or CLOUDS.get(name)
+    name, _, shape = text.strip().rpartition(":") if f"{SUFFIX}:" in text else text.strip().partition(":")
+    device = read_device(Path(name)) if name.endswith(SUFFIX) else DEVICES.get(name) or CLOUDS.get(name)
     if device is None:
         raise _unknown(text, name)
     parts = shape.split("x")
@@ -200,7 +203,8 @@ def _unknown(text: str, name: str) -> TopologyError:
     return TopologyError(
         f"There is no device {name!r}.",
         where=f"--topology {text}",
-        why=f"the devices are {', '.join(DEVICES)}, and with adapters of their own {', '.join(CLOUDS)}.",
+        why=f"the devices are {', '.join(DEVICES)}; with adapters of their own {', '.join(CLOUDS)}; and files, "
+        f"*{SUFFIX}.",
         do="  # or ".join(f"--topology {_example(DEVICES[known])}" for known in near),
     )
 

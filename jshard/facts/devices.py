@@ -148,6 +148,8 @@ class DeviceFacts:
     target: GpuTarget | None = None  # what the GPU compiler asks for; None for a TPU, whose compiler knows its devices
     spec: str = ""  # where XLA has that from
     dims: int = 0  # extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU
+    # Where numbers are from that are not the table's.
+    stated_in: Mapping[str, str] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property
     def platform(self) -> str:
@@ -179,7 +181,7 @@ class DeviceFacts:
             }
         found |= self.fast.sources("fast") | self.slow.sources("slow")
         found |= {"matmul_efficiency": self.matmul.source, "attention_efficiency": self.attention.source}
-        return found | (self.host.sources("host", ranged=False) if self.host else {})
+        return found | (self.host.sources("host", ranged=False) if self.host else {}) | dict(self.stated_in)
 
     def product_flops_per_s(self, dtype: str) -> float:
         """Peak of matrix products over arrays of a dtype, by its name in numpy or XLA, at JAX's default precision.

@@ -27,7 +27,9 @@ from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
+from jshard.engine.mixing import as_traced
 from jshard.errors import FourPartError, RunError
+from jshard.inspect.audit import audit
 from jshard.launch import StopSignal, stall
 from jshard.plans.mesh import data_degree, shard_batch
 from jshard.plans.plan import plan
@@ -36,6 +38,7 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, inference_view, peak_bytes
 from jshard.train.compile_cache import keep_programs
+from jshard.train.expected import ExpectedStep
 from jshard.train.first_loss import explained
 from jshard.train.loop import Every, Fitted, evaluate, fit
 from jshard.train.memory_copies import MemoryCopies
@@ -76,6 +79,7 @@ def run_recipe(
     sample_tokens: int = 256,
     profile: range | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    expect: ExpectedStep | None = None,
     init_from: Path | None = None,
     keep_in_memory: int | None = None,
     programs: str | None = None,
@@ -102,6 +106,7 @@ def run_recipe(
         sample_tokens: tokens that the model writes in the end, if its file says how; 0 for none.
         profile: numbers of steps to profile, such as range(11, 16); see `StepProfile`.
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
+        expect: what the compiled step should be; see `ExpectedStep`.
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
         keep_in_memory: steps from one copy of the state in the memory of the supervisors to the next; None for none.
@@ -125,6 +130,8 @@ def run_recipe(
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
     _check_vocabulary(recipe, data)
+    if expect is not None:
+        expect.check_request(recipe, mesh)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
     series = place_of((options or {}).get("checkpoints") or Path(out) / OF_A_RUN)
@@ -154,6 +161,7 @@ def run_recipe(
             track=track,
             profile=profile,
             compiler_options=compiler_options,
+            expect=expect,
             init_from=init_from,
             sample_tokens=sample_tokens,
         )
@@ -176,6 +184,7 @@ class _Job:
     track: Sequence[str]
     profile: range | None
     compiler_options: Mapping[str, Any] | None
+    expect: ExpectedStep | None
     init_from: Path | None
     sample_tokens: int
 
@@ -234,7 +243,12 @@ class _Job:
         like = batch_like(self.data, self.recipe.batch_size, self.mesh)
         how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
         with self._at_work("compiling the step"):
-            return TrainStep(self.model_file.loss_fn, model, optimizer, like, **how)
+            step = TrainStep(self.model_file.loss_fn, model, optimizer, like, **how)
+        if self.expect is not None:
+            planned = as_traced(plan(step.model, wrt=self.model_file.wrt))
+            found = audit(step.compiled, plan=planned, accumulate=self.recipe.accumulate)
+            self.say(self.expect.check(found, platform=self._devices[0].platform))
+        return step
 
     def _fit(self, step: TrainStep, start_step: int, loader: Loader, eval_loader: Loader) -> Fitted:
         recipe, checkpoints = self.recipe, self.checkpoints

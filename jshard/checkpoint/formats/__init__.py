@@ -1,7 +1,7 @@
 """Checkpoints of other worlds: read box by box as if they were ours, and written for others to read.
 
 Example:
-    source = foreign_source("gpt2/")                          # safetensors, or a folder of PyTorch's DCP
+    source = foreign_source("gpt2/")                          # safetensors; a folder of PyTorch's DCP, of ZeRO-3
     source = NamedSource(source, gpt.hf_names(config))        # under our names
     rows = source.read("tokens/embedding", (slice(0, 8), slice(None)))
 
@@ -20,9 +20,11 @@ from jshard.checkpoint.formats.source import ArraySource as ArraySource
 from jshard.checkpoint.formats.source import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.source import NamedSource as NamedSource
 from jshard.checkpoint.formats.source import Stored as Stored
+from jshard.checkpoint.formats.zero import ZeroSource as ZeroSource
+from jshard.checkpoint.formats.zero import zero_folder as _zero_folder
 
 
-def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | None:
+def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | ZeroSource | None:
     """Opens a checkpoint of another library.
 
     None if there is none of a format that is known here. A `CheckpointError` if it cannot be read, or its pickle names
@@ -33,4 +35,4 @@ def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | None:
         return DcpSource(path)
     if (path.suffix == _SUFFIX) if path.is_file() else any(path.glob("*" + _SUFFIX)):
         return SafetensorsSource(path)
-    return None
+    return ZeroSource(path) if path.is_dir() and _zero_folder(path) else None

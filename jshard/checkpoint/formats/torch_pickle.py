@@ -61,6 +61,13 @@ class Record(metaclass=Sealed):
         return self.state.get(field) if isinstance(self.state, dict) else None
 
 
+class _Ordered(dict, metaclass=Sealed):
+    """`collections.OrderedDict`; what else PyTorch keeps at a state dict, the versions of its modules, is dropped."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
 class _NotAllowed(Exception):
     """A name that is in no table."""
 
@@ -110,7 +117,7 @@ def records(module: str, *names: str) -> dict[tuple[str, str], Any]:
 
 
 PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _Ordered,
     ("torch", "Size"): _size,
     **{("torch", name): name for name in DTYPES},
     ("_codecs", "encode"): _encoded_bytes,
@@ -192,6 +199,18 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, _: Any, hooks:
     return _region(storage, offset, size, stride, dtype)
 
 
+def _subclass(rebuild: Any, _: Any, args: Any, __: Any) -> Any:
+    """`torch._tensor._rebuild_from_type_v2`: a tensor that has attributes, or is of a class of its own."""
+    if not isinstance(rebuild, Sealed):
+        raise _NotAllowed("torch._tensor", "_rebuild_from_type_v2")
+    return rebuild(*args)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    """`torch._utils._rebuild_parameter`: the tensor in it."""
+    return data
+
+
 def _read(region: FileRegion) -> np.ndarray:
     return read_region(region, tuple(slice(0, n) for n in region.shape))
 
@@ -205,6 +224,10 @@ _TENSOR = {
     **_PICKLED,
     ("torch._utils", "_rebuild_tensor_v2"): _sealed(_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): _sealed(_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): _sealed(_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): _sealed(_subclass),
+    **records("torch", "Tensor"),
+    **records("torch.nn.parameter", "Parameter"),
 }
 _VALUE = {  # the tensors themselves, among other values
     **_PICKLED,
@@ -230,6 +253,10 @@ class Archive(NamedTuple):
     def value(self) -> Any:
         """The value that it is an archive of: plain Python, with tensors as numpy arrays; raises as `tensor`."""
         return self._load(_VALUE)
+
+    def regions(self, allowed: Allowed) -> Any:
+        """The value, with a `FileRegion` for each tensor, which is not read; these names are allowed, too."""
+        return self._load({**_TENSOR, **allowed})
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _ArchiveWindow]]:

@@ -1,0 +1,238 @@
+"""DeepSpeed's ZeRO-3 checkpoints: the weights, read box by box and without DeepSpeed or PyTorch.
+
+Every rank has a file of flat float32 weights. Of each parameter, row-major, it holds the rank's piece of
+ceil(size / ranks) numbers, one parameter after the other in the order that the ranks' model files list them; numbers
+beyond a parameter's end are padding. DeepSpeed's own zero_to_fp32.py puts them together in the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, existing, read_region, stored_array
+from jshard.checkpoint.formats.torch_pickle import Archive, Record, records
+from jshard.checkpoint.manifest import StoredLeaf
+from jshard.errors import printable
+
+_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
+_LATEST = "latest"  # names the folder of the newest step
+_STAGE = 3
+_ALLOWED = {
+    **records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    **records("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+}
+
+
+def zero_folder(path: Path) -> Path | None:
+    """The folder of a step that holds ZeRO's files: `path`, or the one that its file `latest` names; None if neither.
+
+    `latest` may name a folder beside itself and no other.
+    """
+    named = path / _LATEST
+    step = path / Path(named.read_text().strip()).name if named.is_file() else path
+    return step if step.is_dir() and any(_FILE.fullmatch(file.name) for file in step.iterdir()) else None
+
+
+class ZeroSource:
+    """The weights of a DeepSpeed ZeRO-3 checkpoint, under the names of the PyTorch model.
+
+    Parameters are the float32 weights of the optimizer; frozen parameters and buffers are as they were stored. The
+    optimizer's moments and DeepSpeed's own values are not read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = existing(path, "DeepSpeed")
+        optim, model = _files(self.path)
+        held = [_loaded(file) for file in model]
+        flat = [_flat(file) for file in optim]
+        self.values: Mapping[str, Archive] = {}
+        self._tensors = dict(_frozen(model, held)) | dict(_trained(optim, flat, _shapes(model[0], held[0])))
+        self._tensors |= dict(_buffers(model[0], held[0]))
+        for alias, name in _pairs(held[0].get("shared_params")):
+            if name in self._tensors:
+                self._tensors[alias] = self._tensors[name]
+        self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A box of a tensor, as a new array: reads the rows that it is in. Threads may call it at the same time."""
+        return self._tensors[name].read(box)
+
+
+class _Tensor:
+    """A tensor, row-major, in runs of files: one after the other, the last perhaps longer than needed."""
+
+    def __init__(self, shape: tuple[int, ...], runs: Sequence[FileRegion]) -> None:
+        self.leaf = stored_array(shape, runs[0].dtype)
+        self._runs = runs
+        self._ends = list(itertools.accumulate(math.prod(run.shape) for run in runs))
+
+    def read(self, box: Box) -> np.ndarray:
+        limits = bounds(box, self.leaf.shape)
+        shape = tuple(max(stop - start, 0) for start, stop in limits)
+        if not shape or 0 in shape:
+            return self._span(0, math.prod(shape)).reshape(shape)
+        row, (first, last) = math.prod(self.leaf.shape[1:]), limits[0]
+        rows = self._span(first * row, last * row).reshape(last - first, *self.leaf.shape[1:])
+        return np.ascontiguousarray(rows[(slice(None), *(slice(*limit) for limit in limits[1:]))])
+
+    def _span(self, first: int, last: int) -> np.ndarray:
+        """Numbers of the row-major tensor."""
+        values = np.empty(last - first, self.leaf.dtype)
+        for run, end in zip(self._runs, self._ends, strict=True):
+            begin = end - math.prod(run.shape)
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                read_region(run, (slice(low - begin, high - begin),), values[low - first : high - first])
+        return values
+
+
+def _files(path: Path) -> tuple[list[Path], list[Path]]:
+    """The files of the ranks with optimizer state, and those with model state, in the order of the ranks."""
+    folder = zero_folder(path)
+    found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}}
+    for file in sorted((folder or path).iterdir()):
+        if match := _FILE.fullmatch(file.name):
+            rank, tensor_rank, kind = int(match[1]), int(match[2]), match[3]
+            if tensor_rank:
+                raise _refused(file, "its matrices are cut by tensor parallelism, and the files do not say along what.")
+            found[kind][rank] = file
+    optim, model = found["optim"], found["model"]
+    if not optim:
+        raise _refused(folder or path, "no file of its optimizer, zero_pp_rank_N_mp_rank_00_optim_states.pt, is there.")
+    if not model:
+        raise _refused(folder or path, "it is of another ZeRO stage: no rank has a file of model states.")
+    ranks = list(range(len(optim)))
+    if sorted(optim) != ranks or sorted(model) != ranks:
+        there = f"optimizer states of the ranks {sorted(optim)}, model states of {sorted(model)}"
+        raise damaged(folder or path, f"files are missing: there are {there}.")
+    return [optim[rank] for rank in ranks], [model[rank] for rank in ranks]
+
+
+def _loaded(file: Path) -> Mapping[str, Any]:
+    """What a file holds, with places in the file for tensors."""
+    found = Archive(file, 0, file.stat().st_size).regions(_ALLOWED)
+    if not isinstance(found, dict):
+        raise damaged(file, "it holds no state of DeepSpeed.")
+    return found
+
+
+def _flat(file: Path) -> list[FileRegion]:
+    """The flat weights of a rank: one run of numbers for each group of parameters."""
+    state = _loaded(file).get("optimizer_state_dict")
+    state = state if isinstance(state, dict) else {}
+    stage = state.get("zero_stage")
+    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    if stage != _STAGE:
+        raise _refused(file, f"it is of ZeRO stage {printable(str(stage))}.")
+    groups = state.get("fp32_flat_groups")
+    runs = [run for run in groups if isinstance(run, FileRegion)] if isinstance(groups, list) else []
+    if not runs or len(runs) < len(groups) or any(len(run.shape) != 1 for run in runs):
+        raise damaged(file, "it holds no flat float32 weights.")
+    if len({run.dtype for run in runs}) > 1:
+        raise damaged(file, "its flat weights have several dtypes.")
+    return runs
+
+
+def _shapes(file: Path, held: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The trained parameters in the order in which they are stored."""
+    groups = held.get("param_shapes")
+    groups = [groups] if isinstance(groups, dict) else groups
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise damaged(file, "it does not list the shapes of the parameters.")
+    return {name: shape for group in groups for name, shape in _named_shapes(file, group)}
+
+
+def _named_shapes(file: Path, shapes: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in shapes.items():
+        if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
+            raise damaged(file, f"a parameter {printable(str(name))} has the shape {printable(str(shape))}.")
+        yield name, shape
+
+
+def _trained(
+    files: Sequence[Path], flat: Sequence[Sequence[FileRegion]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, _Tensor]]:
+    """Every trained parameter, of its pieces in the ranks' flat weights."""
+    wanted = sum(-(-math.prod(shape) // len(flat)) for shape in shapes.values())
+    for file, runs in zip(files, flat, strict=True):
+        if (there := sum(run.shape[0] for run in runs)) < wanted:
+            raise damaged(
+                file, f"it holds {there} numbers; a piece of every parameter is {wanted} in {len(flat)} ranks."
+            )
+    begin = 0
+    for name, shape in shapes.items():
+        count = -(-math.prod(shape) // len(flat))
+        yield name, _Tensor(shape, [part for runs in flat for part in _cut(runs, begin, begin + count)])
+        begin += count
+
+
+def _cut(runs: Sequence[FileRegion], first: int, last: int) -> list[FileRegion]:
+    """A stretch of a rank's numbers, in the runs that it is in."""
+    found, begin = [], 0
+    for run in runs:
+        low, high = max(first, begin), min(last, begin + run.shape[0])
+        if low < high or (first == last == low == high and not found):
+            offset = run.offset + (low - begin) * run.strides[0]
+            found.append(run._replace(offset=offset, shape=(high - low,)))
+        begin += run.shape[0]
+    return found
+
+
+def _frozen(files: Sequence[Path], held: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _Tensor]]:
+    """Parameters that were not trained: a piece of each in every rank's model file."""
+    shapes = held[0].get("frozen_param_shapes")
+    if not isinstance(shapes, dict):
+        return
+    for name, shape in _named_shapes(files[0], shapes):
+        runs = []
+        for file, state in zip(files, held, strict=True):
+            pieces = state.get("frozen_param_fragments")
+            piece = pieces.get(name) if isinstance(pieces, dict) else None
+            if not isinstance(piece, FileRegion) or len(piece.shape) != 1:
+                raise damaged(file, f"it holds no piece of the frozen parameter {printable(name)}.")
+            runs.append(piece)
+        if sum(run.shape[0] for run in runs) < math.prod(shape):
+            raise damaged(files[0], f"the pieces of {printable(name)} are fewer numbers than its shape {shape} has.")
+        yield name, _Tensor(shape, runs)
+
+
+def _buffers(file: Path, held: Mapping[str, Any]) -> Iterator[tuple[str, _Tensor]]:
+    """Arrays of the model that are no parameters: whole in every rank's model file."""
+    names, module = held.get("buffer_names"), held.get("module")
+    for name in names if isinstance(names, list) and isinstance(module, dict) else ():
+        region = module.get(name)
+        if isinstance(region, FileRegion):
+            yield name, _Whole(region)
+
+
+class _Whole(_Tensor):
+    """A tensor that is in one place, with any strides."""
+
+    def __init__(self, region: FileRegion) -> None:
+        self.leaf, self._region = stored_array(region.shape, region.dtype), region
+
+    def read(self, box: Box) -> np.ndarray:
+        return read_region(self._region, box)
+
+
+def _pairs(shared: Any) -> list[tuple[str, str]]:
+    """Names of tensors that are one with others: alias and name."""
+    pairs = shared.items() if isinstance(shared, dict) else shared if isinstance(shared, list) else ()
+    return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and all(isinstance(x, str) for x in pair)]
+
+
+def _refused(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        "The DeepSpeed checkpoint cannot be read.",
+        where=str(path),
+        why=f"{why} What is read is ZeRO stage 3 without tensor parallelism.",
+        do="python zero_to_fp32.py . weights --safe_serialization  # in its folder; writes safetensors, which are read",
+    )

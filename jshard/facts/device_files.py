@@ -1,0 +1,164 @@
+"""Devices that the table lacks, described in a file: a row of the table, and what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jshard.errors import ShardingError
+from jshard.facts.devices import DEVICES, DeviceFacts, DeviceLink, Reached
+
+SUFFIX = ".toml"
+
+_TEXTS = ("like", "title", "source")
+_COUNTS = ("hbm_bytes", "hbm_bytes_per_s", "fast_group", "core_count")
+_TABLES: Mapping[str, Any] = {
+    "fast": DeviceLink,
+    "slow": DeviceLink,
+    "host": DeviceLink,
+    "matmul": Reached,
+    "attention": Reached,
+}
+_KEYS = (*_TEXTS, *_COUNTS, "flops_per_s", *_TABLES)
+
+
+def read_device(path: Path) -> DeviceFacts:
+    """The device that a TOML file describes.
+
+    Args:
+        path: the file. `like` names the row of the table that the device has every other number of; `source` says where
+            the file's numbers are from, and `title` what the device is called. Each of these is optional:
+            `flops_per_s`, dense peaks by dtype (bf16, f32, tf32, fp8); `hbm_bytes`, `hbm_bytes_per_s`; `fast_group`,
+            the most devices that the fast links join; `core_count`, of a GPU; the links `fast`, `slow` and `host`, with
+            `gb_per_s` one way and in percent what collectives reach; what `matmul` and `attention` reach of the peak.
+
+    Raises:
+        ShardingError: there is no such file, or it says something that no device has.
+
+    Example:
+        >>> # h20.toml
+        >>> like = "h200"
+        >>> title = "NVIDIA H20, 96 GB"
+        >>> source = "NVIDIA H20 data sheet"
+        >>> core_count = 78
+        >>> flops_per_s = { bf16 = 148e12, tf32 = 74e12, fp8 = 296e12, f32 = 44e12 }
+        >>> hbm_bytes = 102_625_181_696
+        >>> hbm_bytes_per_s = 4.0e12
+        >>> slow = { gb_per_s = 50, name = "one 400 Gb/s adapter per GPU", reached_percent = 84, least_percent = 30 }
+    """
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        _refuse(path, "it cannot be read", str(error), f'like = "h100"  # {path} is TOML, and begins with such a line')
+    _known(path, "", found, _KEYS)
+    for key in _TEXTS:
+        _check(path, key, found.get(key), isinstance(found.get(key), str), "a text in quotes, which is needed")
+    base = DEVICES.get(found["like"])
+    if base is None:
+        near = difflib.get_close_matches(found["like"], DEVICES, n=1) or ["h100"]
+        _refuse(path, f"like = {found['like']!r}", f"the table has {', '.join(DEVICES)}.", f'like = "{near[0]}"')
+    source = f"{path.name}: {found['source']}"
+    changed: dict[str, Any] = {"title": found["title"]}
+    for key in _COUNTS:
+        if key in found:
+            _check(path, key, found[key], _is_number(found[key]), "a number above 0")
+            changed[key] = int(found[key])
+    if "flops_per_s" in found:
+        peaks = found["flops_per_s"]
+        _check(path, "flops_per_s", peaks, isinstance(peaks, dict), "a table of dtypes and operations a second")
+        _known(path, "flops_per_s.", peaks, ("bf16", "f32", "tf32", "fp8"))
+        for dtype, peak in peaks.items():
+            _check(path, f"flops_per_s.{dtype}", peak, _is_number(peak), "a number above 0")
+        changed["flops_per_s"] = {**base.flops_per_s, **peaks}
+    stated = {key: source for key in changed if key in (*_COUNTS, "flops_per_s")}
+    changed |= {key: _table(path, key, found[key], getattr(base, key), source) for key in _TABLES if key in found}
+    return dataclasses.replace(base, **_described(path, base, changed), stated_in=stated)
+
+
+def _described(path: Path, base: DeviceFacts, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes, with those that the compiler is told of in its description of a GPU."""
+    fields = {key: value for key, value in changed.items() if key != "core_count"}
+    if base.target is None:
+        if "core_count" in changed:
+            _refuse(
+                path, "core_count", f"a {base.title} is not described to its compiler.", "# core_count: leave it out"
+            )
+        return fields
+    names = {"hbm_bytes": "device_memory_size", "hbm_bytes_per_s": "memory_bandwidth", "core_count": "core_count"}
+    target = {name: changed[key] for key, name in names.items() if key in changed}
+    return fields | {"target": dataclasses.replace(base.target, **target)}
+
+
+def _table(path: Path, key: str, given: Any, base: Any, source: str) -> Any:
+    """A link, or what kernels reach: the numbers that are given, and the others of the table's row."""
+    cls = _TABLES[key]
+    names = [field.name for field in dataclasses.fields(cls)]
+    _check(path, key, given, isinstance(given, dict), f"a table of {', '.join(names)}")
+    _known(path, f"{key}.", given, names)
+    for name, value in given.items():
+        is_text = name in ("name", "source")
+        wanted = "a text in quotes" if is_text else "a number above 0"
+        _check(path, f"{key}.{name}", value, isinstance(value, str) if is_text else _is_number(value), wanted)
+    of = "source" if cls is Reached else "name"
+    values = ({} if base is None else vars(base)) | given | {of: f"{given[of]}, {source}" if of in given else source}
+    if missing := [field.name for field in dataclasses.fields(cls) if field.name not in values and _is_needed(field)]:
+        _refuse(
+            path, key, f"{(base and base.name) or 'the table'} has no {missing[0]} either.", f"{key}.{missing[0]} = 64"
+        )
+    ordered = ("least", "stated", "most") if cls is Reached else ("least_percent", "reached_percent")
+    sizes = [values[name] for name in ordered if name in values]
+    if sizes != sorted(sizes) or (sizes and sizes[-1] > 100):
+        order = " <= ".join(ordered)
+        _refuse(path, key, f"they are {', '.join(map(str, sizes))}, in percent.", f"# {key}: {order} <= 100")
+    return cls(**values)
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _check(path: Path, key: str, value: object, is_good: bool, wanted: str) -> None:
+    if not is_good:
+        _refuse(
+            path, key, f"it is {'missing' if value is None else repr(value)}, and should be {wanted}.", _LINES[key[:4]]
+        )
+
+
+_LINES = {
+    **{"like": 'like = "h100"', "titl": 'title = "NVIDIA H20, 96 GB"', "sour": 'source = "NVIDIA H20 data sheet"'},
+    **{"hbm_": "hbm_bytes = 96_000_000_000", "fast": "fast_group = 8", "core": "core_count = 78"},
+    **{
+        "flop": "flops_per_s = { bf16 = 148e12 }",
+        "slow": "slow = { gb_per_s = 50 }",
+        "host": "host = { gb_per_s = 64 }",
+    },
+    **{
+        "matm": "matmul = { least = 60, stated = 70, most = 80 }",
+        "atte": "attention = { least = 30, stated = 42, most = 54 }",
+    },
+}
+
+
+def _known(path: Path, of: str, given: Mapping[str, Any], names: Iterable[str]) -> None:
+    names = list(names)
+    for key in given:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            _refuse(
+                path,
+                f"{of}{key}",
+                f"the keys are {', '.join(names)}.",
+                f"{of}{near[0]}" if near else f"# {key}: leave it out",
+            )
+
+
+def _refuse(path: Path, where: str, why: str, do: str) -> NoReturn:
+    raise ShardingError("The file describes no device.", where=f"{path}, {where}", why=why, do=do)
