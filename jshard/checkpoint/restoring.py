@@ -56,7 +56,8 @@ def restore(
     warning lists them.
 
     Args:
-        path: what `save` was given; or what plain Orbax, PyTorch's distributed checkpoints (DCP) or safetensors wrote.
+        path: what `save` was given; or what plain Orbax, PyTorch's distributed checkpoints (DCP), DeepSpeed's
+            ZeRO-3 or safetensors wrote.
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, but for objects with `set_state()`, which are set. Names that it leaves out are not read.
         only: "params" reads the parameters (the `nnx.Param`s of modules, and what is below a name `params`), and the

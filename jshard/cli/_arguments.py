@@ -217,8 +217,8 @@ class TrainArgs(RecipeArgs):
     default OUT/checkpoints. All else of the run stays in --out."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Begin with the parameters of a checkpoint: of jshard (a checkpoint, or a run), of Orbax, of PyTorch's distributed
-    checkpoints, or safetensors; the model file's `hf_names` says what others call them. A run that is resumed goes on
-    with its own, and reads them again only if it has saved none."""
+    checkpoints, of DeepSpeed's ZeRO-3, or safetensors; the model file's `hf_names` says what others call them. A run
+    that is resumed goes on with its own, and reads them again only if it has saved none."""
     stop_deadline: Seconds | None = None
     """How long after the signal a run that is asked to stop (SIGTERM) has to end its step and to save; by default as
     long as it takes."""

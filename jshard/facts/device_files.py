@@ -80,7 +80,7 @@ def read_device(path: Path) -> DeviceFacts:
 
 
 def _described(path: Path, base: DeviceFacts, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes, with those that the compiler is told of in its description of a GPU."""
+    """The changes, with those of the description of a GPU that its compiler gets."""
     fields = {key: value for key, value in changed.items() if key != "core_count"}
     if base.target is None:
         if "core_count" in changed:

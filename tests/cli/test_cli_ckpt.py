@@ -418,7 +418,7 @@ ShardingError: There is a recipe, and no model file.
 CheckpointError: There is no checkpoint to import.
   where: nowhere
   why:   no such file or folder.
-  do:    give a .safetensors file or a folder of them, a folder with .metadata, or one that Orbax wrote.
+  do:    give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote.
 """,
 }
 

@@ -66,7 +66,7 @@ class ZeroSource:
         return self._tensors[name].read(box)
 
 
-class _Tensor:
+class _FlatTensor:
     """A tensor, row-major, in runs of files: one after the other, the last perhaps longer than needed."""
 
     def __init__(self, shape: tuple[int, ...], runs: Sequence[FileRegion]) -> None:
@@ -133,7 +133,8 @@ def _flat(file: Path) -> list[FileRegion]:
     if stage != _STAGE:
         raise _refused(file, f"it is of ZeRO stage {printable(str(stage))}.")
     groups = state.get("fp32_flat_groups")
-    runs = [run for run in groups if isinstance(run, FileRegion)] if isinstance(groups, list) else []
+    groups = groups if isinstance(groups, list) else []
+    runs = [run for run in groups if isinstance(run, FileRegion)]
     if not runs or len(runs) < len(groups) or any(len(run.shape) != 1 for run in runs):
         raise damaged(file, "it holds no flat float32 weights.")
     if len({run.dtype for run in runs}) > 1:
@@ -159,7 +160,7 @@ def _named_shapes(file: Path, shapes: Mapping[Any, Any]) -> Iterator[tuple[str, 
 
 def _trained(
     files: Sequence[Path], flat: Sequence[Sequence[FileRegion]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, _Tensor]]:
+) -> Iterator[tuple[str, _FlatTensor]]:
     """Every trained parameter, of its pieces in the ranks' flat weights."""
     wanted = sum(-(-math.prod(shape) // len(flat)) for shape in shapes.values())
     for file, runs in zip(files, flat, strict=True):
@@ -170,7 +171,7 @@ def _trained(
     begin = 0
     for name, shape in shapes.items():
         count = -(-math.prod(shape) // len(flat))
-        yield name, _Tensor(shape, [part for runs in flat for part in _cut(runs, begin, begin + count)])
+        yield name, _FlatTensor(shape, [part for runs in flat for part in _cut(runs, begin, begin + count)])
         begin += count
 
 
@@ -186,7 +187,7 @@ def _cut(runs: Sequence[FileRegion], first: int, last: int) -> list[FileRegion]:
     return found
 
 
-def _frozen(files: Sequence[Path], held: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _Tensor]]:
+def _frozen(files: Sequence[Path], held: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _FlatTensor]]:
     """Parameters that were not trained: a piece of each in every rank's model file."""
     shapes = held[0].get("frozen_param_shapes")
     if not isinstance(shapes, dict):
@@ -201,19 +202,18 @@ def _frozen(files: Sequence[Path], held: Sequence[Mapping[str, Any]]) -> Iterato
             runs.append(piece)
         if sum(run.shape[0] for run in runs) < math.prod(shape):
             raise damaged(files[0], f"the pieces of {printable(name)} are fewer numbers than its shape {shape} has.")
-        yield name, _Tensor(shape, runs)
+        yield name, _FlatTensor(shape, runs)
 
 
-def _buffers(file: Path, held: Mapping[str, Any]) -> Iterator[tuple[str, _Tensor]]:
+def _buffers(file: Path, held: Mapping[str, Any]) -> Iterator[tuple[str, _FlatTensor]]:
     """Arrays of the model that are no parameters: whole in every rank's model file."""
     names, module = held.get("buffer_names"), held.get("module")
-    for name in names if isinstance(names, list) and isinstance(module, dict) else ():
-        region = module.get(name)
-        if isinstance(region, FileRegion):
-            yield name, _Whole(region)
+    if isinstance(names, list) and isinstance(module, dict):
+        found = {name: module.get(name) for name in names}
+        yield from ((name, _Whole(region)) for name, region in found.items() if isinstance(region, FileRegion))
 
 
-class _Whole(_Tensor):
+class _Whole(_FlatTensor):
     """A tensor that is in one place, with any strides."""
 
     def __init__(self, region: FileRegion) -> None:

@@ -114,7 +114,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportArgs(_ModelArgs):
-    """Writes a checkpoint of what another library saved: safetensors, PyTorch's distributed checkpoints, plain Orbax.
+    """Writes a checkpoint of what another library saved: safetensors, PyTorch's distributed ones, DeepSpeed's, Orbax.
 
     With --model the arrays are given the names and the orientation that the model has: its parameters, in a checkpoint
     to be restored by only="params". Memory holds 256 MiB or the largest array, two to three times over. Exit codes: 0
@@ -122,7 +122,8 @@ class ImportArgs(_ModelArgs):
     """
 
     path: tyro.conf.Positional[Path]
-    """A safetensors file or a folder of them, a folder of a PyTorch distributed checkpoint, or one of Orbax."""
+    """A safetensors file or a folder of them, a folder of a PyTorch distributed checkpoint, of DeepSpeed's
+    ZeRO-3, or of Orbax."""
     out: tyro.conf.Positional[Path]
     """A new folder."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
@@ -150,7 +151,7 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
             "There is no checkpoint to import.",
             where=str(args.path),
             why="no such file or folder." if not args.path.exists() else "it is of no format that is known here.",
-            do="give a .safetensors file or a folder of them, a folder with .metadata, or one that Orbax wrote.",
+            do="give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote.",
         )
     if model is None:
         path = args.path.absolute()

@@ -1,0 +1,137 @@
+"""`jshard train --expect`: a run stops before its first step if its step is not the one that was planned."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from jax.sharding import Mesh
+
+import jshard as js
+from jshard import cli
+from jshard.cluster.compile_process import lowered_step
+from jshard.engine.mixing import as_traced
+from jshard.inspect.audit import audit
+from jshard.inspect.communication import traffic_of
+from jshard.train import load_model_file
+from tests.gpu_compiler import needs_gpu_compiler
+from tests.micro_gpt import USERS_FILE
+
+ARGUMENTS = "train my_model.py --steps 1 --data text.txt --sample-tokens 0 --out run".split()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a model file, text, and plans of the model's step: for CPUs, and as if for GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
+    (tmp_path / "my_model.py").write_text(USERS_FILE)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    model_file = load_model_file("my_model.py")
+    _, recipe = model_file.recipe(None)
+    mesh = js.mesh(fsdp=8)
+    assert isinstance(mesh, Mesh)
+    model, lowered = lowered_step(model_file, recipe, mesh)
+    planned = as_traced(js.plan(model))
+    found = audit(lowered.compile(), plan=planned)
+    plan = {
+        "topology": "cpu:1x8",
+        "platform": "cpu",
+        "mesh": dict(mesh.shape),
+        "train_command": "jshard train my_model.py --mesh fsdp=8",
+        "communication_per_step": [dataclasses.asdict(one) for one in traffic_of(planned)],
+        "compiled": {"audit": json.loads(found.to_json()), "versions": {"jax": "0"}},
+    } | {name: getattr(recipe, name) for name in ("batch_size", "sequence_length", "accumulate")}
+    (tmp_path / "cpu.json").write_text(json.dumps(plan))
+    (tmp_path / "gpu.json").write_text(json.dumps(plan | {"platform": "gpu"}))
+    return tmp_path
+
+
+def change(name, at, value):
+    """Writes another value into a plan."""
+    with open(name) as file:
+        plan = json.load(file)
+    place = plan
+    for key in at[:-1]:
+        place = place[key]
+    place[at[-1]] = value(place[at[-1]])
+    with open(name, "w") as file:
+        json.dump(plan, file)
+
+
+@pytest.mark.parametrize("name", ["cpu.json", "gpu.json"])
+def test_a_run_as_planned_says_so_and_trains(folder, capsys, name):
+    assert cli.main([*ARGUMENTS, "--expect", name]) == 0
+    said = capsys.readouterr().out
+    assert f"as {name} has it, within 5.0%: " in said
+    assert ("peak bytes" in said) == (name == "cpu.json")
+    assert (folder / "run" / "checkpoints" / "1").is_dir()
+
+
+OTHERS = {
+    "settings of units": ("gpu.json", ["--unit", "reshard_after_forward=false"], "bytes of all-gather over fsdp in"),
+    "number": ("cpu.json", [], r"all-gathers: \d+, planned \d+"),
+    "peak": ("cpu.json", [], "peak bytes: [0-9.]+ .iB, planned"),
+    "mesh": (
+        "cpu.json",
+        ["--mesh", "replica=2,fsdp=4"],
+        "mesh replica=2,fsdp=4,tensor=1, planned replica=1,fsdp=8,tensor=1",
+    ),
+    "batch": ("gpu.json", ["--set", "batch_size=32"], "batch_size 32, planned 16"),
+}
+CHANGES = {
+    "number": (("compiled", "audit", "collectives"), lambda rows: [row | {"executions": 40} for row in rows]),
+    "peak": (("compiled", "audit", "memory_per_device", "peak_bytes"), lambda peak: int(peak * 1.1)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_step_stops_before_it_trains(folder, capsys, case):
+    name, options, text = OTHERS[case]
+    if case in CHANGES:
+        change(name, *CHANGES[case])
+    assert cli.main([*ARGUMENTS, *options, "--expect", name]) == 2
+    said = capsys.readouterr().err
+    assert re.search(text, said)
+    assert f"jshard train my_model.py --mesh fsdp=8 --expect {name}" in said
+    assert not list((folder / "run").glob("checkpoints/*")) if (folder / "run").exists() else True
+    if case == "peak":
+        assert cli.main([*ARGUMENTS, "--resume", "--expect", name, "--expect-within", "0.2"]) == 0
+
+
+def test_what_is_no_plan_is_refused(folder, capsys):
+    (folder / "other.json").write_text('{"plan": {}}')
+    (folder / "broken.json").write_text("{")
+    for name, text in (
+        ("other.json", "no plan of a compiled step"),
+        ("broken.json", "Expecting"),
+        ("none.json", "No such"),
+    ):
+        assert cli.main([*ARGUMENTS, "--expect", name]) == 2
+        assert text in capsys.readouterr().err
+    assert cli.main([*ARGUMENTS, "--expect", "cpu.json", "--expect-within", "-1"]) == 2
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.wide
+def test_two_processes_stop_together(folder):
+    command = [sys.executable, "-m", "jshard", *ARGUMENTS, "--processes", "2", "--mesh", "fsdp=8"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    done = subprocess.run([*command, "--expect", "gpu.json"], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "as gpu.json has it" in done.stdout, done.stderr
+    again = [*command, "--unit", "reshard_after_forward=false", "--expect", "gpu.json"]
+    again[again.index("run")] = "other"
+    done = subprocess.run(again, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "not the one that was planned" in done.stderr
+
+
+@needs_gpu_compiler
+def test_a_plan_of_the_command_is_what_the_run_takes(folder, capsys):
+    assert cli.main(["plan", "my_model.py", "--topology", "h100:1x8", "--json"]) == 0
+    (folder / "plan.json").write_text(capsys.readouterr().out)
+    assert cli.main([*ARGUMENTS, "--expect", "plan.json"]) == 0
+    assert "as plan.json has it" in capsys.readouterr().out
