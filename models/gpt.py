@@ -11,7 +11,7 @@ what you like, and hand your copy to `jshard train`.
 Names end in the dims of the array they hold:
 
     B  batch                 D  model width (d_model)       H  heads
-    T  position in sequence  F  feed-forward width (d_ff)   K  width of one head (D / H)
+    T  position in sequence  F  feed-forward width (d_ff)   K  width of one head
     V  vocabulary
 """
 
@@ -41,6 +41,7 @@ class GPTConfig:
     block_size: int = 1024  # longest sequence
     n_layer: int = 12
     n_head: int = 12
+    head_dim: int = 0  # width of one head; 0 for d_model / n_head
     d_model: int = 768
     d_ff: int = 3072
     dropout: float = 0.0
@@ -57,8 +58,10 @@ class GPTConfig:
     offload: str | None = None  # "optimizer" or "params": what is in host memory
 
     def __post_init__(self) -> None:
-        if self.d_model % self.n_head:
+        if not self.head_dim and self.d_model % self.n_head:
             raise ValueError(f"d_model={self.d_model} does not split into n_head={self.n_head}")
+        if self.head_dim < 0 or (self.positions == "rotary" and self.head_dim % 2):
+            raise ValueError(f"head_dim={self.head_dim} is no width of a head, nor 0 for d_model / n_head")
         if self.positions not in ("learned", "rotary"):
             raise ValueError(f"positions={self.positions!r} is neither 'learned' nor 'rotary'")
         if self.mlp not in ("plain", "pallas"):
@@ -108,18 +111,19 @@ class Attention(nnx.Module):
         self.n_head = config.n_head
         self.rotary = config.positions == "rotary"
         self.backend: Any = config.attention
-        self.qkv = nnx.LinearGeneral(D, (3, D), kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
-        self.out = linear(D, D, std=residual_std(config), rngs=rngs)
+        width = config.n_head * (config.head_dim or D // config.n_head)  # D by default
+        self.qkv = nnx.LinearGeneral(D, (3, width), kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
+        self.out = linear(width, D, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        B, T, D = x_BTD.shape
+        B, T, _ = x_BTD.shape
         qkv_BT3D = checkpoint_name(self.qkv(x_BTD), "qkv_proj")  # names are for remat policies
         qkv_BT3HK = qkv_BT3D.reshape(B, T, 3, self.n_head, -1)
         q_BTHK, k_BTHK, v_BTHK = jnp.unstack(js.parallel.hold(qkv_BT3HK, None, None, None, "tensor"), axis=2)
         if self.rotary:
             q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
         y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, backend=self.backend)
-        y_BTD = js.parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, D)
+        y_BTD = js.parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, -1)
         return checkpoint_name(self.out(y_BTD), "out_proj")
 
 

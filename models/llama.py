@@ -13,7 +13,7 @@ Names end in the dims of the array they hold:
 
     B  batch                 D  model width (d_model)       H  heads of queries
     T  position in sequence  F  feed-forward width (d_ff)   G  heads of keys and values; each serves H / G of queries
-    V  vocabulary            K  width of one head (D / H)   N, S  some positions that look, and what they look at
+    V  vocabulary            K  width of one head           N, S  some positions that look, and what they look at
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class LlamaConfig:
     n_layer: int = 32
     n_head: int = 32
     n_kv_head: int = 8
+    head_dim: int = 0  # width of one head, an even number; 0 for d_model / n_head
     d_model: int = 4096
     d_ff: int = 14_336
     rope_theta: float = 500_000.0
@@ -57,12 +58,19 @@ class LlamaConfig:
     remat: str = "none"
 
     def __post_init__(self) -> None:
-        if self.d_model % (2 * self.n_head):
+        if not self.head_dim and self.d_model % (2 * self.n_head):
             raise ValueError(f"d_model={self.d_model} does not split into n_head={self.n_head} of even width")
+        if self.head_dim < 0 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is no even number above 0, nor 0 for d_model / n_head")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}")
         if self.mlp not in ("plain", "pallas"):
             raise ValueError(f"mlp={self.mlp!r} is neither 'plain' nor 'pallas'")
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.d_model // self.n_head
 
 
 # ---- The model -------------------------------------------------------------------------------
@@ -112,23 +120,23 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        D, K = config.d_model, config.d_model // config.n_head
+        D, K = config.d_model, config.head_width
         self.q = linear(D, config.n_head * K, rngs=rngs)
         self.k = linear(D, config.n_kv_head * K, rngs=rngs)
         self.v = linear(D, config.n_kv_head * K, rngs=rngs)
-        self.out = linear(D, D, std=residual_std(config), rngs=rngs)
+        self.out = linear(config.n_head * K, D, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        B, T, D = x_BTD.shape
+        (B, T, _), K = x_BTD.shape, self.config.head_width
         H, G, theta = self.config.n_head, self.config.n_kv_head, self.config.rope_theta
-        q_BTD, k_BTE, v_BTE = (  # names are for remat policies
+        q_BTQ, k_BTE, v_BTE = (  # names are for remat policies
             checkpoint_name(project(x_BTD), name)
             for project, name in ((self.q, "query_proj"), (self.k, "key_proj"), (self.v, "value_proj"))
         )
-        q_BTHK, k_BTGK = rotate(q_BTD.reshape(B, T, H, D // H), theta), rotate(k_BTE.reshape(B, T, G, D // H), theta)
+        q_BTHK, k_BTGK = rotate(q_BTQ.reshape(B, T, H, K), theta), rotate(k_BTE.reshape(B, T, G, K), theta)
         how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
-        y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTE.reshape(B, T, G, D // H), is_causal=True, **how)
-        return checkpoint_name(self.out(y_BTHK.reshape(B, T, D)), "out_proj")
+        y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTE.reshape(B, T, G, K), is_causal=True, **how)
+        return checkpoint_name(self.out(y_BTHK.reshape(B, T, H * K)), "out_proj")
 
 
 class MLP(nnx.Module):
@@ -273,10 +281,10 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
 def flops(recipe: Recipe) -> tuple[float, str]:
     """Of a step. The table that embeds multiplies nothing, and of the 8B attention is an eighth."""
     config, length = recipe.model, recipe.sequence_length
-    D, K = config.d_model, config.d_model // config.n_head
+    D, K = config.d_model, config.head_width
     in_layer = 2 * D * K * (config.n_head + config.n_kv_head) + 3 * D * config.d_ff
     in_matrices = config.n_layer * in_layer + D * config.vocab_size
-    in_attention = config.n_layer * D * length  # a position looks at length / 2 others, twice
+    in_attention = config.n_layer * config.n_head * K * length  # a position looks at length / 2 others, twice
     tokens = recipe.batch_size * length
     formula = f"6 x ({in_matrices:,} in matrices + {in_attention:,} in causal attention) x {tokens:,} tokens"
     return 6.0 * (in_matrices + in_attention) * tokens, formula

@@ -64,6 +64,14 @@ def test_training_in_three_dimensions_is_that_of_one_device():
     assert_parity_of("llama", smaller(RECIPE, n_layer=1), replica=2, fsdp=2, tensor=2)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_heads_of_another_width_train_as_on_one_device(name):
+    """As in Mistral NeMo, whose 32 heads of 128 stand in a model of 5,120; stored checkpoints have the default."""
+    recipe = smaller(tiny(name), n_layer=1, head_dim=20)
+    assert recipe.model.head_dim * recipe.model.n_head != recipe.model.d_model
+    assert_parity_of(name, recipe, fsdp=4, tensor=2)
+
+
 def test_model_is_causal():
     ids = tokens((2, 24))
     logits, changed = (call(build(), x) for x in (ids, ids.at[:, 18].add(1)))
@@ -105,7 +113,8 @@ def test_every_parameter_has_a_name_at_hugging_face(tied):
 
 def test_flops_are_those_of_the_traced_loss():
     """Traced in pieces of 8 queries, which look at hardly more than they may see."""
-    recipe = smaller(RECIPE, sequence_length=256, queries_at_once=8, n_head=1, n_kv_head=1, d_model=128, d_ff=256)
+    size = {"n_head": 1, "n_kv_head": 1, "head_dim": 192, "d_model": 128, "d_ff": 256}
+    recipe = smaller(RECIPE, sequence_length=256, queries_at_once=8, **size)
     batch = {name: jnp.zeros((8, 256), jnp.int32) for name in ("inputs", "targets")}
     model = nnx.eval_shape(lambda: build(dataclasses.replace(recipe.model, block_size=256)))
     forward = nnx.jit(FILE.loss_fn).lower(model, batch).lowered.cost_analysis()["flops"]
