@@ -11,6 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard.engine.context import during
+from jshard.engine.owned import UpdateLayout, update_layout
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
@@ -312,7 +314,8 @@ def _placed(
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         held = places.held((grads, state), mesh)
         grads, state, params, extra = jax.tree.map_with_path(cut, (*held, params, extra))
-        updates, state = tx.update(grads, state, params, **extra)
+        with during(update_layout, UpdateLayout(places, mesh)):
+            updates, state = tx.update(grads, state, params, **extra)
         return parameters.held(updates, mesh), places.held(state, mesh)
 
     placed = _Placed(init, cast(Any, update))

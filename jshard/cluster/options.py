@@ -28,6 +28,10 @@ Entry = Mapping[str, Value]
 IN_FLIGHT = 8
 _LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
 _COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
+# XLA of jaxlib 0.12 compiles all-reduces of a few bytes, such as that of a loss, to kernels of its own, and ends the
+# process where the mesh has two axes of data: "size mismatch when packing elements for LLVM struct". NCCL's are used.
+_NCCL_ALONE: Entry = {"xla_gpu_experimental_use_collective_kernels": ""}
+_NOT_MISSED = frozenset(_NCCL_ALONE)  # where the name is unknown there are no such kernels
 _DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 _PIPELINED: tuple[Entry, ...] = tuple(
     {f"xla_gpu_enable_pipelined_{kind}": True, f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
@@ -58,8 +62,8 @@ _HOPPER = 9  # its compute capability
 
 # No entry: nothing was shown to help.
 PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
-    "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
-    "memory": {GPU: (_LIMIT, *_PIPELINED)},
+    "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER, _NCCL_ALONE), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
+    "memory": {GPU: (_LIMIT, *_PIPELINED, _NCCL_ALONE)},
 }
 _PLATFORMS = {"gpu": GPU, "cuda": GPU, "rocm": GPU, "tpu": TPU, "cpu": "cpu"}
 
@@ -126,9 +130,9 @@ def _chosen(entries: Sequence[Entry], refused: frozenset[str]) -> Options:
     dropped = []
     for entry in entries:
         name = next((name for name in entry if name not in refused), None)
-        if name is None:
+        if name is None and not _NOT_MISSED & entry.keys():
             dropped.append(" or ".join(entry))
-        else:
+        elif name is not None:
             chosen[name] = entry[name]
     if dropped:
         warnings.warn(

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.accumulate import Loss
+from jshard.engine.context import during
+from jshard.engine.owned import UpdateLayout, update_layout
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Layout, Trained, boxed, boxed_like, joined, unboxed
@@ -68,7 +70,9 @@ def linen_optimizer(
         def on_device(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
             given = held((grads, state))
             plain_grads, plain_state = unboxed(given)
-            return held(boxed_like(given, tx.update(plain_grads, plain_state, unboxed(params), **extra)))
+            with during(update_layout, UpdateLayout(annotation.layout.places, annotation.root.mesh)):
+                found = tx.update(plain_grads, plain_state, unboxed(params), **extra)
+            return held(boxed_like(given, found))
 
         places, grads = annotation.layout.places, grads if all_are else trained().split(grads)[0]
         if not places.offloaded:

@@ -1,0 +1,316 @@
+"""`js.owned`: what an optimizer computes of whole matrices, each device computes for the matrices it owns.
+
+Muon multiplies a matrix with itself, Shampoo decomposes it. Where every device holds some rows, the compiler sums each
+such product over all devices, and every device repeats what follows. Here the equations of the update are read instead:
+those of one matrix between its first and last product, equal ones of several matrices as one batch. The batch is split
+over the devices, so that an all-to-all brings every matrix whole to one device, and one brings the results back. Only
+where arrays are changes: the numbers are those of the same equations.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard import _compat
+from jshard.engine.rules.shapes import ELEMENTWISE
+from jshard.errors import CallError
+from jshard.plans.memories import StatePlaces, key_texts
+from jshard.plans.placement import axes_of
+
+_BIG = 1024  # elements; what is smaller is no matrix
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_PRODUCTS = frozenset("dot_general cholesky eigh eig lu qr householder_product svd triangular_solve schur".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateLayout:
+    """Where the arrays of an update are: by their paths and shapes, on a mesh."""
+
+    places: StatePlaces
+    mesh: Mesh
+
+
+update_layout: contextvars.ContextVar[UpdateLayout | None] = contextvars.ContextVar("update_layout", default=None)
+"""Of the update at work; None outside of a transformation of `js.shard_optimizer`."""
+
+
+def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The transformation, with whole matrices computed once: each by the device that owns it.
+
+    Matrices of one shape and sharding are stacked; one all-to-all brings whole matrices to their owners, as many to
+    each, and one brings the results back. State is sharded, and stored, as it is without. Where fewer matrices are
+    alike than half the devices that share one, and for what has no product of matrices, the update is as before.
+    Stacked layers, `(layers, rows, columns)`, are split by layers.
+
+    Args:
+        tx: any Optax transformation, such as `optax.contrib.muon(1e-3)`. `js.shard_optimizer` must be given the result,
+            alone or inside `optax.chain` and the like.
+
+    Returns:
+        A transformation with the same state.
+
+    Raises:
+        CallError: when it updates without `js.shard_optimizer`, which knows the mesh.
+
+    Source: owner-computed updates, as in "Muon is Scalable for LLM Training", https://arxiv.org/abs/2502.16982.
+
+    Example:
+        >>> optimizer = js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3)))
+    """
+    plain = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        found = update_layout.get()
+        if found is None:
+            raise CallError(
+                "js.owned does not know where the arrays are.",
+                where="js.owned(tx).update(...)",
+                why="the mesh and the placements are the model's, and js.shard_optimizer brings them.",
+                do="optimizer = js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3)))\n"
+                "Linen: TrainState.create(..., tx=js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3))))",
+            )
+        given, tree = jax.tree.flatten_with_path((grads, state, params, extra))
+        at = [i for i, (_, x) in enumerate(given) if isinstance(x, jax.Array)]
+
+        def flat(*arrays: jax.Array) -> Any:
+            leaves = [x for _, x in given]
+            for i, x in zip(at, arrays, strict=True):
+                leaves[i] = x
+            grads, state, params, extra = jax.tree.unflatten(tree, leaves)
+            return plain.update(grads, state, params, **extra)
+
+        arrays = [given[i][1] for i in at]
+        specs = [found.places.spec(key_texts(given[i][0]), given[i][1].shape) for i in at]
+        return _Program(flat, arrays, specs, found.mesh).run(arrays)
+
+    return optax.GradientTransformationExtraArgs(plain.init, cast(Any, update))
+
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The equations of one matrix, from the first that needs it whole to the last, as a program."""
+
+    jaxpr: Any
+    inputs: tuple[Any, ...]  # variables of the whole program, as are the outputs
+    outputs: tuple[Any, ...]
+    equations: frozenset[int]  # their numbers in the whole program
+
+
+class _Program:
+    """An update as equations, and what of it is computed by owners."""
+
+    def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[Any], mesh: Mesh) -> None:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+        self.tree = jax.tree.structure(shape)
+        closed = jax.make_jaxpr(functools.partial(_evaluated, closed.jaxpr, closed.consts))(*arrays)
+        self.jaxpr, self.consts, self.mesh = closed.jaxpr, closed.consts, mesh
+        self.specs: dict[Any, PartitionSpec] = {}
+        for variable, spec in zip(self.jaxpr.invars, specs, strict=True):
+            if self._axes(spec) and variable.aval.size >= _BIG:
+                self.specs[variable] = spec
+        self.makers = {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
+        self.batches = self._batches()
+
+    def run(self, arrays: Sequence[Any]) -> Any:
+        """The results of the update."""
+        known: dict[Any, Any] = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        known |= dict(zip(self.jaxpr.invars, arrays, strict=True))
+        inside = {i for batch in self.batches for part in batch for i in part.equations}
+        work: list[tuple[Iterable[Any], Callable[[], dict]]] = []
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            if i not in inside:
+                run = lambda eqn=eqn: dict(
+                    zip(eqn.outvars, _compat.bind(eqn, [_value(v, known) for v in eqn.invars]), strict=True)
+                )
+                work.append(([v for v in eqn.invars if not isinstance(v, jex.Literal)], run))
+        for batch in self.batches:
+            work.append(([v for part in batch for v in part.inputs], functools.partial(self._run, batch, known)))
+        while work:  # batches wait for all their members, and hold up what needs one of them
+            waiting = []
+            for needed, run in work:
+                if all(v in known for v in needed):
+                    known |= run()
+                else:
+                    waiting.append((needed, run))
+            assert len(waiting) < len(work), "parts are convex: none waits for its own results"
+            work = waiting
+        return jax.tree.unflatten(self.tree, [_value(v, known) for v in self.jaxpr.outvars])
+
+    def _run(self, batch: Sequence[_Part], known: dict[Any, Any]) -> dict[Any, Any]:
+        """Computes a batch: brings its matrices to their owners, and the results back."""
+        spec = self._spec(batch[0])
+        axes = self._axes(spec)
+        degree = math.prod(self.mesh.shape[axis] for axis in axes)
+        by_layers = _layers(batch, spec) > len(batch)
+        count = len(batch) if by_layers else -(-len(batch) // degree) * degree
+        owners = PartitionSpec(None, axes) if by_layers else PartitionSpec(axes)
+
+        def placed(x: Any, *specs: PartitionSpec | None) -> Any:
+            for one in specs if x.size >= _BIG * count else ():
+                x = x if one is None else lax.with_sharding_constraint(x, NamedSharding(self.mesh, one))
+            return x
+
+        values, dims = [], []
+        for variables in zip(*(part.inputs for part in batch), strict=True):
+            if len(set(variables)) == 1:
+                values.append(known[variables[0]])
+                dims.append(None)
+                continue
+            stacked = jnp.stack([known[variables[k % len(batch)]] for k in range(count)])
+            values.append(placed(stacked, self._stacked(variables[0]), owners))
+            dims.append(0)
+        run = functools.partial(_evaluated, batch[0].jaxpr, ())
+        found = jax.vmap(run, in_axes=tuple(dims), axis_size=count)(*values)
+        like = {v.aval.shape: self._stacked(v) for v in batch[0].inputs if v in self.specs}
+        home = [placed(x, owners, like.get(v.aval.shape)) for x, v in zip(found, batch[0].outputs, strict=True)]
+        return {v: x[k] for k, part in enumerate(batch) for v, x in zip(part.outputs, home, strict=True)}
+
+    def _axes(self, spec: PartitionSpec) -> Axes:
+        return tuple(axis for entry in spec for axis in axes_of(entry) if self.mesh.shape[axis] > 1)
+
+    def _spec(self, part: _Part) -> PartitionSpec:
+        """Of the matrix that it is about."""
+        return next(self.specs[v] for v in part.inputs if v in self.specs)
+
+    def _stacked(self, variable: Any) -> PartitionSpec | None:
+        spec = self.specs.get(variable)
+        return None if spec is None else PartitionSpec(None, *spec)
+
+    def _batches(self) -> list[list[_Part]]:
+        """The parts that are alike, where there are enough of them."""
+        alike = collections.defaultdict(list)
+        for part in self._parts():
+            if any(v in self.specs for v in part.inputs):
+                key = str(part.jaxpr), tuple((str(v.aval), self.specs.get(v)) for v in part.inputs)
+                alike[key].append(part)
+
+        def enough(batch: list[_Part]) -> bool:
+            spec = self._spec(batch[0])
+            degree = math.prod(self.mesh.shape[axis] for axis in self._axes(spec))
+            return 2 * max(len(batch), _layers(batch, spec)) >= degree
+
+        return list(filter(enough, alike.values()))
+
+    def _parts(self) -> list[_Part]:
+        """What needs whole matrices, matrix by matrix."""
+        inside = self._between(self._mixing())
+        groups: dict[int, int] = {}
+
+        def root(i: int) -> int:
+            while groups.setdefault(i, i) != i:
+                i = groups[i]
+            return i
+
+        for i in inside:
+            for v in self._variables(i):
+                if self.makers.get(v) in inside:
+                    groups[root(i)] = root(self.makers[v])
+        members = collections.defaultdict(list)
+        for i in sorted(inside):
+            members[root(i)].append(i)
+        return [self._part(found) for found in members.values() if any(map(self._is_product, found))]
+
+    def _mixing(self) -> set[int]:
+        """Equations that make large arrays of a sharded one, or of what was made so, and not element by element."""
+        found, mixed = set(), set()
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            large = [v for v in eqn.outvars if v.aval.size >= _BIG]
+            of = next((v for v in self._variables(i) if v in self.specs), None)
+            is_mixed = any(v in mixed for v in self._variables(i))
+            if eqn.primitive.name in ELEMENTWISE:
+                mixed.update(large if is_mixed else ())
+                if of is not None and not is_mixed:
+                    self.specs |= {v: self.specs[of] for v in large if v.aval.shape == of.aval.shape}
+            elif large and (of is not None or is_mixed):
+                found.add(i)
+                mixed.update(large)
+        return found
+
+    def _between(self, mixing: set[int]) -> set[int]:
+        """These equations, and what is on the way from one to another."""
+        after, before = set(mixing), set(mixing)
+        for i in range(len(self.jaxpr.eqns)):
+            if any(self.makers.get(v) in after for v in self._variables(i)):
+                after.add(i)
+        for i in reversed(range(len(self.jaxpr.eqns))):
+            if i in before:
+                before.update(self.makers[v] for v in self._variables(i) if v in self.makers)
+        return after & before
+
+    def _part(self, equations: list[int]) -> _Part:
+        """A program of some equations; what it needs of constants is made in it again."""
+        constant: list[int] = []
+
+        def add_constants(i: int) -> None:
+            for v in self._variables(i):
+                maker = self.makers.get(v)
+                if maker is not None and maker not in constant and maker not in equations and self._is_constant(maker):
+                    add_constants(maker)
+                    constant.append(maker)
+
+        for i in equations:
+            add_constants(i)
+        eqns = [self.jaxpr.eqns[i] for i in (*constant, *equations)]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        inputs = dict.fromkeys(v for i in (*constant, *equations) for v in self._variables(i) if v not in made)
+        own = {v for i in equations for v in self.jaxpr.eqns[i].outvars}
+        used = {v for v in self.jaxpr.outvars if not isinstance(v, jex.Literal)}
+        used |= {v for i in range(len(self.jaxpr.eqns)) if i not in equations for v in self._variables(i)}
+        outputs = [v for eqn in eqns for v in eqn.outvars if v in own and v in used]
+        jaxpr = jex.Jaxpr((), list(inputs), outputs, eqns)
+        return _Part(jaxpr, tuple(inputs), tuple(outputs), frozenset(equations))
+
+    def _is_constant(self, i: int) -> bool:
+        return all(v in self.makers and self._is_constant(self.makers[v]) for v in self._variables(i))
+
+    def _is_product(self, i: int) -> bool:
+        eqn = self.jaxpr.eqns[i]
+        return eqn.primitive.name in _PRODUCTS or any(_has_jaxpr(value) for value in eqn.params.values())
+
+    def _variables(self, i: int) -> list[Any]:
+        return [v for v in self.jaxpr.eqns[i].invars if not isinstance(v, jex.Literal)]
+
+
+def _layers(batch: Sequence[_Part], spec: PartitionSpec) -> int:
+    """Layers of a stacked matrix that is not split by layers; 1 for a matrix."""
+    shape = next(v.aval.shape for v in batch[0].inputs if v.aval.size >= _BIG and v.aval.ndim >= len(spec))
+    return shape[0] if len(shape) > 2 and (not spec or spec[0] is None) else 1
+
+
+def _has_jaxpr(value: Any) -> bool:
+    return hasattr(value, "jaxpr") or hasattr(value, "eqns") or (isinstance(value, tuple) and any(map(_has_jaxpr, value)))
+
+
+def _value(variable: Any, known: dict[Any, Any]) -> Any:
+    return variable.val if isinstance(variable, jex.Literal) else known[variable]
+
+
+def _evaluated(jaxpr: Any, consts: Sequence[Any], *arrays: Any) -> list[Any]:
+    """The results of a program, with the programs that it calls in their place."""
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
+    for eqn in jaxpr.eqns:
+        values = [_value(v, known) for v in eqn.invars]
+        name = _CALLS.get(eqn.primitive.name)
+        if name is None:
+            found = _compat.bind(eqn, values)
+        else:
+            called = eqn.params[name]
+            found = _evaluated(called.jaxpr, called.consts, *values)
+        known |= dict(zip(eqn.outvars, found, strict=True))
+    return [_value(v, known) for v in jaxpr.outvars]
