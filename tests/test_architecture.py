@@ -25,7 +25,7 @@ ROOMS = (
     *("parallel", "kernels", *CORE, "facts", "ground"),
 )
 MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 44_545, 173, 10_485, 39
-MOST_NAMES, MOST_PARAMETERS = 25, 9
+MOST_NAMES, MOST_PARAMETERS = 26, 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
 
 # Exceptions that are there today.

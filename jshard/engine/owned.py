@@ -106,7 +106,7 @@ Axes = tuple[str, ...]
 class _Part:
     """The equations of one matrix, from the first that needs it whole to the last, as a program."""
 
-    jaxpr: Any
+    program: Any  # a closed jaxpr
     inputs: tuple[Any, ...]  # variables of the whole program, as are the outputs
     outputs: tuple[Any, ...]
     equations: frozenset[int]  # their numbers in the whole program
@@ -118,7 +118,7 @@ class _Program:
     def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[Any], mesh: Mesh) -> None:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         self.tree = jax.tree.structure(shape)
-        closed = jax.make_jaxpr(functools.partial(_evaluated, closed.jaxpr, closed.consts))(*arrays)
+        closed = jax.make_jaxpr(functools.partial(_evaluated, closed))(*arrays)
         self.jaxpr, self.consts, self.mesh = closed.jaxpr, closed.consts, mesh
         self.specs: dict[Any, PartitionSpec] = {}
         for variable, spec in zip(self.jaxpr.invars, specs, strict=True):
@@ -175,7 +175,7 @@ class _Program:
             stacked = jnp.stack([known[variables[k % len(batch)]] for k in range(count)])
             values.append(placed(stacked, self._stacked(variables[0]), owners))
             dims.append(0)
-        run = functools.partial(_evaluated, batch[0].jaxpr, ())
+        run = functools.partial(_evaluated, batch[0].program)
         found = jax.vmap(run, in_axes=tuple(dims), axis_size=count)(*values)
         like = {v.aval.shape: self._stacked(v) for v in batch[0].inputs if v in self.specs}
         home = [placed(x, owners, like.get(v.aval.shape)) for x, v in zip(found, batch[0].outputs, strict=True)]
@@ -197,7 +197,7 @@ class _Program:
         alike = collections.defaultdict(list)
         for part in self._parts():
             if any(v in self.specs for v in part.inputs):
-                key = str(part.jaxpr), tuple((str(v.aval), self.specs.get(v)) for v in part.inputs)
+                key = str(part.program), tuple((str(v.aval), self.specs.get(v)) for v in part.inputs)
                 alike[key].append(part)
 
         def enough(batch: list[_Part]) -> bool:
@@ -273,8 +273,10 @@ class _Program:
         used = {v for v in self.jaxpr.outvars if not isinstance(v, jex.Literal)}
         used |= {v for i in range(len(self.jaxpr.eqns)) if i not in equations for v in self._variables(i)}
         outputs = [v for eqn in eqns for v in eqn.outvars if v in own and v in used]
-        jaxpr = jex.Jaxpr((), list(inputs), outputs, eqns)
-        return _Part(jaxpr, tuple(inputs), tuple(outputs), frozenset(equations))
+        run = lambda *values: _run_equations(eqns, dict(zip(inputs, values, strict=True)), outputs)
+        return _Part(
+            jax.make_jaxpr(run)(*(v.aval for v in inputs)), tuple(inputs), tuple(outputs), frozenset(equations)
+        )
 
     def _is_constant(self, i: int) -> bool:
         return all(v in self.makers and self._is_constant(self.makers[v]) for v in self._variables(i))
@@ -294,23 +296,26 @@ def _layers(batch: Sequence[_Part], spec: PartitionSpec) -> int:
 
 
 def _has_jaxpr(value: Any) -> bool:
-    return hasattr(value, "jaxpr") or hasattr(value, "eqns") or (isinstance(value, tuple) and any(map(_has_jaxpr, value)))
+    return (
+        hasattr(value, "jaxpr") or hasattr(value, "eqns") or (isinstance(value, tuple) and any(map(_has_jaxpr, value)))
+    )
 
 
 def _value(variable: Any, known: dict[Any, Any]) -> Any:
     return variable.val if isinstance(variable, jex.Literal) else known[variable]
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Any], *arrays: Any) -> list[Any]:
+def _evaluated(closed: Any, *arrays: Any) -> list[Any]:
     """The results of a program, with the programs that it calls in their place."""
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
-    for eqn in jaxpr.eqns:
+    jaxpr = closed.jaxpr
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arrays), strict=True))
+    return _run_equations(jaxpr.eqns, known, jaxpr.outvars)
+
+
+def _run_equations(eqns: Sequence[Any], known: dict[Any, Any], results: Sequence[Any]) -> list[Any]:
+    for eqn in eqns:
         values = [_value(v, known) for v in eqn.invars]
-        name = _CALLS.get(eqn.primitive.name)
-        if name is None:
-            found = _compat.bind(eqn, values)
-        else:
-            called = eqn.params[name]
-            found = _evaluated(called.jaxpr, called.consts, *values)
+        called = _CALLS.get(eqn.primitive.name)
+        found = _compat.bind(eqn, values) if called is None else _evaluated(eqn.params[called], *values)
         known |= dict(zip(eqn.outvars, found, strict=True))
-    return [_value(v, known) for v in jaxpr.outvars]
+    return [_value(v, known) for v in results]
