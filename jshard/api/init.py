@@ -12,12 +12,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.context import during
-from jshard.engine.owned import UpdateLayout, update_layout
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
 from jshard.plans.checks import check_replicated, others_of
-from jshard.plans.memories import StatePlaces, key_texts, parts_of, paths_of, sharding_of, streamed, to_device
+from jshard.plans.memories import (
+    StatePlaces,
+    UpdateLayout,
+    key_texts,
+    parts_of,
+    paths_of,
+    sharding_of,
+    streamed,
+    to_device,
+    update_layout,
+)
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.padding import logical, padding_of, store
 from jshard.plans.plan import record_of

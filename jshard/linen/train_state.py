@@ -13,7 +13,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard.engine.accumulate import Loss
 from jshard.engine.context import during
-from jshard.engine.owned import UpdateLayout, update_layout
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Layout, Trained, boxed, boxed_like, joined, unboxed
@@ -21,6 +20,7 @@ from jshard.plans.checks import check_replicated
 from jshard.plans.memories import (
     Keys,
     StatePlaces,
+    UpdateLayout,
     fetched,
     key_texts,
     parts_of,
@@ -30,6 +30,7 @@ from jshard.plans.memories import (
     streamed,
     to_device,
     to_host,
+    update_layout,
 )
 from jshard.plans.placement import Placement
 

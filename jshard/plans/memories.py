@@ -1,5 +1,7 @@
 """Host memory and optimizer state: which devices have it, where each array is, updates a part at a time."""
 
+import contextvars
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -149,6 +151,18 @@ class StatePlaces:
             return parameter.partition_spec
         dim = max(fits, key=lambda d: parameter.shape[d])
         return PartitionSpec(*[REPLICA if d == dim else e for d, e in enumerate(parameter.spec)])
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateLayout:
+    """Where the arrays of an optimizer's update are: by their paths and shapes, on a mesh."""
+
+    places: StatePlaces
+    mesh: Mesh
+
+
+update_layout: contextvars.ContextVar[UpdateLayout | None] = contextvars.ContextVar("update_layout", default=None)
+"""Of the update at work; None outside of a transformation of `js.shard_optimizer`."""
 
 
 def tail_in(paths: Container[Keys], path: Keys) -> Keys | None:

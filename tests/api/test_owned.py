@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,7 +26,7 @@ from tests.parity import flat
 from tests.wide import wide
 
 WIDTH, HIDDEN, WIDE, STEPS = 32, 64, 512, 10
-ROWS = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
+ROWS = jnp.asarray(np.random.default_rng(0).standard_normal((16, WIDTH)), jnp.float32)
 
 OPTIMIZERS = {
     "muon": lambda: optax.contrib.muon(1e-2),
@@ -51,7 +52,9 @@ def loss_fn(model: Layers, x: jax.Array) -> jax.Array:
     return ((model(x) - jnp.flip(x, 1)) ** 2).mean()
 
 
-def sharded(layers: int, mesh: jax.sharding.Mesh, hidden: int = HIDDEN) -> Layers:
+def sharded(layers: int, hidden: int = HIDDEN, **degrees: int) -> Layers:
+    mesh = js.mesh(**degrees)
+
     def annotate(model: Layers) -> None:
         if mesh.shape["tensor"] > 1:
             for up in model.up:
@@ -67,7 +70,7 @@ def step(model: Layers, optimizer: nnx.Optimizer, x: jax.Array) -> None:
     optimizer.update(model, nnx.grad(loss_fn)(model, x))
 
 
-def trained(model: Layers, optimizer: nnx.Optimizer, steps: int = STEPS) -> dict[str, np.ndarray]:
+def trained(model: Any, optimizer: nnx.Optimizer, steps: int = STEPS) -> dict[str, np.ndarray]:
     for _ in range(steps):
         step(model, optimizer, ROWS)
     return flat(nnx.state(model, nnx.Param))
@@ -96,7 +99,7 @@ def assert_same_places(found: nnx.State, wanted: nnx.State) -> None:
 
 def compiled(tx: optax.GradientTransformation, layers: int, **degrees: int) -> jax.stages.Compiled:
     """The update alone, of gradients that are there."""
-    model = sharded(layers, js.mesh(**degrees), WIDE)
+    model = sharded(layers, WIDE, **degrees)
     optimizer = js.shard_optimizer(model, tx)
     grads = nnx.jit(nnx.grad(loss_fn))(model, ROWS)
     return (
@@ -107,7 +110,7 @@ def compiled(tx: optax.GradientTransformation, layers: int, **degrees: int) -> j
 
 
 def counted(program: jax.stages.Compiled) -> dict[str, int]:
-    kinds = re.findall(r" (all-to-all|all-reduce|all-gather|reduce-scatter)(?:-start)?\(", program.as_text())
+    kinds = re.findall(r" (all-to-all|all-reduce|all-gather|reduce-scatter)(?:-start)?\(", program.as_text() or "")
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
 
@@ -124,7 +127,7 @@ def counted(program: jax.stages.Compiled) -> dict[str, int]:
     ],
 )
 def test_the_updates_of_one_device(name, degrees, layers):
-    model = sharded(layers, js.mesh(**degrees))
+    model = sharded(layers, **degrees)
     optimizer = js.shard_optimizer(model, js.owned(OPTIMIZERS[name]()))
     plain = nnx.state(js.shard_optimizer(model, OPTIMIZERS[name]()))
     assert_same_places(nnx.state(optimizer), plain)  # state as without, and so in a checkpoint
@@ -211,18 +214,18 @@ def test_a_linen_model():
 
 
 def test_a_checkpoint_goes_on_without_it_and_on_another_mesh(tmp_path):
-    model = sharded(8, js.mesh(fsdp=8))
+    model = sharded(8, fsdp=8)
     optimizer = js.shard_optimizer(model, js.owned(OPTIMIZERS["muon"]()))
     trained(model, optimizer, 5)
     js.checkpoint.save(tmp_path / "five", (model, optimizer))
-    again = sharded(8, js.mesh(replica=2, fsdp=4))
+    again = sharded(8, replica=2, fsdp=4)
     other = js.shard_optimizer(again, OPTIMIZERS["muon"]())
     again, other = js.checkpoint.restore(tmp_path / "five", (again, other))
     assert distance(trained(again, other, 5), on_one_device("muon", 8)) <= 1e-6
 
 
 def test_without_shard_optimizer_it_says_what_is_missing():
-    model = sharded(2, js.mesh())
+    model = sharded(2)
     with pytest.raises(CallError, match=r"(?s)does not know where the arrays are.*js.shard_optimizer\(model, js.owned"):
         step(model, nnx.Optimizer(model, js.owned(OPTIMIZERS["muon"]()), wrt=nnx.Param), ROWS)
 

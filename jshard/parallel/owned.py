@@ -10,7 +10,6 @@ where arrays are changes: the numbers are those of the same equations.
 from __future__ import annotations
 
 import collections
-import contextvars
 import dataclasses
 import functools
 import math
@@ -27,24 +26,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard import _compat
 from jshard.engine.rules.shapes import ELEMENTWISE
 from jshard.errors import CallError
-from jshard.plans.memories import StatePlaces, key_texts
+from jshard.plans.memories import key_texts, update_layout
 from jshard.plans.placement import axes_of
 
 _BIG = 1024  # elements; what is smaller is no matrix
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _PRODUCTS = frozenset("dot_general cholesky eigh eig lu qr householder_product svd triangular_solve schur".split())
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateLayout:
-    """Where the arrays of an update are: by their paths and shapes, on a mesh."""
-
-    places: StatePlaces
-    mesh: Mesh
-
-
-update_layout: contextvars.ContextVar[UpdateLayout | None] = contextvars.ContextVar("update_layout", default=None)
-"""Of the update at work; None outside of a transformation of `js.shard_optimizer`."""
 
 
 def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -94,7 +81,7 @@ def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
 
         arrays = [given[i][1] for i in at]
         specs = [found.places.spec(key_texts(given[i][0]), given[i][1].shape) for i in at]
-        return _Program(flat, arrays, specs, found.mesh).run(arrays)
+        return _UpdateProgram(flat, arrays, specs, found.mesh).run(arrays)
 
     return optax.GradientTransformationExtraArgs(plain.init, cast(Any, update))
 
@@ -103,7 +90,7 @@ Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _MatrixPart:
     """The equations of one matrix, from the first that needs it whole to the last, as a program."""
 
     program: Any  # a closed jaxpr
@@ -112,7 +99,7 @@ class _Part:
     equations: frozenset[int]  # their numbers in the whole program
 
 
-class _Program:
+class _UpdateProgram:
     """An update as equations, and what of it is computed by owners."""
 
     def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[Any], mesh: Mesh) -> None:
@@ -152,7 +139,7 @@ class _Program:
             work = waiting
         return jax.tree.unflatten(self.tree, [_value(v, known) for v in self.jaxpr.outvars])
 
-    def _run(self, batch: Sequence[_Part], known: dict[Any, Any]) -> dict[Any, Any]:
+    def _run(self, batch: Sequence[_MatrixPart], known: dict[Any, Any]) -> dict[Any, Any]:
         """Computes a batch: brings its matrices to their owners, and the results back."""
         spec = self._spec(batch[0])
         axes = self._axes(spec)
@@ -184,7 +171,7 @@ class _Program:
     def _axes(self, spec: PartitionSpec) -> Axes:
         return tuple(axis for entry in spec for axis in axes_of(entry) if self.mesh.shape[axis] > 1)
 
-    def _spec(self, part: _Part) -> PartitionSpec:
+    def _spec(self, part: _MatrixPart) -> PartitionSpec:
         """Of the matrix that it is about."""
         return next(self.specs[v] for v in part.inputs if v in self.specs)
 
@@ -192,7 +179,7 @@ class _Program:
         spec = self.specs.get(variable)
         return None if spec is None else PartitionSpec(None, *spec)
 
-    def _batches(self) -> list[list[_Part]]:
+    def _batches(self) -> list[list[_MatrixPart]]:
         """The parts that are alike, where there are enough of them."""
         alike = collections.defaultdict(list)
         for part in self._parts():
@@ -200,14 +187,14 @@ class _Program:
                 key = str(part.program), tuple((str(v.aval), self.specs.get(v)) for v in part.inputs)
                 alike[key].append(part)
 
-        def enough(batch: list[_Part]) -> bool:
+        def enough(batch: list[_MatrixPart]) -> bool:
             spec = self._spec(batch[0])
             degree = math.prod(self.mesh.shape[axis] for axis in self._axes(spec))
             return 2 * max(len(batch), _layers(batch, spec)) >= degree
 
         return list(filter(enough, alike.values()))
 
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[_MatrixPart]:
         """What needs whole matrices, matrix by matrix."""
         inside = self._between(self._mixing())
         groups: dict[int, int] = {}
@@ -253,7 +240,7 @@ class _Program:
                 before.update(self.makers[v] for v in self._variables(i) if v in self.makers)
         return after & before
 
-    def _part(self, equations: list[int]) -> _Part:
+    def _part(self, equations: list[int]) -> _MatrixPart:
         """A program of some equations; what it needs of constants is made in it again."""
         constant: list[int] = []
 
@@ -274,7 +261,7 @@ class _Program:
         used |= {v for i in range(len(self.jaxpr.eqns)) if i not in equations for v in self._variables(i)}
         outputs = [v for eqn in eqns for v in eqn.outvars if v in own and v in used]
         run = lambda *values: _run_equations(eqns, dict(zip(inputs, values, strict=True)), outputs)
-        return _Part(
+        return _MatrixPart(
             jax.make_jaxpr(run)(*(v.aval for v in inputs)), tuple(inputs), tuple(outputs), frozenset(equations)
         )
 
@@ -289,7 +276,7 @@ class _Program:
         return [v for v in self.jaxpr.eqns[i].invars if not isinstance(v, jex.Literal)]
 
 
-def _layers(batch: Sequence[_Part], spec: PartitionSpec) -> int:
+def _layers(batch: Sequence[_MatrixPart], spec: PartitionSpec) -> int:
     """Layers of a stacked matrix that is not split by layers; 1 for a matrix."""
     shape = next(v.aval.shape for v in batch[0].inputs if v.aval.size >= _BIG and v.aval.ndim >= len(spec))
     return shape[0] if len(shape) > 2 and (not spec or spec[0] is None) else 1
