@@ -28,8 +28,8 @@ Entry = Mapping[str, Value]
 IN_FLIGHT = 8
 _LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
 _COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
-# XLA of jaxlib 0.12 compiles all-reduces of a few bytes, such as that of a loss, to kernels of its own, and ends the
-# process where the mesh has two axes of data: "size mismatch when packing elements for LLVM struct". NCCL's are used.
+# Where more than 8 GPUs share links, XLA of jaxlib 0.12 compiles an all-reduce of one number, such as that of a loss, to
+# a kernel of its own, and ends the process: "size mismatch when packing elements for LLVM struct". NCCL's is taken.
 _NCCL_ALONE: Entry = {"xla_gpu_experimental_use_collective_kernels": ""}
 _NOT_MISSED = frozenset(_NCCL_ALONE)  # where the name is unknown there are no such kernels
 _DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
@@ -62,8 +62,8 @@ _HOPPER = 9  # its compute capability
 
 # No entry: nothing was shown to help.
 PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
-    "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER, _NCCL_ALONE), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
-    "memory": {GPU: (_LIMIT, *_PIPELINED, _NCCL_ALONE)},
+    "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
+    "memory": {GPU: (_LIMIT, *_PIPELINED)},
 }
 _PLATFORMS = {"gpu": GPU, "cuda": GPU, "rocm": GPU, "tpu": TPU, "cpu": "cpu"}
 
@@ -120,8 +120,11 @@ def options_for(
 def _entries(profile: str | None, platform: str, family: str) -> tuple[Entry, ...]:
     by_device = PROFILES[profile] if profile is not None else {}
     entries = by_device.get(platform, by_device.get(family, ()))
-    target = DEVICES[platform].target if platform in DEVICES else None
-    return (*entries, *_AMPERE) if entries and target is not None and target.major < _HOPPER else entries
+    device = DEVICES.get(platform)
+    if not entries or device is None or device.target is None:
+        return entries
+    more = _AMPERE if device.target.major < _HOPPER else (_NCCL_ALONE,) if device.hosts_share_links else ()
+    return (*entries, *more)
 
 
 def _chosen(entries: Sequence[Entry], refused: frozenset[str]) -> Options:

@@ -108,7 +108,10 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     require_compiler(topology.device.platform)
     target = topology.device.target
     if target is not None:  # a GPU
-        shape = "x".join(map(str, topology.extents))
+        slices, hosts, each = topology.extents
+        if not topology.device.hosts_share_links:  # XLA takes the hosts of a slice to be joined by NVLink, since 0.12
+            slices, hosts = slices * hosts, 1
+        shape = f"{slices}x{hosts}x{each}"
         return _described("cuda", topology, target_config=target_config_text(target), topology=shape)
     # Another process of ours may hold libtpu's lock; nothing here touches a TPU.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

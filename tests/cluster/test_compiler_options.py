@@ -38,6 +38,15 @@ def test_on_an_a100_the_scheduler_is_turned_on_that_xla_keeps_for_later_gpus():
     assert compiler_options(None, platform="a100-40") == {}
 
 
+def test_where_hosts_share_links_small_all_reduces_are_left_to_nccl():
+    names = LIMIT, UNROLLING, "xla_gpu_experimental_use_collective_kernels"
+    newer, older = (
+        options_for("fastest", platform="gb200", overrides={}, try_compile=compiler(*known))
+        for known in (names, names[:2])
+    )
+    assert newer == older | {names[2]: ""}  # an older version, which does not know it, is not warned about
+
+
 def test_the_name_that_the_version_knows_is_taken():
     old, new = "xla_gpu_enable_pipelined_{}", "xla_gpu_pipeline_{}"
     kinds = ("all_gather", "reduce_scatter")
