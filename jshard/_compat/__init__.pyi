@@ -9,6 +9,7 @@ from jshard._compat.environment import orbax_operations as orbax_operations
 from jshard._compat.environment import plugin_versions as plugin_versions
 from jshard._compat.environment import set_orbax_deadline as set_orbax_deadline
 from jshard._compat.environment import versions as versions
+from jshard._compat.programs import ESTIMATES_AMPERE as ESTIMATES_AMPERE
 from jshard._compat.programs import LINEN_CALL as LINEN_CALL
 from jshard._compat.programs import SETTINGS as SETTINGS
 from jshard._compat.programs import asked_of_results as asked_of_results

@@ -16,6 +16,9 @@ from flax.nnx import graphlib
 from jax import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+ESTIMATES_AMPERE = jax.__version_info__ < (0, 11)
+"""Whether XLA's analytical latency estimator is known to work for an A100."""
+
 
 def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     """Compiler options for the program that initialises a model.

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jshard import _compat
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, device_of
 
@@ -28,7 +29,7 @@ Entry = Mapping[str, Value]
 IN_FLIGHT = 8
 _LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
 _COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
-# Where more than 8 GPUs share links, XLA of jaxlib 0.12 compiles an all-reduce of one number, such as that of a loss, to
+# Where more than 8 GPUs share links, XLA of jaxlib 0.12 compiles an all-reduce of one number, as that of a loss, to
 # a kernel of its own, and ends the process: "size mismatch when packing elements for LLVM struct". NCCL's is taken.
 _NCCL_ALONE: Entry = {"xla_gpu_experimental_use_collective_kernels": ""}
 _NOT_MISSED = frozenset(_NCCL_ALONE)  # where the name is unknown there are no such kernels
@@ -53,10 +54,13 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = (
 )
 
 # XLA's own model of how long kernels and collectives take is for Hopper and Blackwell alone (SolLatencyEstimator::
-# IsSupportedForModule), and without one it leaves its latency-hiding scheduler out. An older one serves Ampere.
+# IsSupportedForModule), and without one it leaves its latency-hiding scheduler out. An older one serves Ampere; that of
+# jaxlib 0.12 ends the process ("Check failed: buffer != nullptr" in AnalyticalLatencyEstimator::NodeCost). Neither
+# knows how long collectives last there, so they are to begin as early as they can.
 _AMPERE: tuple[Entry, ...] = (
     {"xla_gpu_enable_latency_hiding_scheduler": True},
-    {"xla_gpu_enable_analytical_latency_estimator": True},
+    {"xla_gpu_experimental_collective_start_as_early_as_possible": True},
+    *(({"xla_gpu_enable_analytical_latency_estimator": True},) if _compat.ESTIMATES_AMPERE else ()),
 )
 _HOPPER = 9  # its compute capability
 
