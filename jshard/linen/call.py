@@ -52,7 +52,8 @@ def described(leaf: Any, path: Path) -> Leaf:
         )
     shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
     if isinstance(leaf, nn.LogicallyPartitioned):
-        spec = tuple(logical_to_mesh_axes(leaf.names, leaf.rules) or ())
+        rules = leaf.rules or nn.get_logical_axis_rules()  # without any, the placement's axis_rules say it
+        spec = tuple(logical_to_mesh_axes(leaf.names, rules) or ()) if rules else leaf.names
     elif isinstance(leaf, nn.Partitioned):
         spec = tuple(leaf.get_partition_spec())
     return Leaf(shape, jnp.dtype(raw.dtype).name, spec)

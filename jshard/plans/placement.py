@@ -118,6 +118,8 @@ class ShardPlacement:
             which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen
             model that is so by itself, as what is around it runs in global view, too. What it communicates is the
             model's own; of the settings of `js.fully_shard` it takes this one, with `offload` at most `"optimizer"`.
+        axis_rules: mesh axes for names that the model's own annotations give to dims of parameters: an axis, a tuple
+            of axes, or None for one that splits nothing. `fsdp` needs no rule: which dim it takes is decided here.
 
     Example:
         >>> placement = js.ShardPlacement(shard_dim=0, offload="optimizer")
@@ -131,9 +133,15 @@ class ShardPlacement:
     min_size: int = 1024
     offload: str | None = None
     gathered: bool = True
+    axis_rules: Mapping[str, Entry] | Sequence[tuple[str, Entry]] = ()
 
     def __post_init__(self) -> None:
         named = self.allow_replicated
+        rules = self.axis_rules.items() if isinstance(self.axis_rules, Mapping) else self.axis_rules
+        object.__setattr__(self, "axis_rules", tuple(rules))
+        known_axes = all(axis in AXES for _, entry in self.axis_rules for axis in axes_of(entry))
+        wanted = f"a dict from the model's names to axes ({', '.join(AXES)}) or None"
+        _check_field(known_axes, "axis_rules", dict(self.axis_rules), wanted, {"tp": TENSOR})
         object.__setattr__(self, "allow_replicated", (named,) if isinstance(named, str) else tuple(named))
         dim = self.shard_dim is None or callable(self.shard_dim) or type(self.shard_dim) is int
         _check_field(dim, "shard_dim", self.shard_dim, "a number or a function of (path, shape)", 0)
@@ -170,8 +178,10 @@ def place(
     `given` are the mesh axes that the model itself asked for, one entry a dim. A dim that does not divide is stored
     padded if `pads`, else the parameter is replicated, as if the annotation leaves it out (`ignored`).
     """
-    named, given = given, tuple(_kept(entry, degrees) for entry in given)
-    _check_given(path, shape, named, given, degrees)
+    named, rules = given, dict(asked.axis_rules)
+    given = tuple(_kept(_ruled(entry, rules), degrees) for entry in given)
+    unknown = [n for entry in named for n in axes_of(entry) if n not in rules and n not in {*degrees, *AXES}]
+    _check_given(path, shape, named, unknown, given, degrees)
     free = [d for d in range(asked.stacked, len(shape)) if d >= len(given) or given[d] is None]
     dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degrees[FSDP], asked, pads)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
@@ -197,6 +207,14 @@ def place(
     )
 
 
+def _ruled(entry: Entry, rules: Mapping[str, Entry]) -> Entry:
+    """A model's own annotation of a dim in the axes of the mesh."""
+    if not any(n in rules for n in axes_of(entry)):
+        return entry
+    found = tuple(axis for n in axes_of(entry) for axis in axes_of(rules.get(n, n)))
+    return found[0] if len(found) == 1 else found or None
+
+
 def _kept(entry: Entry, degrees: Mapping[str, int]) -> Entry:
     """What a model's own annotation says for a dim, without axes that split nothing here.
 
@@ -207,17 +225,32 @@ def _kept(entry: Entry, degrees: Mapping[str, int]) -> Entry:
 
 
 def _check_given(
-    path: str, shape: tuple[int, ...], named: tuple[Entry, ...], given: tuple[Entry, ...], degrees: Mapping[str, int]
+    path: str,
+    shape: tuple[int, ...],
+    named: tuple[Entry, ...],
+    unknown: Sequence[str],
+    given: tuple[Entry, ...],
+    degrees: Mapping[str, int],
 ) -> None:
     """Raises for a model's own annotation whose split would be lost, or does not divide."""
-    unknown = [n for entry in named for n in axes_of(entry) if n not in degrees and n not in AXES]
     others = [a for a in (TENSOR, EXPERT) if degrees.get(a, 1) > 1]
     if unknown and others:  # which of them it means is not known; with none, there is nothing to split it over
         raise AnnotationError(
             "The model's own sharding of a parameter cannot be kept.",
             where=f"{path}  out_sharding={named}",
             why=f"{', '.join(map(repr, unknown))}: the mesh has {', '.join(degrees)}.",
-            do=f"name the axis as the mesh does: variable.set_metadata(out_sharding=(None, {others[0]!r})).",
+            do="say which axis each name is, or None: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement("
+            f"axis_rules={dict.fromkeys(unknown[:-1]) | {unknown[-1]: others[0]}}))",
+        )
+    split = [n for entry in given for n in axes_of(entry)]
+    if twice := next((n for n in split if split.count(n) > 1), None):
+        last = next(name for name, to in zip(reversed(named), reversed(given), strict=True) if twice in axes_of(to))
+        raise AnnotationError(
+            "Two dims of a parameter cannot be split over one axis.",
+            where=f"{path}  shape {tuple(shape)}  out_sharding={named}",
+            why=f"{twice!r} would be on {split.count(twice)} dims.",
+            do="leave it to one of the names: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement("
+            f"axis_rules={dict.fromkeys(axes_of(last))}))",
         )
     pieces = [math.prod(degrees[n] for n in axes_of(entry)) for entry in given]
     uneven = [d for d, (size, n) in enumerate(zip(shape, pieces, strict=False)) if size % n]
@@ -284,7 +317,7 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], d
 
 T = TypeVar("T")
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(ShardPlacement))
+_FIELDS = tuple(field.name for field in dataclasses.fields(ShardPlacement) if field.name != "axis_rules")
 
 _BY_TRACE = "how arrays are split follows from the trace of the call"
 GONE = {
