@@ -90,10 +90,9 @@ def test_a_checkpoint_restores_on_another_mesh(tmp_path):
 
 def test_a_name_without_a_rule_is_an_error_whose_line_works():
     mesh = js.mesh(fsdp=4, tensor=2)
-    with pytest.raises(AnnotationError, match="blocks/0/up/kernel|kernel") as caught:
+    with pytest.raises(AnnotationError, match="kernel") as caught:
         sharded(mesh, js.ShardPlacement(axis_rules={"embed": None}))
-    line = str(caught.value).split("None: ")[-1].rsplit("js.fully_shard", 1)[-1].replace("\n", " ")
-    assert "axis_rules={'tp': 'tensor'}" in " ".join(line.split())
+    assert "axis_rules={'tp': 'tensor'}" in " ".join(str(caught.value).split())
 
 
 def test_two_dims_on_one_axis_and_an_axis_that_is_none_are_errors():
