@@ -55,12 +55,13 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = (
 
 # XLA's own model of how long kernels and collectives take is for Hopper and Blackwell alone (SolLatencyEstimator::
 # IsSupportedForModule), and without one it leaves its latency-hiding scheduler out. An older one serves Ampere; that of
-# jaxlib 0.12 ends the process ("Check failed: buffer != nullptr" in AnalyticalLatencyEstimator::NodeCost). Neither
-# knows how long collectives last there, so they are to begin as early as they can.
+# jaxlib 0.12 ends the process ("Check failed: buffer != nullptr" in AnalyticalLatencyEstimator::NodeCost), and without
+# one collectives are to begin as early as they can.
+_ESTIMATOR: Entry = {"xla_gpu_enable_analytical_latency_estimator": True}
+_EARLY: Entry = {"xla_gpu_experimental_collective_start_as_early_as_possible": True}
 _AMPERE: tuple[Entry, ...] = (
     {"xla_gpu_enable_latency_hiding_scheduler": True},
-    {"xla_gpu_experimental_collective_start_as_early_as_possible": True},
-    *(({"xla_gpu_enable_analytical_latency_estimator": True},) if _compat.ESTIMATES_AMPERE else ()),
+    _ESTIMATOR if _compat.ESTIMATES_AMPERE else _EARLY,
 )
 _HOPPER = 9  # its compute capability
 

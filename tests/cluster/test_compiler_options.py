@@ -32,8 +32,8 @@ def test_the_installed_jaxlib_knows_every_option_of_the_gpu_profiles():
 
 def test_on_an_a100_the_scheduler_is_turned_on_that_xla_keeps_for_later_gpus():
     of_all, of_ampere = (compiler_options("fastest", platform=name) for name in ("h100", "a100-80"))
-    names = ["enable_latency_hiding_scheduler", "experimental_collective_start_as_early_as_possible"]
-    names += ["enable_analytical_latency_estimator"] if jax.__version_info__ < (0, 11) else []
+    estimator, early = "enable_analytical_latency_estimator", "experimental_collective_start_as_early_as_possible"
+    names = ["enable_latency_hiding_scheduler", estimator if jax.__version_info__ < (0, 11) else early]
     scheduler = {f"xla_gpu_{name}": True for name in names}
     assert of_all == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER} and of_ampere == of_all | scheduler
     assert compiler_options(None, platform="a100-40") == {}
