@@ -385,6 +385,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: wrapped call": lambda: shard(Wrapped()),
     "fully_shard: ignored matches nothing": lambda: shard(linear(), ignored=["kernel", "layers/*"]),
     "fully_shard: logical axes": lambda: shard(with_logical_axes(), mesh=js.mesh(fsdp=2, tensor=4)),
+    "fully_shard: two dims on one axis": lambda: shard(
+        with_logical_axes(), mesh=js.mesh(fsdp=2, tensor=4), axis_rules={"embed": "tensor", "fsdp": "tensor"}
+    ),
     "fully_shard: a tensor axis that does not divide": lambda: over_tensor(
         None, "tensor", mesh=js.mesh(tensor=3, fsdp=2, devices=6)
     ),

@@ -245,12 +245,13 @@ def _check_given(
     split = [n for entry in given for n in axes_of(entry)]
     if twice := next((n for n in split if split.count(n) > 1), None):
         last = next(name for name, to in zip(reversed(named), reversed(given), strict=True) if twice in axes_of(to))
+        ruled = {n: to for name, to in zip(named, given, strict=True) for n in axes_of(name) if n not in degrees}
         raise AnnotationError(
             "Two dims of a parameter cannot be split over one axis.",
             where=f"{path}  shape {tuple(shape)}  out_sharding={named}",
             why=f"{twice!r} would be on {split.count(twice)} dims.",
             do="leave it to one of the names: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement("
-            f"axis_rules={dict.fromkeys(axes_of(last))}))",
+            f"axis_rules={ruled | dict.fromkeys(axes_of(last))}))",
         )
     pieces = [math.prod(degrees[n] for n in axes_of(entry)) for entry in given]
     uneven = [d for d, (size, n) in enumerate(zip(shape, pieces, strict=False)) if size % n]
