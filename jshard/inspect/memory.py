@@ -122,7 +122,7 @@ def _kind(aval: Any, shards: int) -> tuple[str, int, int]:
 
 # Of what the head and the loss save, the part that their gradients take while it is still there; and of what a layer
 # computes again, the part that is there at once. Both fitted to programs that XLA compiled for GPUs: docs/planning.md.
-_HEAD_GRADIENTS, _AT_ONCE = 0.45, 0.85
+_HEAD_GRADIENTS, _AT_ONCE = 0.05, 0.85
 
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # what nnx.Optimizer adds
 
