@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.extend import core as jex
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.rules.shapes import ELEMENTWISE
 from jshard.errors import CallError
 from jshard.plans.memories import key_texts, update_layout
+from jshard.plans.mesh import AnyMesh
 from jshard.plans.placement import axes_of
 
 _BIG = 1024  # elements; what is smaller is no matrix
@@ -102,7 +103,7 @@ class _MatrixPart:
 class _UpdateProgram:
     """An update as equations, and what of it is computed by owners."""
 
-    def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[Any], mesh: Mesh) -> None:
+    def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[Any], mesh: AnyMesh) -> None:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         self.tree = jax.tree.structure(shape)
         closed = jax.make_jaxpr(functools.partial(_evaluated, closed))(*arrays)

@@ -158,7 +158,7 @@ class UpdateLayout:
     """Where the arrays of an optimizer's update are: by their paths and shapes, on a mesh."""
 
     places: StatePlaces
-    mesh: Mesh
+    mesh: AnyMesh
 
 
 update_layout: contextvars.ContextVar[UpdateLayout | None] = contextvars.ContextVar("update_layout", default=None)
