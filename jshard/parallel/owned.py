@@ -36,7 +36,7 @@ _PRODUCTS = frozenset("dot_general cholesky eigh eig lu qr householder_product s
 
 
 def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The transformation, with whole matrices computed once: each by the device that owns it.
+    """The transformation, with what it computes of a whole matrix done by the device that owns it.
 
     Matrices of one shape and sharding are stacked; one all-to-all brings whole matrices to their owners, as many to
     each, and one brings the results back. State is sharded, and stored, as it is without. Where fewer matrices are
@@ -113,6 +113,10 @@ class _UpdateProgram:
             if self._axes(spec) and variable.aval.size >= _BIG:
                 self.specs[variable] = spec
         self.makers = {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
+        self.users: dict[Any, set[int]] = collections.defaultdict(set)
+        for i in range(len(self.jaxpr.eqns)):
+            for v in self._variables(i):
+                self.users[v].add(i)
         self.batches = self._batches()
 
     def run(self, arrays: Sequence[Any]) -> Any:
@@ -243,24 +247,24 @@ class _UpdateProgram:
 
     def _part(self, equations: list[int]) -> _MatrixPart:
         """A program of some equations; what it needs of constants is made in it again."""
-        constant: list[int] = []
+        constant: dict[int, None] = {}  # in order
+        mine = set(equations)
 
         def add_constants(i: int) -> None:
             for v in self._variables(i):
                 maker = self.makers.get(v)
-                if maker is not None and maker not in constant and maker not in equations and self._is_constant(maker):
+                if maker is not None and maker not in constant and maker not in mine and self._is_constant(maker):
                     add_constants(maker)
-                    constant.append(maker)
+                    constant[maker] = None
 
         for i in equations:
             add_constants(i)
         eqns = [self.jaxpr.eqns[i] for i in (*constant, *equations)]
         made = {v for eqn in eqns for v in eqn.outvars}
         inputs = dict.fromkeys(v for i in (*constant, *equations) for v in self._variables(i) if v not in made)
-        own = {v for i in equations for v in self.jaxpr.eqns[i].outvars}
-        used = {v for v in self.jaxpr.outvars if not isinstance(v, jex.Literal)}
-        used |= {v for i in range(len(self.jaxpr.eqns)) if i not in equations for v in self._variables(i)}
-        outputs = [v for eqn in eqns for v in eqn.outvars if v in own and v in used]
+        results = {v for v in self.jaxpr.outvars if not isinstance(v, jex.Literal)}
+        own = (v for i in equations for v in self.jaxpr.eqns[i].outvars)
+        outputs = [v for v in own if v in results or not self.users[v] <= mine]
         run = lambda *values: _run_equations(eqns, dict(zip(inputs, values, strict=True)), outputs)
         return _MatrixPart(
             jax.make_jaxpr(run)(*(v.aval for v in inputs)), tuple(inputs), tuple(outputs), frozenset(equations)
