@@ -1,6 +1,8 @@
 """Devices that the table lacks are described in a file, for `--topology FILE.toml:SHAPE`."""
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
@@ -13,17 +15,8 @@ from jshard.facts.devices import DEVICES
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.micro_gpt import MODELS
 
-H20 = """\
-like = "h200"
-title = "NVIDIA H20, 96 GB"
-source = "NVIDIA H20 data sheet"
-core_count = 78
-flops_per_s = { bf16 = 148e12, tf32 = 74e12, fp8 = 296e12, f32 = 44e12 }
-hbm_bytes = 102_625_181_696
-hbm_bytes_per_s = 4.0e12
-slow = { gb_per_s = 25, name = "one 200 Gb/s adapter per GPU" }
-matmul = { least = 70, stated = 80, most = 90 }
-"""
+_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "planning.md"
+(H20,) = re.findall(r"```toml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
 
 
 @pytest.fixture
