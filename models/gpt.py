@@ -54,6 +54,7 @@ class GPTConfig:
     split_sequence: bool = False  # between products, over the `tensor` axis: less memory for activations
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
+    reduce_dtype: str = "float32"  # of gradients on their way to each other
     remat: str = "none"
     offload: str | None = None  # "optimizer" or "params": what is in host memory
 
@@ -246,7 +247,7 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
     low = config.compute_dtype != "float32"
-    precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
+    precision = js.MixedPrecision(param=config.compute_dtype, reduce=config.reduce_dtype) if low else None
     placement, stacked = (js.ShardPlacement(offload=config.offload, stacked=n) for n in (0, 1))
     settings = dict[str, Any](mesh=mesh, mixed_precision=precision, placement=placement)
     if config.scan:

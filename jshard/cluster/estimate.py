@@ -112,6 +112,7 @@ _CPU = Assumptions(  # a guess, to be corrected by measured steps
     host_bytes_per_s=1e10,  # the same memory
 )
 _FP8 = "f8e4m3fn", "f8e5m2"
+# Of GPUs. A TPU sends by engines of its own, and nobody has published how its chips differ.
 # A collective takes multiprocessors and memory bandwidth of what is computed beside it: arXiv 2507.03114, abstract, has
 # 18.9 % in the mean and 40 % at most, on A100, H100, MI210 and MI250.
 _CONTENTION, _CONTENTIONS = 0.19, (0.0, 0.4)
@@ -170,8 +171,8 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
         slow_bytes_per_s=device.slow.bytes_per_s,
         matmul_efficiency=device.matmul.stated / 100,
         attention_efficiency=device.attention.stated / 100,
-        contention=_CONTENTION,
-        straggling=_STRAGGLING,
+        contention=_CONTENTION if device.platform == "gpu" else 0.0,
+        straggling=_STRAGGLING if device.platform == "gpu" else 0.0,
         host_bytes_per_s=device.host.bytes_per_s if device.host else None,
         flops_per_s_of=tuple(peaks.items()),
         multiprocessors=device.target.core_count if device.target is not None else 0,
@@ -221,9 +222,8 @@ class PlannedCluster:
         found = dict([link]) | {
             "matmul_efficiency": device.matmul.range,
             "attention_efficiency": device.attention.range,
-            "contention": _CONTENTIONS,
-            "straggling": _STRAGGLINGS,
         }
+        found |= {"contention": _CONTENTIONS, "straggling": _STRAGGLINGS} if device.platform == "gpu" else {}
         given = {name: value for name, value in self.known.items() if isinstance(value, tuple)}
         return {name: ends for name, ends in found.items() if name not in self.known} | given
 

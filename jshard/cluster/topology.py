@@ -126,7 +126,11 @@ def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple
     for those that are here, and only the question about cuDNN is answered.
     """
     target = device and device.target
-    if target is None and (device is not None or jax.default_backend() == "gpu"):
+    if device is not None and target is None:
+        with planned_for(TracedDevice("tpu", device.title)):
+            yield tuple
+        return
+    if device is None and jax.default_backend() == "gpu":
         yield tuple
         return
     with contextlib.ExitStack() as stack:

@@ -109,7 +109,7 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
 
 def _warn_of_names(call: Call, jaxpr: Any, remat: Remat, attention_calls: int) -> None:
     """Warns of a policy by names of which the program has none."""
-    names, found = kept_names(remat), set(_names_in(jaxpr))
+    names, found = kept_names(remat), set(_names_in(jaxpr)) | ({CONTEXT} if attention_calls else set())
     if remat == ATTENTION_AGAIN and not attention_calls:
         why, do = "all is kept, as it does not call js.kernels.attention", "y = js.kernels.attention(q, k, v)"
     elif names and not found & {*names}:

@@ -119,7 +119,13 @@ _BF16_HOPPER = Reached(66, 73, 80, _MAMF.format(794.5, 989, "as an H200, 755 of 
 _BF16_H200 = Reached(69, 76, 84, _MAMF.format(834, 989, 755))
 _BF16_BLACKWELL = Reached(50, 64, 78, _MAMF.format(1745, 2250, 1429))
 _BF16_AMPERE = Reached(74, 80, 87, _MAMF.format(271.2, 312, "at 1305 of 1410 MHz, NVIDIA's clock for HPL"))
-_BF16_TPU = Reached(70, 80, 90, "assumption: whole steps of MaxText reach 56 to 71 % (its configs/v5e, configs/v5p)")
+_BF16_TPU = Reached(
+    89,
+    94,
+    99,
+    "jax-ml/scaling-book, profiling: a product of a TPU v2 takes 96 ms, 95.6 at the peak; and whole steps of MaxText"
+    " execute 89 % of it (configs/v5e, 32B: 66.86 % MFU, and forward again in backward)",
+)
 # Attention in one kernel, causal, heads of 128.
 _FLASH_HOPPER = Reached(30, 42, 54, "FlashAttention-3 paper, figure 5: FlashAttention-2 298, cuDNN 539 TFLOP/s")
 _FLASH_AMPERE = Reached(45, 55, 65, "FlashAttention-2 paper: 50 to 73 % of an A100; backward less")

@@ -1,22 +1,33 @@
-"""`attention`: cuDNN's on NVIDIA GPUs, which keeps no scores; JAX's plain form elsewhere."""
+"""`attention`: cuDNN's on NVIDIA GPUs and JAX's splash kernel on TPUs, which keep no scores; elsewhere plain."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
 from jshard._text import CONTEXT, scope
-from jshard.engine.context import note_attention
-from jshard.kernels.backend import KernelError, TracedDevice, check_known, check_shapes, place
+from jshard.engine.context import note_attention, region_mesh
+from jshard.engine.per_example import per_example
+from jshard.kernels.backend import (
+    KernelError,
+    TracedDevice,
+    automatic_axes,
+    check_known,
+    check_shapes,
+    may_be_split,
+    place,
+)
 
-AttentionBackend = Literal["auto", "cudnn", "xla"]
-_BACKENDS = ("auto", "cudnn", "xla")
+AttentionBackend = Literal["auto", "cudnn", "splash", "xla"]
+_BACKENDS = ("auto", "cudnn", "splash", "xla")
 _AMPERE, _HOPPER = 8, 9  # compute capabilities
 _WIDEST, _WIDEST_BEFORE_HOPPER = 256, 128  # heads that cuDNN takes
 
@@ -35,13 +46,13 @@ def attention(
 ) -> jax.Array:
     """Attention of each query to the keys of its sequence: `softmax(scale * q @ k.T + bias) @ v`, by heads.
 
-    On an NVIDIA GPU since Ampere it is `jax.nn.dot_product_attention(implementation="cudnn")` for bfloat16 and
-    float16: no array of (T, S) is made, and a causal mask halves the arithmetic. Elsewhere it is the same function in
-    plain form. The choice is made while the model is traced, by the devices of its mesh, so it is right for a cluster
-    that is not there, too. `js.audit` says which form a program has.
+    In bfloat16 and float16 it is `jax.nn.dot_product_attention(implementation="cudnn")` on an NVIDIA GPU since Ampere,
+    and JAX's splash attention on a TPU: no array of (T, S) is made, and a causal mask halves the arithmetic. Elsewhere
+    it is JAX's function in plain form. The choice is made while the model is traced, by the devices of its mesh, so it
+    is right for a cluster that is not there, too. `js.audit` says which form a program has.
 
-    In plain form its result is named "context" for policies of `jax.checkpoint`; policies of `remat=` that keep
-    "context" keep what cuDNN's backward needs of its forward.
+    Its result is named "context" for policies of `jax.checkpoint`; policies of `remat=` that keep "context" keep what
+    a kernel's backward needs of its forward, too.
 
     Args:
         q: (B, T, H, K).
@@ -53,13 +64,13 @@ def attention(
         scale: of the scores; 1 / sqrt(K) by default.
         queries_at_once: in plain form, make the scores of so many queries at a time, and again for backward. Takes
             neither bias nor lengths, and is for causal attention.
-        backend: "auto"; "cudnn", or an error that says why it cannot run; "xla" for the plain form.
+        backend: "auto"; "cudnn" or "splash", or an error that says why it cannot run; "xla" for the plain form.
 
     Returns:
         (B, T, H, K) in the dtype of `q`.
 
     Raises:
-        KernelError: cuDNN is asked for and cannot run, or the settings do not go together.
+        KernelError: a kernel is asked for and cannot run, or the settings do not go together.
 
     Example:
         >>> q, k = jnp.ones((2, 16, 8, 64)), jnp.ones((2, 16, 2, 64))
@@ -72,6 +83,8 @@ def attention(
     if form == "cudnn":
         how["bias"] = None if bias is None else bias.astype(q.dtype)
         run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **how)
+    elif form == "splash":
+        run = _splash(q, is_causal=is_causal, scale=scale, lengths=lengths)
     elif queries_at_once is None:
         run = functools.partial(jax.nn.dot_product_attention, **how)
     else:
@@ -83,7 +96,7 @@ def attention(
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
         y = run(q, k, v)
-        return y if form == "cudnn" else checkpoint_name(y, CONTEXT)
+        return checkpoint_name(y, CONTEXT) if form == "xla" else y
 
 
 def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int) -> jax.Array:
@@ -101,45 +114,125 @@ def _look_back(scale: float | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK
     return jax.nn.dot_product_attention(q_BNHK, k_BSGK, v_BSGK, mask=mask_NS[None, None], scale=scale)
 
 
+# ---- on a TPU
+
+_TPU_BLOCKS = 512, 256, 128  # positions of a block, as MaxText has them; the largest that divides the lengths
+
+
+def _splash(
+    q: jax.Array, *, is_causal: bool, scale: float | None, lengths: jax.Array | None
+) -> Callable[..., jax.Array]:
+    """JAX's splash attention: on the examples of a shard, and on a part of the heads over a `tensor` axis."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def examples(q_BHTK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, *real_B: jax.Array) -> jax.Array:
+        from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds  # slow to import
+
+        (H, T), S = q_BHTK.shape[1:3], k_BGSK.shape[2]
+        kernel = _splash_kernel(T, S, H, is_causal=is_causal)
+
+        def example(q: jax.Array, k: jax.Array, v: jax.Array, *real: jax.Array) -> jax.Array:
+            segments = [SegmentIds(jnp.ones(T, jnp.int32), (jnp.arange(S) < n).astype(jnp.int32)) for n in real]
+            return kernel(q, k, v, *segments)
+
+        return jax.vmap(example)(q_BHTK, k_BGSK, v_BGSK, *real_B)
+
+    run: Callable[..., jax.Array] = per_example(examples)
+    mesh, axes, lengths_B = region_mesh(), tuple(automatic_axes()), () if lengths is None else (lengths,)
+    if mesh is not None and axes:
+        spec = P(None, axes)
+        ins = (spec,) * 3 + (P(),) * len(lengths_B)
+        run = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=spec, axis_names=set(axes), check_vma=False)
+
+    def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+        q_BTHK = (q_BTHK * jnp.asarray(factor, jnp.float32)).astype(q_BTHK.dtype)
+        return run(*(x.swapaxes(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK)), *lengths_B).swapaxes(1, 2)
+
+    return attend
+
+
+def _splash_kernel(T: int, S: int, H: int, *, is_causal: bool) -> Callable[..., jax.Array]:
+    """The kernel for one example; policies of `jax.checkpoint` know its result and its sums as "context"."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    one = splash_attention_mask.CausalMask((T, S), S - T) if is_causal else splash_attention_mask.FullMask((T, S))
+    t, s = _tpu_block(T), _tpu_block(S)
+    return splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([one] * H),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=t, block_kv=s, block_q_dkv=t, block_kv_dkv=s, block_q_dq=t, block_kv_dq=s
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=CONTEXT,
+    )
+
+
+def _tpu_block(length: int) -> int | None:
+    return next((block for block in _TPU_BLOCKS if length % block == 0), None)
+
+
 # ---- which form
 
 
 def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> str:
-    """What it runs as: by cuDNN, or in plain form."""
+    """What it runs as: the kernel of the device, or in plain form."""
     check_known("attention", "backend", backend, _BACKENDS)
     if backend == "xla":
         return "xla"
     here = place()
-    here_not, these_not = _device_reasons(here), _array_reasons(here, q, k, bias)
-    if backend == "cudnn" and (here_not or these_not):
+    kernel = backend if backend != "auto" else "splash" if here.platform == "tpu" else "cudnn"
+    title = {"cudnn": "by cuDNN", "splash": "by the TPU's kernel"}[kernel]
+    reasons = _cudnn_reasons if kernel == "cudnn" else _splash_reasons
+    here_not, these_not = reasons(here, q, k, bias)
+    if backend != "auto" and (here_not or these_not):
         raise KernelError(
-            "attention cannot run by cuDNN here.",
+            f"attention cannot run {title} here.",
             where=[f"backend={backend!r}", f"device: {here.kind}", f"q: {q.dtype}{list(q.shape)}"],
             why="\n".join(f"{reason}." for reason in (*here_not, *these_not)),
-            do='backend="auto" takes the plain form where cuDNN cannot run.',
+            do='backend="auto" takes the plain form where the kernel cannot run.',
         )
     if these_not and not here_not and _is_16_bits(q):  # in 32 bits nobody expects it
         _compat.warn_user(
             f"attention runs in plain form, which makes arrays of {q.shape[1]} x {k.shape[1]} scores for each head:"
             f' {"; ".join(these_not)}. js.kernels.attention(backend="xla") says that this is meant.'
         )
-    return "xla" if here_not or these_not else "cudnn"
+    return "xla" if here_not or these_not else kernel
 
 
-def _device_reasons(here: TracedDevice) -> list[str]:
+Reasons = tuple[list[str], list[str]]
+"""Why a kernel does not run: on the device, and for the arrays."""
+
+
+def _cudnn_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Reasons:
+    """Those of cuDNN, as of 9.10, by the limits in `jax.nn.dot_product_attention`."""
     is_there = here.platform == "gpu" and here.capability >= _AMPERE
-    return [] if is_there else [f"{here.kind} is no NVIDIA GPU since Ampere, for which cuDNN has it"]
-
-
-def _array_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> list[str]:
-    """Why cuDNN does not take arrays, as of 9.10, by the limits in `jax.nn.dot_product_attention`."""
+    here_not = [] if is_there else [f"{here.kind} is no NVIDIA GPU since Ampere, for which cuDNN has it"]
     width, widest = q.shape[-1], _WIDEST if here.capability >= _HOPPER else _WIDEST_BEFORE_HOPPER
     found = [] if _is_16_bits(q) else [f"it takes bfloat16 or float16, and q is {q.dtype}"]
     if width > widest or width % 8:
         found.append(f"it takes heads up to {widest} wide, in multiples of 8, and these are {width} wide")
     if bias is not None and (q.shape[1] % 2 or k.shape[1] % 2):
         found.append(f"with a bias it takes even lengths, and these are {q.shape[1]} and {k.shape[1]}")
-    return found
+    return here_not, found
+
+
+def _splash_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Reasons:
+    """Those of the kernel for TPUs."""
+    here_not = [] if here.platform == "tpu" else [f"{here.kind} is no TPU"]
+    found = [] if _is_16_bits(q) else [f"it takes bfloat16 or float16, and q is {q.dtype}"]
+    if may_be_split() or (region_mesh() is None and automatic_axes()):
+        found.append("outside of a sharded model arrays may be split over the devices, and it takes whole ones")
+    if bias is not None:
+        found.append("it takes no bias")
+    if not (_tpu_block(q.shape[1]) and _tpu_block(k.shape[1])):
+        found.append(f"it takes lengths in multiples of 128, and these are {q.shape[1]} and {k.shape[1]}")
+    if q.shape[-1] % 64:
+        found.append(f"it takes heads in multiples of 64 wide, and these are {q.shape[-1]} wide")
+    heads, parts = k.shape[2], math.prod(automatic_axes().values())
+    if heads % parts:
+        found.append(f"{heads} heads of keys and values cannot be split over {parts} devices")
+    return here_not, found
 
 
 def _is_16_bits(x: jax.Array) -> bool:

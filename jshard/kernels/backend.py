@@ -243,7 +243,7 @@ def place() -> TracedDevice:
 
 
 def _device_reasons(here: TracedDevice, backend: str) -> list[str]:
-    axes = _automatic_axes()
+    axes = automatic_axes()
     if backend == "interpret":
         whole = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
         several = axes or whole
@@ -259,7 +259,7 @@ def _device_reasons(here: TracedDevice, backend: str) -> list[str]:
     return found
 
 
-def _automatic_axes() -> dict[str, int]:
+def automatic_axes() -> dict[str, int]:
     """Axes over which the compiler splits arrays where the kernel will run, with their degrees, if above 1."""
     mesh = region_mesh()
     if mesh is None:
@@ -267,7 +267,7 @@ def _automatic_axes() -> dict[str, int]:
     return {axis: n for axis, n in mesh.shape.items() if axis not in manual_axes(mesh) and n > 1}
 
 
-def _may_be_split() -> bool:
+def may_be_split() -> bool:
     """Whether nothing says that arrays are whole: no mesh is in use, and there are several devices."""
     several = jax.device_count() > 1 or _planned.get() is not None
     return region_mesh() is None and _compat.abstract_device() is None and several
@@ -334,7 +334,7 @@ def decide(
     if backend == "xla":
         return run(form="xla")
     reasons = [*_device_reasons(here, backend), *_array_reasons(arrays), *reasons]
-    if backend == "auto" and (reasons or _may_be_split()):
+    if backend == "auto" and (reasons or may_be_split()):
         return run(form="xla")
     if not reasons:
         return run(form="interpret" if backend == "interpret" else "mosaic")

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import CallError, MeshError
@@ -65,9 +66,29 @@ def mesh(
     if found is None:
         return AbstractMesh(sizes, axes, axis_types=types)
     if found[0].platform == "tpu":
-        return jax.make_mesh(sizes, axes, axis_types=types, devices=found)
+        return Mesh(_in_torus(found, sizes), axes, axis_types=types)
     ordered = sorted(found, key=lambda d: (getattr(d, "slice_index", 0), d.process_index, d.id))
     return Mesh(np.array(ordered).reshape(sizes), axes, axis_types=types)
+
+
+def _in_torus(devices: Sequence[jax.Device], sizes: Sequence[int]) -> np.ndarray:
+    """TPUs by their places in the torus of their slice; the outermost axes go over the slices, which share no torus."""
+    slices = left = len({getattr(d, "slice_index", 0) for d in devices})
+    over = []
+    for size in sizes:
+        over.append(math.gcd(size, left))
+        left //= over[-1]
+    if left > 1:
+        raise MeshError(
+            "The mesh does not go over the slices.",
+            where=f"degrees {' x '.join(map(str, sizes))}",
+            why=f"the devices are of {slices} slices, and no degrees share their factors.",
+            do=f"mesh = js.mesh(replica={slices})  # a copy of the model on each slice",
+        )
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    within = [size // n for size, n in zip(sizes, over, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(within, over, devices)
 
 
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:

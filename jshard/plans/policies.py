@@ -242,7 +242,8 @@ def _inner(remat: Remat) -> Callable[..., Any]:
         case "none" | "attention":
             return jax_policies.everything_saveable
         case "dots":
-            return jax_policies.save_from_both_policies(jax_policies.dots_saveable, _with_context(by_name(PRODUCT)))
+            kept = _with_context(by_name(PRODUCT, CONTEXT))
+            return jax_policies.save_from_both_policies(jax_policies.dots_saveable, kept)
         case "dots_with_no_batch_dims":
             dots = jax_policies.dots_with_no_batch_dims_saveable
             return jax_policies.save_from_both_policies(dots, by_name(PRODUCT))

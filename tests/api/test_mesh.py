@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jshard as js
 from jshard.errors import MeshError
+from jshard.plans.mesh import _in_torus
 
 LAYOUTS = {
     "default": ({}, (1, 8, 1)),
@@ -32,6 +33,36 @@ def test_layouts(name):
     abstract = js.mesh(**asked, devices=8)
     assert isinstance(abstract, AbstractMesh)
     assert (abstract.shape, abstract.axis_types) == (mesh.shape, mesh.axis_types)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """A TPU that is not there, at its place in the torus of its slice."""
+
+    id: int
+    coords: tuple[int, int, int]
+    slice_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "over_slices"), [((2, 8), 0), ((4, 4), 0), ((1, 16), 1)], ids=["replica", "replica, more", "fsdp"]
+)
+def test_the_outermost_axes_go_over_the_slices_of_tpus(sizes, over_slices):
+    chips = [Tpu(8 * k + 2 * x + y, (x, y, 0), k) for k in range(2) for x in range(4) for y in range(2)]
+    placed = _in_torus(chips, sizes)
+    assert placed.shape == sizes and {chip.id for chip in placed.flat} == set(range(16))
+    for k, part in enumerate(np.split(placed, 2, axis=over_slices)):
+        assert {chip.slice_index for chip in part.flat} == {k}
+
+
+def test_a_mesh_that_does_not_go_over_the_slices_is_refused():
+    chips = [Tpu(4 * k + x, (x, 0, 0), k) for k in range(4) for x in range(3)]
+    with pytest.raises(MeshError, match="of 4 slices, and no degrees share their factors"):
+        _in_torus(chips, (3, 5))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8])

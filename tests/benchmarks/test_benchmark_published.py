@@ -46,3 +46,18 @@ def test_the_report_counts_what_is_inside_and_ranks_predictors(tmp_path):
     assert "| model FLOPs / (c by device x peak) | 2 | 0.0% | 0.0% |" in said
     (picture,) = published.pictures({"rows": rows}, tmp_path, "published")
     assert picture.read_text().count("a100-80:1x8") == 1
+
+
+def test_rows_of_tpus_stand_apart_and_are_left_out_without_their_compiler(monkeypatch, capsys):
+    rows = [row("a_1", 2.0, 2.1), row("b_1", 4.0, 3.0) | {"topology": "v5e:4x4"}]
+    said = "\n".join(published.table({"rows": rows}))
+    assert (
+        said.index("1 rows: median error 5.0%") < said.index("TPUs, apart") < said.index("1 rows: median error 25.0%")
+    )
+    assert "| a | 1 | 5.0% |" in said and "| b | 1 |" not in said
+    monkeypatch.setattr(published.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(published, "require", lambda platform: None)
+    monkeypatch.setattr(published, "_planned", lambda row: row["id"])
+    planned = published.run(quick=False)["rows"]
+    assert set(planned) == {one["id"] for one in ROWS if not one["topology"].startswith("v5")}
+    assert "rows of TPUs are left out" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.inspect import ProgramError, collectives
+from jshard.inspect.hlo.module import parse_module
 from tests.scheduled_text import program
 
 
@@ -91,3 +92,13 @@ def test_of_branches_all_count_and_say_so():
 def test_what_cannot_be_counted_is_an_error(text: str, why: str):
     with pytest.raises(ProgramError, match=why):
         collectives(text)
+
+
+def test_the_metadata_of_a_kernel_are_lines_of_their_own():
+    call = (
+        '%y = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'
+    )
+    broken = call + '\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, metadata={op_name="step/splash"}'
+    module = parse_module(program(broken, "%z = f32[8]{0} negate(%y)"))
+    *_, kernel, after = module.computations[module.entry].instructions
+    assert (kernel.op_name, after.opcode, after.operands) == ("step/splash", "negate", ("y",))

@@ -92,6 +92,21 @@ def test_attention_of_a_library(target: str, products: int):
     assert found.matmuls == products
 
 
+@pytest.mark.parametrize(("kernel", "products"), [("fwd_residuals", 2), ("dq_no_residuals", 3), ("dkv", 4)])
+@pytest.mark.parametrize(("positions", "part"), [("s32[512,128]{1,0}", (4 + 1) / (2 * 4)), ("f32[4,512]{1,0}", 1)])
+def test_splash_attention_of_a_tpu_and_the_blocks_of_a_causal_mask(kernel, products, positions, part):
+    q, k = "bf16[2,4,512,64]{3,2,1,0}", "bf16[2,2,512,64]{3,2,1,0}"
+    found = work_of(
+        "%grid = s8[1,4,4]{2,1,0} constant({...})",
+        *(f"%{name} = {shape} constant({{...}})" for name, shape in zip("qkv", (q, k, k), strict=True)),
+        f"%places = {positions} constant({{...}})",
+        f"%splash_mha_{kernel}.5 = ({q}, f32[2,4,512]{{2,1,0}}) custom-call(%grid, %grid, %q, %k, %v, %places),"
+        ' custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n"block_q":"128"\n}}',
+    )
+    assert found.total_flops == part * products * 2 * (2 * 4 * 512 * 512 * 64)
+    assert found.products[0].is_attention and not found.uncounted
+
+
 FUSED = computation(
     "fused",
     "%stack = f32[96,1000]{1,0} parameter(0)",

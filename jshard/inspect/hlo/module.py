@@ -136,6 +136,9 @@ class Module:
             yield self.computations[name]
 
 
+_BROKEN = re.compile(r'\n(?="|}})')  # within an instruction: a kernel's metadata are lines of their own
+
+
 def parse_module(text: str) -> Module:
     """Reads the text of a compiled program.
 
@@ -144,7 +147,7 @@ def parse_module(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     current, entry, body = None, "", []
-    for line in text.splitlines():
+    for line in _BROKEN.sub("", text).splitlines():
         if line.startswith("}"):
             if current is not None:
                 computations[current] = Computation(current, tuple(body))

@@ -33,7 +33,7 @@ from jshard.inspect.hlo.module import (
     trip_count,
     tuple_index,
 )
-from jshard.inspect.hlo.work import CUDNN, MOSAIC, OpWork, Worker, added
+from jshard.inspect.hlo.work import CUDNN, MOSAIC, TPU_KERNEL, OpWork, Worker, added
 
 _ARRIVING = " state"
 
@@ -304,13 +304,16 @@ def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tup
     return tuple(walk.windows)
 
 
+_KERNELS = MOSAIC, CUDNN, TPU_KERNEL
+
+
 def kernels_in(module: Module) -> tuple[KernelUse, ...]:
     """The kernels of a program, by name."""
     calls: collections.Counter[tuple[str, str]] = collections.Counter()
     for computation in module.computations.values():
         for instruction in computation.instructions:
             for found in set(kernels_of(instruction.op_name)):
-                calls[found] += any(f'custom_call_target="{name}' in instruction.attributes for name in (MOSAIC, CUDNN))
+                calls[found] += any(f'custom_call_target="{name}' in instruction.attributes for name in _KERNELS)
     return tuple(KernelUse(*found, count) for found, count in sorted(calls.items()))
 
 

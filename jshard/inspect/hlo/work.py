@@ -22,7 +22,9 @@ _BESIDE, _HOST = ("fusion-start", "fusion-done"), "S(5)"  # asynchronous fusions
 _SLICES = ("dynamic-slice", "slice", "gather")
 _GEMMS = "__cublas", "__onednn$matmul", "__triton_gemm"
 CUDNN = "__cudnn$fmha"  # its attention
-MOSAIC, _KERNEL = "mosaic_gpu", f"/{PREFIX}"  # kernels of Pallas, and the names of those in jshard.kernels
+TPU_KERNEL = "tpu_custom_call"  # any of Pallas on a TPU
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # JAX's, on TPUs: matrix products of each
+MOSAIC, _KERNEL = "mosaic_gpu", f"/{PREFIX}"  # kernels of Pallas on GPUs, and the names of those in jshard.kernels
 _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIndicesInBound"
 
 
@@ -173,6 +175,8 @@ def _custom_call(home: Computation, call: Instruction) -> OpWork:
         return _product(dtype, batch, *_sides(*(math.prod(dims) / batch for dims in (left, right, out))))
     if name.startswith(CUDNN):
         return _attention(home, call, backward="Backward" in name)
+    if name == TPU_KERNEL and (count := next((n for key, n in _SPLASH.items() if key in call.name), 0)):
+        return _splash(home, call, count)
     if name.startswith(MOSAIC) and _KERNEL in call.op_name:
         return _kernel(home, call)
     return OpWork() if name.startswith(_NOTHING) else OpWork(uncounted=(name,))
@@ -211,6 +215,20 @@ def _attention(home: Computation, call: Instruction, *, backward: bool) -> OpWor
     causal = "CAUSAL" in call.attributes
     done = count / 2 if causal else count
     return OpWork((EqualProducts(dtype, done, 5 if backward else 2, is_attention=True),))
+
+
+def _splash(home: Computation, call: Instruction, products: int) -> OpWork:
+    """Of JAX's splash attention: all blocks, or those that reach below the diagonal of a causal mask.
+
+    The mask is causal where positions are among the operands. (One that also ends, a sliding window, has fewer.)
+    """
+    operands = [_array(home.operand(call, i)) for i in range(len(call.operands))]
+    (dtype, query), (_, key) = [one for one in operands if len(one[1]) == 4][:2]
+    count = 2.0 * products * math.prod(query) * key[2]
+    if any(name == "s32" and len(dims) == 2 for name, dims in operands):
+        blocks = operands[0][1][-1]
+        count *= (blocks + 1) / (2 * blocks)
+    return OpWork((EqualProducts(dtype, count, products, is_attention=True),))
 
 
 def _convolution_flops(home: Computation, convolution: Instruction) -> float:
