@@ -23,7 +23,7 @@ def test_every_number_has_a_source_and_assumptions_say_so(facts):
     given |= {"target"} if facts.target else set()
     assert set(facts.sources) == given | ranged | host
     assumed = {name for name, source in facts.sources.items() if source.startswith("assumption: ")}
-    assert assumed == ranged | host | ({"matmul_efficiency", "attention_efficiency"} if facts.dims else set())
+    assert assumed == ranged | host | ({"attention_efficiency"} if facts.dims else set())
     for reached in (facts.matmul, facts.attention):
         assert 0 < reached.least < reached.stated < reached.most < 100
         assert reached.stated == pytest.approx((reached.least + reached.most) / 2, abs=1)
