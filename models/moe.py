@@ -166,7 +166,7 @@ class MoE(nnx.Module):
         self.shared = Shared(config, rngs=rngs) if config.n_shared else None
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The mixture; of each expert the share of the tokens and the mean score; how large the router's numbers are."""
+        """The mixture; of each expert the share of the tokens and the mean score; and the size of what the router says."""
         logit_BTE = self.router(x_BTD).astype(jnp.float32)
         score_BTE = jax.nn.softmax(logit_BTE)
         weight_BTn, chosen_BTn = jax.lax.top_k(score_BTE, self.config.top_k)
