@@ -48,9 +48,11 @@ class MoEConfig:
     d_ff: int = 14_336
     n_expert: int = 8
     top_k: int = 2
-    capacity: float = 1.25  # places at the experts, by those that an even load needs; n_expert / top_k drops no token
+    n_shared: int = 0  # experts that every token passes, as one layer of their width
+    capacity: float = 1.25  # places at the experts, by those that an even load needs; 0: as many as are asked for
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     balance: float = 0.02  # weight of the loss that keeps the load even
+    z_loss: float = 0.0  # weight of the loss that keeps the router's numbers small
     rotary_base: float = 1e6
     # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
@@ -115,10 +117,43 @@ class Experts(nnx.Module):
         self.gate, self.up, self.down = normal(E, D, F), normal(E, D, F), normal(E, F, D)
 
     def __call__(self, x_EBCD: jax.Array) -> jax.Array:
+        """Of tokens at their places."""
         gate_EBCF = checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, self.gate[...]), "mlpwi_0")
         up_EBCF = checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, self.up[...]), "mlpwi_1")
         h_EBCF = jax.nn.silu(gate_EBCF) * up_EBCF
         return checkpoint_name(jnp.einsum("ebcf,efd->ebcd", h_EBCF, self.down[...]), "mlpwo")
+
+    def of_all(self, x_BTD: jax.Array, weight_BTn: jax.Array, chosen_BTn: jax.Array) -> jax.Array:
+        """The weighted sum over each token's choices, however many tokens an expert has."""
+        experts = jnp.arange(len(self.up[...])), self.gate[...], self.up[...], self.down[...]
+        return js.parallel.by_experts(sorted_by_expert)((x_BTD, weight_BTn, chosen_BTn), experts)
+
+
+def sorted_by_expert(tokens: tuple[jax.Array, ...], experts: tuple[jax.Array, ...]) -> jax.Array:
+    """What some experts in a row add to tokens: the rows r of each expert are side by side, those of others last."""
+    (x_BTD, weight_BTn, chosen_BTn), (number_e, gate_eDF, up_eDF, down_eFD) = tokens, experts
+    x_ND, n, e = x_BTD.reshape(-1, x_BTD.shape[-1]), chosen_BTn.shape[-1], len(number_e)
+    expert_s = chosen_BTn.reshape(-1) - number_e[0]
+    expert_s = jnp.where((expert_s >= 0) & (expert_s < e), expert_s, e)  # e: of others
+    choice_r = jnp.argsort(expert_s)[: len(x_ND) * min(n, e)]  # no token chooses an expert twice
+    size_e = jnp.bincount(expert_s, length=e).astype(jnp.int32)
+    x_rD = x_ND[choice_r // n]
+    gate_rF = checkpoint_name(jax.lax.ragged_dot(x_rD, gate_eDF, size_e), "mlpwi_0")
+    up_rF = checkpoint_name(jax.lax.ragged_dot(x_rD, up_eDF, size_e), "mlpwi_1")
+    y_rD = checkpoint_name(jax.lax.ragged_dot(jax.nn.silu(gate_rF) * up_rF, down_eFD, size_e), "mlpwo")
+    weight_r = jnp.where(expert_s < e, weight_BTn.reshape(-1), 0)[choice_r].astype(x_ND.dtype)
+    return jnp.zeros_like(x_ND).at[choice_r // n].add(weight_r[:, None] * y_rD).reshape(x_BTD.shape)
+
+
+class Shared(nnx.Module):
+    """The experts that every token passes."""
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        D, F = config.d_model, config.n_shared * config.d_ff
+        self.gate, self.up, self.down = linear(D, F, rngs=rngs), linear(D, F, rngs=rngs), linear(F, D, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class MoE(nnx.Module):
@@ -128,20 +163,29 @@ class MoE(nnx.Module):
         self.config = config
         self.router = linear(config.d_model, config.n_expert, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
+        self.shared = Shared(config, rngs=rngs) if config.n_shared else None
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """The mixture, and for each expert the share of the tokens sent to it and the mean of its scores."""
-        score_BTE = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32))
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The mixture; of each expert the share of the tokens and the mean score; and the size of what the router says."""
+        logit_BTE = self.router(x_BTD).astype(jnp.float32)
+        score_BTE = jax.nn.softmax(logit_BTE)
         weight_BTn, chosen_BTn = jax.lax.top_k(score_BTE, self.config.top_k)
         weight_BTn = weight_BTn / weight_BTn.sum(-1, keepdims=True)
+        mix = self.at_places if self.config.capacity else self.experts.of_all
+        y_BTD = mix(x_BTD, weight_BTn, chosen_BTn)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD)
+        share_E = jax.nn.one_hot(chosen_BTn, self.config.n_expert).mean((0, 1, 2))
+        return y_BTD, (share_E, score_BTE.mean((0, 1)), (jax.nn.logsumexp(logit_BTE, -1) ** 2).mean())
+
+    def at_places(self, x_BTD: jax.Array, weight_BTn: jax.Array, chosen_BTn: jax.Array) -> jax.Array:
+        """The weighted sum over each token's choices, of those that have a place."""
         place_BTn, token_BEC = self.places(chosen_BTn)
         x_BECD = jax.vmap(lambda x_TD, token_EC: x_TD.at[token_EC].get(mode="fill", fill_value=0))(x_BTD, token_BEC)
         y_EBCD = js.parallel.from_experts(self.experts(js.parallel.to_experts(x_BECD.swapaxes(0, 1))))
         back = lambda y_ECD, chosen_Tn, place_Tn: y_ECD.at[chosen_Tn, place_Tn].get(mode="fill", fill_value=0)
         y_BTnD = jax.vmap(back)(y_EBCD.swapaxes(0, 1), chosen_BTn, place_BTn)
-        y_BTD = jnp.einsum("btn,btnd->btd", weight_BTn.astype(x_BTD.dtype), y_BTnD)
-        share_E = jax.nn.one_hot(chosen_BTn, self.config.n_expert).mean((0, 1, 2))
-        return y_BTD, (share_E, score_BTE.mean((0, 1)))
+        return jnp.einsum("btn,btnd->btd", weight_BTn.astype(x_BTD.dtype), y_BTnD)
 
     def places(self, chosen_BTn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Each token's place at its experts, C or more where there is none; and the token at each place, or T.
@@ -169,7 +213,7 @@ class Block(nnx.Module):
         self.moe_norm = rms_norm(config, rngs)
         self.moe = MoE(config, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         y_BTD, load = self.moe(self.moe_norm(x_BTD))
         return x_BTD + y_BTD, load
@@ -194,11 +238,11 @@ class Model(nnx.Module):
         self.head = linear(D, V, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The scores; and E x the sum of share x score over the experts of a layer, which is 1 for an even load."""
+        """The scores, and what the routers cost. E x the sum of share x score of a layer is 1 for an even load."""
         x_BTD, load = js.scan_layers(self.blocks, self.tokens(tokens_BT), collect=True)
-        share_LE, score_LE = load
+        share_LE, score_LE, z_L = load
         uneven = self.config.n_expert * (share_LE * score_LE).sum(-1).mean()
-        return self.head(self.norm(x_BTD)), uneven
+        return self.head(self.norm(x_BTD)), self.config.balance * uneven + self.config.z_loss * z_L.mean()
 
 
 # ---- What `jshard train` asks of a model file ---------------------------------------------------
@@ -219,7 +263,10 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
             "*/attention/out/kernel": ("tensor", None),
             "*/attention/*/kernel": (None, "tensor"),
             "head/kernel": (None, "tensor"),
-        },
+        }
+        | (
+            {"*/shared/down/kernel": ("tensor", None), "*/shared/*/kernel": (None, "tensor")} if config.n_shared else {}
+        ),
     )
     precision = None
     if config.compute_dtype != "float32":
@@ -232,17 +279,17 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
 
 
 def loss_fn(model: Model, batch: Batch) -> jax.Array:
-    """Mean cross entropy in nats per token over the whole (global) batch, and what an uneven load costs."""
-    logits_BTV, uneven = model(batch["inputs"])
+    """Mean cross entropy in nats per token over the whole (global) batch, and what the routers cost."""
+    logits_BTV, cost = model(batch["inputs"])
     loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), batch["targets"])
-    return loss_BT.mean() + model.config.balance * uneven
+    return loss_BT.mean() + cost
 
 
 def num_active(config: MoEConfig) -> int:
     """Parameters that a token passes through: of the experts `top_k`, and no table of tokens."""
     D, layers = config.d_model, config.n_layer
     attention = 2 * D * D + 2 * D * D * config.n_kv_head // config.n_head
-    experts = config.top_k * 3 * D * config.d_ff + D * config.n_expert
+    experts = (config.top_k + config.n_shared) * 3 * D * config.d_ff + D * config.n_expert
     return layers * (attention + experts + 2 * D) + D + D * config.vocab_size
 
 
@@ -291,4 +338,34 @@ def mixtral_8x7b() -> Recipe:
     )
 
 
-RECIPES = {"tiny": tiny, "mixtral_8x7b": mixtral_8x7b}
+def deepseek_moe_16b() -> Recipe:
+    """The size of DeepSeekMoE 16B: 16.9B parameters, 2.8B of them for each token; all its layers have experts."""
+    return Recipe(
+        model=MoEConfig(
+            vocab_size=102_400,
+            n_layer=28,
+            n_head=16,
+            n_kv_head=16,
+            d_model=2048,
+            d_ff=1408,
+            n_expert=64,
+            top_k=6,
+            n_shared=2,
+            capacity=0,
+            balance=0.001,
+            z_loss=0.001,
+            rotary_base=1e4,
+            compute_dtype="bfloat16",
+            remat="full",
+        ),
+        sequence_length=4096,
+        batch_size=2048,
+        accumulate=8,
+        num_steps=100_000,
+        learning_rate=4.2e-4,
+        warmup_steps=2000,
+        eval_every=1000,
+    )
+
+
+RECIPES = {"tiny": tiny, "mixtral_8x7b": mixtral_8x7b, "deepseek_moe_16b": deepseek_moe_16b}

@@ -59,7 +59,7 @@ def fully_shard(
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
     Call it on submodules first, then on the root. When annotated, each parameter is placed on the mesh,
-    sharded along its largest dim that divides by the degree of the `fsdp` axis; if none does, along one that is
+    sharded along its largest dim that divides by the degree of `fsdp` (times `expert`); if none does, along one that is
     stored with some rows of padding, which reads of the parameter do not show (such a model needs the
     optimizer of `js.shard_optimizer`); a small parameter is then replicated. When the root is called,
     the call is traced once, in global view, and its program runs on data shards: each unit all-gathers its

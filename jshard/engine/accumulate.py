@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.context import during
-from jshard.engine.rules import Shard, Value
+from jshard.engine.partitioner import over_experts
+from jshard.engine.rules import PARTIAL, Shard, Value
 from jshard.engine.stored import expert_dim, gather, reduce_gradient
 from jshard.errors import CallError
-from jshard.plans.memories import back, key_texts, placed_like, to_device
+from jshard.plans.memories import back, fetched, key_texts, placed_like, to_device
 from jshard.plans.mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
 from jshard.plans.placement import Placement, spec_over
 from jshard.plans.units import Unit
@@ -77,6 +78,7 @@ class Once:
     def __init__(self, placements: Sequence[Placement | None], mesh: AnyMesh) -> None:
         found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and data_degree(mesh) > 1}
         self.at, self.placements, self.mesh = list(found), list(found.values()), mesh
+        self.experts = degree(mesh, EXPERT)
 
     def gather(self, tree: Any) -> list[jax.Array]:
         """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
@@ -84,11 +86,15 @@ class Once:
             return []
         stored, own, layout = self._layout()
 
-        def gather_all(values: list) -> list:
+        def gather_all(*values: Any) -> list:
             found = zip(values, self.placements, strict=True)
             return [gather(Value(x, Shard(p)), p.gathered_dtype)[None] for x, p in found]
 
-        return jax.shard_map(gather_all, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
+        def run(values: list) -> list:
+            dims = [expert_dim(p, x.ndim) for x, p in zip(values, self.placements, strict=True)]
+            return over_experts(gather_all, list(map(fetched, values)), dims, (), self.experts)[0]
+
+        return jax.shard_map(run, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
 
     def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
         """The gradients of the shards from each data shard's gradients of its copies."""
@@ -96,16 +102,17 @@ class Once:
             return []
         stored, own, layout = self._layout()
 
-        def reduce_all(values: list, sums: list) -> list:
-            found = []
-            for x, g, p in zip(values, sums, self.placements, strict=True):
-                g = reduce_gradient(g[0], p, layout["mesh"])
-                if degree(self.mesh, EXPERT) > 1 and expert_dim(p) is None:
-                    g = lax.psum(g, EXPERT)
-                found.append(placed_like(g.astype(x.dtype), x))
-            return found
+        def reduce_all(*sums: Any) -> list:
+            return [reduce_gradient(g, p, layout["mesh"]) for g, p in zip(sums, self.placements, strict=True)]
 
-        return jax.shard_map(reduce_all, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
+        def run(values: list, sums: list) -> list:
+            placed = list(zip(values, self.placements, strict=True))
+            states = [expert_dim(p, x.ndim, gathered=True) for x, p in placed]
+            states, dims = [PARTIAL if d is None else d for d in states], [expert_dim(p, x.ndim) for x, p in placed]
+            found = over_experts(reduce_all, [g[0] for g in sums], states, dims, self.experts)[0]
+            return [placed_like(g.astype(x.dtype), x) for x, g in zip(values, found, strict=True)]
+
+        return jax.shard_map(run, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
 
     def picked(self, tree: Any) -> list[Any]:
         """The leaves of a tree that stand where these parameters do."""

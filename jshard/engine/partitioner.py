@@ -313,15 +313,17 @@ class Partitioner:
 # meet in moves by an all-to-all, and gradients of everything else are partial until they are stored shards.
 
 over_expert_p = jex.Primitive("over_expert")
-"""Its operand. Over `expert` the result is split along `dim`; None: a sum over the axis is taken, if one is open."""
+"""Its operand. Over `expert` the result is split along `dim`; None: a sum over the axis is taken, if one is open;
+`JOINED`: the collective that takes it next is over `expert`, too, in one."""
+JOINED = "joined"
 over_expert_p.def_impl(lambda x, dim: x)
 over_expert_p.def_abstract_eval(lambda x, dim: x)
 mlir.register_lowering(over_expert_p, lambda ctx, x, dim: [x])
 
 
-def _batched(xs: Sequence[Any], dims: Sequence[int], *, dim: int | None) -> tuple[Any, int]:
+def _batched(xs: Sequence[Any], dims: Sequence[int], *, dim: int | str | None) -> tuple[Any, int]:
     (x,), (at,) = xs, dims
-    return over_expert_p.bind(x, dim=None if dim is None else dim + (at <= dim)), at
+    return over_expert_p.bind(x, dim=dim + (at <= dim) if isinstance(dim, int) else dim), at
 
 
 batching.primitive_batchers[over_expert_p] = _batched
@@ -345,16 +347,33 @@ rule("over_expert")(lambda p, eqn, values: same(p, eqn, values, values[0].state)
 class ExpertPartitioner(Partitioner):
     """The partitioner over `expert` of a data shard's program."""
 
+    _next: Value | None = None  # what the next collective takes, if that is over `expert`, too
+
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that say what happens over the axis are not the table's."""
         name = eqn.primitive.name
         if name == "over_expert":
+            if eqn.params["dim"] == JOINED:
+                self._next = values[0]
+                return values
             return [self._placed(values[0], eqn.params["dim"])]
+        if values and values[0] is self._next and (found := self._joined(eqn, values[0])) is not None:
+            return [found]
         if name == "psum" and any(v.is_partial for v in values):
             everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over `expert`, too: one all-reduce
             summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
             return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
         return super().equation(eqn, values)
+
+    def _joined(self, eqn: Eqn, value: Value) -> Value | None:
+        """A parameter's gather, or its gradient's reduction, over `expert`, too; None where there is nothing to do."""
+        axes, q = (*eqn.params.get("axis_name", ()), *self.axes), eqn.params
+        if eqn.primitive.name == "all_gather" and value.state == q["all_gather_dimension"]:
+            return Value(lax.all_gather(value.x, axes, axis=value.dim, tiled=True))
+        if eqn.primitive.name == "reduce_scatter" and value.is_partial:
+            dim = q["scatter_dimension"]
+            return Value(lax.psum_scatter(value.x, axes, scatter_dimension=dim, tiled=True), dim)
+        return None
 
     def _placed(self, value: Value, dim: int | None) -> Value:
         """A value where the program says; what the user or a gradient's sum asks for is not noted."""
@@ -362,28 +381,32 @@ class ExpertPartitioner(Partitioner):
             return Value(self.sum(value.x)) if value.is_partial else value
         if not self.divides(self.full_shape(value)[dim]):
             return value
-        self.is_quiet = True
+        self.is_quiet = not value.is_partial
         try:
             return self.split(value, dim)
         finally:
             self.is_quiet = False
 
 
-def over_experts(program: Callable, arrays: Sequence, dims: list, wanted: Sequence[State], degree: int) -> tuple:
+def over_experts(
+    program: Callable, arrays: Sequence, states: Sequence[State], wanted: Sequence[State], degree: int
+) -> tuple:
     """Runs a data shard's program, of arrays that are whole along `expert`, on the part of one place along it.
 
-    The arrays are this place's parts, each split along a dim or whole (None). The first results leave in the states
-    wanted, the others as they come, summed. Returns the parts of the results, the dims that they are split along, and
-    the collectives over `expert`.
+    The arrays are this place's parts, each in a state: split along a dim, whole or partial. The first results leave in
+    the states wanted, the others as they come, summed. Returns the parts of the results, the dims that they are split
+    along, and the collectives over `expert`.
     """
+    if degree == 1:
+        outs = program(*arrays)
+        return outs, [None] * len(outs), []
 
-    def whole(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
-        shape = [n * degree if i == dim else n for i, n in enumerate(x.shape)]
-        return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+    def whole(x: Any, dim: State) -> Any:
+        return jax.typeof(x).update(shape=tuple(n * degree if i == dim else n for i, n in enumerate(x.shape)))
 
-    closed = jax.make_jaxpr(program)(*map(whole, arrays, dims))
+    closed = jax.make_jaxpr(program)(*map(whole, arrays, states))
     p = ExpertPartitioner((EXPERT,), degree)  # a shard's batch is small: other dims have its size, as that of layers
-    values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+    values = [Value(x, state) for x, state in zip(arrays, states, strict=True)]
     outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
     for i, (v, dim) in enumerate(zip(outs, wanted, strict=False)):
         if not v.is_partial or dim == PARTIAL:

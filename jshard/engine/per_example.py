@@ -105,6 +105,14 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     return call  # type: ignore[return-value]
 
 
+def sum_of_parts(fn: Callable[[Any, Any], jax.Array], whole: Any, parts: Any) -> jax.Array:
+    """A function of arrays of which each shard has all (`whole`) or a part along dim 0: the sum over the parts."""
+    arrays, tree = jax.tree.flatten((whole, parts))
+    ins = (None,) * len(jax.tree.leaves(whole)) + (0,) * len(jax.tree.leaves(parts))
+    body = Body(lambda *xs: [fn(*jax.tree.unflatten(tree, xs))], ins, (PARTIAL,), _place(fn))
+    return _differentiable(body)(*arrays)[0]
+
+
 per_example_p = jex.Primitive("per_example")
 per_example_p.multiple_results = True
 _run = lambda *arrays, body: body.run(*arrays)

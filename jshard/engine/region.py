@@ -188,8 +188,8 @@ class Region:
         self.batch = batch_size(self.arguments or call.inputs, self.degree)
         self.operands: list[Crossing] = []
         for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True):
-            from_end = None if p is None or self.experts == 1 else stored.expert_dim(p)
-            along = None if from_end is None else x.ndim + is_copy + from_end
+            is_whole = p is None or self.experts == 1
+            along = None if is_whole else stored.expert_dim(p, x.ndim + is_copy, gathered=is_copy)
             state = None if p is None or is_copy else Shard(p)
             self.operands.append(Crossing(state, is_copy, parameter=name, expert_dim=along))
         for x in (*call.inputs, *consts):

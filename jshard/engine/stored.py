@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.partitioner import over_expert_p
+from jshard.engine.partitioner import JOINED, over_expert_p
 from jshard.engine.rules import Shard, Value
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree
@@ -30,8 +30,9 @@ def gather(value: Value, dtype: Any = None) -> jax.Array:
     dim = _dim(x, placement)
     if dim is None:
         return x
-    groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)] if pieces else None
-    run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
+    join = lambda x: x if pieces else _joined(x, placement)  # pieces are of neighbours along `fsdp`
+    groups = [list(range(i, i + pieces)) for i in range(0, lax.axis_size(FSDP), pieces)] if pieces else None
+    run = lambda x: lax.all_gather(join(x), FSDP, axis=dim, tiled=True, axis_index_groups=groups)
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
 
 
@@ -63,7 +64,7 @@ def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tu
 def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
-    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` with it.
+    It is reduced in the parameter's reduce dtype, over the axes that it is stored over, then over the others.
     """
     if _dim(x, placement) is None:
         return sum_replicas(x.astype(placement.reduce_dtype), mesh, but="").astype(x.dtype)
@@ -72,21 +73,20 @@ def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array
 
 def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
     """Whether a gradient is reduced over shards, then over replicas."""
-    others = [a for a in (*batch_axes(mesh), EXPERT) if a != FSDP]
-    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in others)
+    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in batch_axes(mesh) if a != FSDP)
 
 
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The first step: the sum over the shards, each with its part, in the reduce dtype."""
     dim = _dim(x, placement)
     assert dim is not None, "who asks has a dim to scatter along"
-    run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
+    run = lambda x: lax.psum_scatter(_joined(x, placement), FSDP, scatter_dimension=dim, tiled=True)
     x = _with_padding(x.astype(placement.reduce_dtype), placement)
     return _keep_other_axes(run, x, placement)(x)
 
 
 def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
-    """The second step: the sum over the replicas, or all axes of the batch but one, and over `expert` with it."""
+    """The second step: the sum over the replicas, or all axes of the batch but one; over `expert` where it is open."""
     axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
     return over_expert_p.bind(x, dim=None) if degree(mesh, EXPERT) > 1 else x
@@ -125,16 +125,22 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     dim = _dim(x, placement)
     if dim is None:
         return x
-    x = _with_padding(x, placement)
-    size = x.shape[dim] // (pieces or placement.degree)
-    index = lax.axis_index(FSDP) % pieces if pieces else lax.axis_index(FSDP)
-    return lax.dynamic_slice_in_dim(x, index * size, size, dim)
+    x, pieces = _with_padding(x, placement), pieces or lax.axis_size(FSDP)
+    size = x.shape[dim] // pieces
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(FSDP) % pieces * size, size, dim)
 
 
-def expert_dim(placement: Placement) -> int | None:
-    """The dim of a parameter that its experts are along, counted from the end; None if it is not one of experts."""
-    found = (i for i, entry in enumerate(placement.spec) if EXPERT in axes_of(entry))
-    return next((i - len(placement.spec) for i in found), None)
+def expert_dim(placement: Placement, ndim: int, *, gathered: bool = False) -> int | None:
+    """The dim that is on `expert`, of a stored array of so many dims, or of a gathered one; None if none is."""
+    spec = placement.spec
+    dims = (i + ndim - len(spec) for i, entry in enumerate(spec) if EXPERT in axes_of(entry))
+    shared = placement.dim + ndim - len(spec) if gathered and placement.dim is not None else None
+    return next((dim for dim in dims if dim >= 0 and dim != shared), None)
+
+
+def _joined(x: jax.Array, placement: Placement) -> jax.Array:
+    """An array whose next collective is over `expert`, too, where its parameter is stored over that."""
+    return over_expert_p.bind(x, dim=JOINED) if EXPERT in placement.axes else x
 
 
 def without_padding(x: Any, placement: Placement) -> Any:

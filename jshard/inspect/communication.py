@@ -53,7 +53,7 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
     placement = leaf.placement
     if not placement.gathered:
         return  # what it sends is the model's own
-    fsdp, same = degrees[FSDP], copied_over(placement, degrees)
+    same, axes = copied_over(placement, degrees), placement.axes
     num_same = math.prod(degrees[a] for a in same)
     reduce, gather = placement.reduce_dtype, placement.gathered_dtype
     full = placement.gathered_bytes
@@ -62,15 +62,16 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
         if same and leaf.trained:
             yield Traffic("all-reduce", same, num_same, reduce, reduced, "gradients of the replicated")
         return
-    yield Traffic("all-gather", (FSDP,), fsdp, gather, full, "parameters for forward")
+    yield Traffic("all-gather", axes, placement.degree, gather, full, "parameters for forward")
     if reshard is not False:
-        size = fsdp if reshard is True else int(reshard)
-        yield Traffic("all-gather", (FSDP,), size, gather, full, "parameters for backward")
+        over, size = (axes, placement.degree) if reshard is True else ((FSDP,), int(reshard))
+        yield Traffic("all-gather", over, size, gather, full, "parameters for backward")
     if not leaf.trained:
         return
-    yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
+    yield Traffic("reduce-scatter", axes, placement.degree, reduce, reduced, "gradients")
     if same:
-        yield Traffic("all-reduce", same, num_same, reduce, reduced // fsdp, "gradients, over replicas")
+        left = reduced // placement.degree
+        yield Traffic("all-reduce", same, num_same, reduce, left, "gradients, over replicas")
 
 
 def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, ...]:
@@ -151,11 +152,11 @@ def comparable(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shapes_on_device(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """On one device: of the parameter gathered over `fsdp`, and of its shard."""
+    """On one device: of the gathered parameter, and of its shard."""
     degrees = dict(plan.mesh)
     cut = lambda axes: math.prod(degrees[axis] for axis in axes)
     dims = [(n, axes_of(entry)) for n, entry in zip(placement.stored_shape, placement.spec, strict=True)]
-    whole = tuple(n // cut(a for a in axes if a != FSDP) for n, axes in dims)
+    whole = tuple(n if i == placement.dim else n // cut(axes) for i, (n, axes) in enumerate(dims))
     return whole, tuple(n // cut(axes) for n, axes in dims)
 
 
@@ -253,8 +254,10 @@ def differences(
     more: dict[CollectiveKind, float] = {kind: d for kind, d in sorted(delta.items()) if d > limit(kind)}
     kept = [kind for kind in sorted(delta) if found.compiled[kind] and found.planned[kind] and kind not in more]
     joined, strange = {}, []
-    if on_cpu and _gathers(plan) not in more:
-        joined, strange = _gathered_once(ours, less, plan, accumulate if sync == "each" else 1)
+    for place in _gathers(plan) if on_cpu else ():
+        if place not in more:
+            once, others = _gathered_once(ours, less, plan, accumulate if sync == "each" else 1, place)
+            joined, strange = joined | once, strange + others
     return (
         *found.replaced(less, more),
         *found.amounts({*less, *more}),
@@ -345,9 +348,9 @@ class _Comparison:
 
 
 def _gathered_once(
-    windows: list[Window], less: dict[CollectiveKind, float], plan: ShardPlan, times: int
+    windows: list[Window], less: dict[CollectiveKind, float], plan: ShardPlan, times: int, place: CollectiveKind
 ) -> tuple[dict[CollectiveKind, float], list[tuple[Window, list[Array]]]]:
-    """Takes off what is missing because gathers before forward and before backward were joined.
+    """Takes off what is missing at a place because gathers before forward and before backward were joined.
 
     Each parameter is then gathered at least once, and not more often than planned. Gives what was taken off, and what
     is gathered besides and has the shape of no parameter.
@@ -357,7 +360,7 @@ def _gathered_once(
     pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all that stands for a gather
     again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
     for leaf in plan.gathered_part.leaves:
-        if leaf.placement.dim is None:
+        if leaf.placement.axes != place.axes:
             continue
         whole, shard = shapes_on_device(leaf.placement, plan)
         stacked = next(i for i in range(len(whole)) if math.prod(whole[:i]) >= leaf.placement.layers)
@@ -367,7 +370,6 @@ def _gathered_once(
         fewest[layer] += math.prod(whole) * times
         most[layer] += math.prod(whole) * times * (1 + (leaf.by_layer or again[leaf.unit]))
     layer_of = pieces | layer_of
-    place = _gathers(plan)
     compiled, strange = collections.Counter(), []
     for window in (w for w in windows if _kind(w) == place):
         for _, dims in window.arrays:
@@ -410,9 +412,10 @@ def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
     return found
 
 
-def _gathers(plan: ShardPlan) -> CollectiveKind:
+def _gathers(plan: ShardPlan) -> list[CollectiveKind]:
     """Where parameters are gathered."""
-    return CollectiveKind("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
+    found = {(p.axes, p.degree) for leaf in plan.gathered_part.leaves if (p := leaf.placement).dim is not None}
+    return sorted(CollectiveKind("all-gather", *one) for one in found | {((FSDP,), dict(plan.mesh)[FSDP])})
 
 
 def _kind(window: Window) -> CollectiveKind:

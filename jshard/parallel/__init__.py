@@ -8,9 +8,12 @@ All of it changes nothing where the mesh lacks the axis, and in global view: the
 """
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
@@ -18,6 +21,7 @@ from jax.sharding import NamedSharding
 from jshard import _compat
 from jshard.engine.context import region_mesh
 from jshard.engine.partitioner import exchanged
+from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.mesh import AXES, DATA_AXES, EXPERT, degree
 from jshard.plans.placement import Entry, axes_of, spec_over
@@ -131,6 +135,38 @@ def from_experts(x: jax.Array) -> jax.Array:
         >>> y_EBCD = js.parallel.from_experts(h_EBCD)
     """
     return _exchanged(x, 0, 1)
+
+
+def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+    """Declares what some experts make of the examples of a batch, as a sum over these experts.
+
+    The function is called with the examples of a data shard and all experts. On an `expert` axis it is called with the
+    experts of one place and the examples of all places along the axis: those are gathered, and what the places make of
+    them is summed as it is scattered. So no token is dropped, however uneven the load; backward computes forward again.
+
+    Args:
+        fn: takes a tree of arrays whose dim 0 are the examples, and one whose dim 0 are the experts; returns an array
+            that has a row for each example.
+
+    Returns:
+        The function, declared.
+
+    Example:
+        >>> linear = js.parallel.by_experts(lambda rows, w_EDF: jnp.einsum("be,bd,edf->bf", *rows, w_EDF))
+    """
+
+    @functools.wraps(fn)
+    def apart(examples: Any, experts: Any) -> jax.Array:
+        held = lambda x: exchanged(x, 0, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x  # its gradient, too
+        return held(sum_of_parts(fn, jax.tree.map(held, examples), experts))
+
+    @functools.wraps(fn)
+    def call(examples: Any, experts: Any) -> jax.Array:
+        mesh = region_mesh()
+        are_apart = mesh is not None and degree(mesh, EXPERT) > 1
+        return per_example(apart if are_apart else fn, in_axes=(0, None))(examples, experts)
+
+    return call
 
 
 def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:

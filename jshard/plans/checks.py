@@ -16,7 +16,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
-from jshard.plans.mesh import FSDP, degree
+from jshard.plans.mesh import EXPERT, FSDP, degree
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
@@ -202,7 +202,9 @@ def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> Non
     """
     placed = tuple((leaf.path, leaf.placement) for leaf in root.members)
     allowed, precision = root.placement.allow_replicated, root.policy.mixed_precision
-    _check_once(name, placed, tuple(allowed), precision, degree(root.mesh, FSDP))
+    degrees = {axis: degree(root.mesh, axis) for axis in (FSDP, EXPERT)}
+    axes = " x ".join(f"{axis}={n}" for axis, n in degrees.items() if axis == FSDP or n > 1)
+    _check_once(name, placed, tuple(allowed), precision, axes)
     others = tuple(other for other in others if not is_named(dotted(other.path), allowed))
     held, total = sum(other.bytes for other in others), sum(p.logical_bytes for _, p in placed)
     if held > max(PADDED_FROM_BYTES, _LARGE_SHARE * total):
@@ -222,18 +224,17 @@ def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int)
 
 @functools.cache
 def _check_once(
-    name: str, placed: tuple[tuple[str, Placement], ...], allowed: tuple, precision: MixedPrecision, degree: int
+    name: str, placed: tuple[tuple[str, Placement], ...], allowed: tuple, precision: MixedPrecision, axes: str
 ) -> None:
     _check_kept(name, [path for path, _ in placed], precision)
     odd = {path: p for path, p in placed if p.because.startswith(INDIVISIBLE) and not is_named(path, allowed)}
     held, total = (sum(p.logical_bytes for p in some) for some in (odd.values(), dict(placed).values()))
     large = {path: p for path, p in odd.items() if p.logical_bytes >= max(PADDED_FROM_BYTES, _LARGE_SHARE * total)}
-    axis = f"{FSDP}={degree}"
     if large:
         raise AnnotationError(
             f"{len(large)} large parameter(s) of {name} would be replicated.",
             where=[_describe(*one) for one in large.items()],
-            why=f"no dim divides by {axis}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
+            why=f"no dim divides by {axes}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
             f" model's {total} bytes.",
             do=f"accept it: {_accepted(large)},\nor have it padded: placement=js.ShardPlacement(shard_dim=0).",
         )
@@ -241,7 +242,7 @@ def _check_once(
         listed = [f"\n  {_describe(*one)}" for one in list(odd.items())[:_LISTED]]
         listed += [f"\n  ... and {len(odd) - _LISTED} more"] * (len(odd) > _LISTED)
         _compat.warn_user(
-            f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axis}. Each device holds all"
+            f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axes}. Each device holds all"
             f" {held} bytes of them, {held / total:.1%} of the model:{''.join(listed)}\n  To accept it:"
             f" {_accepted(odd)}. To pad them: placement=js.ShardPlacement(shard_dim=0).",
         )

@@ -29,10 +29,10 @@ def mesh(
 ) -> AnyMesh:
     """Lays the devices out over the axes `replica`, `fsdp`, `expert` and `tensor`.
 
-    The batch is split over all but `tensor`; parameters are sharded over `fsdp` and repeated over `replica`;
-    `expert` and `tensor` split the parameters that the model's own annotations say, and repeat the others. The
-    innermost axes are on the devices with the fastest links: devices are ordered by slice, process and id (on TPU
-    by their place in the torus), so that neighbours share a host.
+    The batch is split over all but `tensor`. `expert` and `tensor` split the parameters that the model's own
+    annotations say; parameters are sharded over `fsdp`, and over `expert` with it if they have no experts there, and
+    repeated over the others. The innermost axes are on the devices with the fastest links: devices are ordered by
+    slice, process and id (on TPU by their place in the torus), so that neighbours share a host.
 
     Args:
         replica: degree of the replica axis; -1 takes the devices that the other axes leave.

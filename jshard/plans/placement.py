@@ -28,8 +28,8 @@ class Placement:
     shape: tuple[int, ...]  # logical
     dtype: str  # stored
     spec: tuple[Entry, ...]  # mesh axes per dim of the stored array, as in `PartitionSpec`
-    dim: int | None  # sharded over `fsdp`; None if the parameter is replicated over it
-    degree: int  # pieces over `fsdp`; 1 if replicated
+    dim: int | None  # sharded over `axes`; None if the parameter is replicated
+    degree: int  # pieces along it; 1 if replicated
     shards: int  # pieces over all axes of `spec`
     gathered_dtype: str  # of the all-gather, and of the copy that the model computes with
     reduce_dtype: str  # of the gradient's reduction
@@ -38,6 +38,11 @@ class Placement:
     padding: int = 0  # rows of zeros at the end of `dim` in the stored array, without which it would not divide
     offload: str | None = None  # what of it is in host memory: `OPTIMIZER`, its state; `PARAMS`, the parameter too
     gathered: bool = True  # by its unit; False: what uses it works on the shards
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it is sharded and gathered over: `fsdp`, and `expert` unless it has experts along that."""
+        return () if self.dim is None else axes_of(self.spec[self.dim])
 
     @property
     def size(self) -> int:
@@ -66,7 +71,7 @@ class Placement:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes on one device of the copy gathered over `fsdp`, with its padding; 0 if it is never gathered."""
+        """Bytes on one device of the copy gathered over `axes`, with its padding; 0 if it is never gathered."""
         if not self.gathered:
             return 0
         return self.stored_size * self.degree // self.shards * jnp.dtype(self.gathered_dtype).itemsize
@@ -183,10 +188,13 @@ def place(
     unknown = [n for entry in named for n in axes_of(entry) if n not in rules and n not in {*degrees, *AXES}]
     _check_given(path, shape, named, unknown, given, degrees)
     free = [d for d in range(asked.stacked, len(shape)) if d >= len(given) or given[d] is None]
-    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degrees[FSDP], asked, pads)
+    taken = {n for entry in given for n in axes_of(entry)}
+    axes = tuple(a for a in (FSDP, EXPERT) if degrees.get(a, 1) > 1 and a not in taken) or (FSDP,)
+    degree = math.prod(degrees[a] for a in axes)
+    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degree, asked, pads)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
-        entries[dim] = FSDP
+        entries[dim] = axes if len(axes) > 1 else axes[0]
     shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
     stored = jnp.dtype(dtype).name
     gathered = stored if precision.keeps(path) else precision.param or stored
@@ -195,13 +203,13 @@ def place(
         dtype=stored,
         spec=tuple(entries),
         dim=dim,
-        degree=1 if dim is None else degrees[FSDP],
+        degree=1 if dim is None else degree,
         shards=shards,
         gathered_dtype=gathered,
         reduce_dtype=precision.reduce or gathered,
         because=because,
         layers=math.prod(shape[: asked.stacked]),
-        padding=0 if dim is None else -shape[dim] % degrees[FSDP],
+        padding=0 if dim is None else -shape[dim] % degree,
         offload=asked.offload if math.prod(shape[asked.stacked :]) >= asked.min_size else None,
         gathered=asked.gathered,
     )
@@ -305,7 +313,7 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], d
     dim = asked + len(shape) if type(asked) is int and asked < 0 else asked
     if type(dim) is int and dim in possible:
         return dim
-    even = f", and divide by the degree of the fsdp axis, {degree}: it is in allow_replicated, and not padded."
+    even = f", and divide by {degree}, the number of pieces: it is in allow_replicated, and not padded."
     raise AnnotationError(
         f"A parameter cannot be sharded along dim {asked!r}.",
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",

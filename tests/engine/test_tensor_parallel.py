@@ -7,7 +7,6 @@ all-reduces over `tensor` that go with a split sequence are reduce-scatters.
 import collections
 import dataclasses
 import functools
-import math
 import sys
 
 import jax
@@ -17,8 +16,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.errors import AnnotationError, CallError
-from jshard.inspect.communication import traffic_of
+from jshard.errors import AnnotationError
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read, with_placement
 from tests.micro_gpt import MODELS, micro
@@ -231,114 +229,3 @@ def test_fsdp_moves_beside_a_tensor_axis_that_is_kept():
 def test_an_unknown_axis_is_an_error_where_it_could_be_the_tensor_axis():
     with pytest.raises(AnnotationError, match="'tp': the mesh has"):
         js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
-
-
-# ---- Experts on an axis of their own -------------------------------------------------------------
-
-
-MOE_FILE = load_model_file(MODELS / "moe.py")
-moe = sys.modules[MOE_FILE.build.__module__]
-
-# Room for fewer tokens than are sent: some find no place.
-MICRO_MOE = dataclasses.replace(
-    MOE_FILE.recipe("tiny")[1].model, n_layer=2, n_head=2, n_kv_head=1, d_model=32, d_ff=64, capacity=1.0
-)
-WITH_EXPERTS = {"replica": 2, "fsdp": 2, "expert": 2}
-
-
-def build_moe(config=MICRO_MOE):
-    return MOE_FILE.build(config, nnx.Rngs(0))
-
-
-def moe_annotator(mesh):
-    return lambda model: MOE_FILE.annotate(model, mesh)
-
-
-def test_training_of_experts_is_that_of_one_device():
-    mesh = js.mesh(fsdp=2, expert=2, tensor=2)
-    build = lambda: build_moe(dataclasses.replace(MICRO_MOE, n_layer=1))
-    assert_parity(build, moe_annotator(mesh), moe.loss_fn, (BATCH,))
-
-
-@pytest.fixture(scope="module")
-def of_experts():
-    """A step on replica x fsdp x expert: its collectives and its plan."""
-    mesh = js.mesh(**WITH_EXPERTS)
-    model = js.abstract_init(build_moe, moe_annotator(mesh))
-    step = nnx.jit(lambda model, batch: nnx.value_and_grad(moe.loss_fn)(model, batch))
-    return js.audit(compile_to_read(step.lower(model, BATCH).lowered), model=model)
-
-
-def test_experts_lie_apart_and_are_sharded_besides(of_experts):
-    gate = of_experts.plan.leaf("blocks/moe/experts/gate").placement
-    assert gate.spec == (None, "expert", None, "fsdp") and gate.shards == 4
-    assert gate.gathered_bytes * 2 == gate.logical_bytes  # never more than those that lie here
-    assert of_experts.plan.leaf("blocks/attention/q/kernel").placement.shards == 2
-
-
-def test_only_tokens_travel_over_the_expert_axis(of_experts):
-    over = [row for row in of_experts.rows if "expert" in row.over]
-    assert {row.kind for row in over} == {"all-to-all", "all-reduce"}
-    exchange = [row for row in over if row.kind == "all-to-all"]
-    for phase in ("forward", "backward"):  # there and back in every layer
-        assert sum(row.executions for row in exchange if row.phase == phase) == 2 * MICRO_MOE.n_layer
-    batch, length = 16 // 8, 16
-    places = MICRO_MOE.n_expert * math.ceil(MICRO_MOE.capacity * MICRO_MOE.top_k * length / MICRO_MOE.n_expert)
-    each = batch * places * MICRO_MOE.d_model * 4
-    assert sum(row.total_bytes for row in exchange) == 4 * MICRO_MOE.n_layer * each
-
-
-def test_gradients_of_experts_are_not_summed_over_the_expert_axis(of_experts):
-    assert of_experts.ok, of_experts.differences
-    experts = [leaf for leaf in of_experts.plan.leaves if "/experts/" in leaf.path]
-    others = [leaf for leaf in of_experts.plan.leaves if "/experts/" not in leaf.path]
-    found = dict.fromkeys((("replica",), ("replica", "expert"), ("replica", "fsdp", "expert")), 0)
-    for row in of_experts.rows:
-        if row.kind == "all-reduce":
-            found[row.over] += row.total_bytes
-    assert found["replica",] == sum(leaf.placement.bytes_per_device for leaf in experts)
-    shards = sum(leaf.placement.bytes_per_device for leaf in others if leaf.placement.dim is not None)
-    assert found["replica", "expert"] == shards
-    asked = {t.axes: t.full_bytes for t in traffic_of(of_experts.plan) if t.kind == "all-reduce"}
-    assert asked["replica",] == found["replica",] and asked["replica", "expert"] == shards
-
-
-def test_the_batch_is_split_over_the_expert_axis_too():
-    mesh = js.mesh(fsdp=-1, expert=4)
-    assert dict(mesh.shape) == {"replica": 1, "fsdp": 2, "expert": 4, "tensor": 1}
-    placed = js.shard_batch(np.arange(16), mesh)
-    assert {s.data.shape for s in placed.addressable_shards} == {(2,)}
-    with pytest.raises(CallError, match=r"over 8 data shards \(fsdp=2, expert=4\)"):
-        js.shard_batch(np.arange(12), mesh)
-
-
-# ---- The model itself ----------------------------------------------------------------------------
-
-
-def mixture(capacity):
-    config = dataclasses.replace(MICRO_MOE, capacity=capacity)
-    return moe.MoE(config, rngs=nnx.Rngs(3)), jnp.asarray(
-        np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32
-    )
-
-
-call_layer = nnx.jit(lambda layer, x: layer(x))
-
-
-def test_with_room_for_all_it_is_the_mixture_of_the_best_experts():
-    layer, x_BTD = mixture(MICRO_MOE.n_expert / MICRO_MOE.top_k)
-    found, (share_E, score_E) = call_layer(layer, x_BTD)
-    every_EBTD = call_layer(layer.experts, jnp.broadcast_to(x_BTD, (MICRO_MOE.n_expert, *x_BTD.shape)))
-    score_BTE = jax.nn.softmax(layer.router(x_BTD))
-    best_BTE = jnp.where(score_BTE >= jnp.sort(score_BTE)[..., -MICRO_MOE.top_k, None], score_BTE, 0)
-    wanted = jnp.einsum("bte,ebtd->btd", best_BTE / best_BTE.sum(-1, keepdims=True), every_EBTD)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-8)
-    np.testing.assert_allclose([share_E.sum(), score_E.sum()], 1, rtol=1e-6)
-
-
-def test_places_go_to_first_choices_and_to_earlier_tokens():
-    layer, _ = mixture(0.5)  # two places for each of eight experts
-    chosen_BTn = jnp.asarray([[[0, 1]] * 3 + [[1, 0]] * 13])
-    place_BTn, token_BEC = layer.places(chosen_BTn)
-    np.testing.assert_array_equal(token_BEC[0], [[0, 1], [3, 4], *[[16, 16]] * 6])
-    np.testing.assert_array_equal(place_BTn[0, :4], [[0, 13], [1, 14], [2, 15], [0, 3]])
