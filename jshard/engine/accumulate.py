@@ -16,7 +16,18 @@ from jshard.engine.rules import Shard, Value
 from jshard.engine.stored import expert_dim, gather, reduce_gradient
 from jshard.errors import CallError
 from jshard.plans.memories import back, key_texts, placed_like, to_device
-from jshard.plans.mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
+from jshard.plans.mesh import (
+    CONTEXT,
+    EXPERT,
+    AnyMesh,
+    data_axes,
+    data_degree,
+    degree,
+    inner_axes,
+    manual_axes,
+    region_axes,
+    region_degree,
+)
 from jshard.plans.placement import Placement, spec_over
 from jshard.plans.units import Unit
 
@@ -37,7 +48,7 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
             why=f"{steps} microbatches over {shards} data shards need a leading dim that divides by {steps * shards}.",
             do=f"use a batch that is a multiple of {steps * shards}, or js.value_and_grad(loss_fn, accumulate=1).",
         )
-    sharding = NamedSharding(unit.mesh, PartitionSpec(None, data_axes(unit.mesh)))
+    spec, over = PartitionSpec(None, data_axes(unit.mesh)), degree(unit.mesh, CONTEXT)
 
     def cut(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -46,6 +57,8 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
         if not x.ndim:
             return jnp.broadcast_to(x, (steps,))
         rows = x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
+        is_split = over > 1 and x.ndim > 1 and x.shape[1] % over == 0
+        sharding = NamedSharding(unit.mesh, PartitionSpec(*spec, CONTEXT) if is_split else spec)
         return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
 
     return jax.tree.map(cut, batch)
@@ -75,7 +88,7 @@ class Once:
     """
 
     def __init__(self, placements: Sequence[Placement | None], mesh: AnyMesh) -> None:
-        found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and data_degree(mesh) > 1}
+        found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and region_degree(mesh) > 1}
         self.at, self.placements, self.mesh = list(found), list(found.values()), mesh
 
     def gather(self, tree: Any) -> list[jax.Array]:
@@ -100,8 +113,8 @@ class Once:
             found = []
             for x, g, p in zip(values, sums, self.placements, strict=True):
                 g = reduce_gradient(g[0], p, layout["mesh"])
-                if degree(self.mesh, EXPERT) > 1 and expert_dim(p) is None:
-                    g = lax.psum(g, EXPERT)
+                copies = [a for a in inner_axes(self.mesh) if a != EXPERT or expert_dim(p) is None]
+                g = lax.psum(g, copies) if copies else g
                 found.append(placed_like(g.astype(x.dtype), x))
             return found
 
@@ -119,7 +132,7 @@ class Once:
 
     def _layout(self) -> tuple[list[PartitionSpec], PartitionSpec, dict[str, Any]]:
         """Specs of the parameters and of what each data shard has; the mesh, and where `shard_map` is manual."""
-        mesh, axes = self.mesh, data_axes(self.mesh)
+        mesh, axes = self.mesh, region_axes(self.mesh)
         assert isinstance(mesh, Mesh), "the model has arrays"
         layout = {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
         return [spec_over(axes, placement.spec) for placement in self.placements], PartitionSpec(axes), layout

@@ -25,7 +25,6 @@ from jshard.engine.rules import loops as loops  # enters rules into the table, a
 from jshard.engine.rules import opaque as opaque
 from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError, FourPartError
-from jshard.plans.mesh import EXPERT
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan
@@ -306,52 +305,53 @@ class Partitioner:
         return size > 0 and size % self.degree == 0
 
 
-# ---- the `expert` axis: a program on one data shard, run once more on its part of the experts
+# ---- an inner axis, `expert` or `context`: a program on one data shard, run once more on its part along the axis
 
-# The program of a data shard, with its collectives, is traced for all experts and all of their batch. Then it is
-# interpreted again over `expert` alone, by the same table: the batch and the experts' parameters are split, what both
-# meet in moves by an all-to-all, and gradients of everything else are partial until they are stored shards.
+# The program of a data shard, with its collectives, is traced for all experts and whole sequences. Then it is
+# interpreted again over one axis alone, by the same table: over `expert` the batch and the experts' parameters are
+# split, over `context` the sequences. What both meet in moves by an all-to-all, and gradients of everything else are
+# partial until they are stored shards.
 
-over_expert_p = jex.Primitive("over_expert")
-"""Its operand. Over `expert` the result is split along `dim`; None: a sum over the axis is taken, if one is open."""
-over_expert_p.def_impl(lambda x, dim: x)
-over_expert_p.def_abstract_eval(lambda x, dim: x)
-mlir.register_lowering(over_expert_p, lambda ctx, x, dim: [x])
+over_axis_p = jex.Primitive("over_axis")
+"""Its operand. Over `axis` the result is split along `dim`; None: a sum over the axis is taken, if one is open."""
+over_axis_p.def_impl(lambda x, axis, dim: x)
+over_axis_p.def_abstract_eval(lambda x, axis, dim: x)
+mlir.register_lowering(over_axis_p, lambda ctx, x, axis, dim: [x])
 
 
-def _batched(xs: Sequence[Any], dims: Sequence[int], *, dim: int | None) -> tuple[Any, int]:
+def _batched(xs: Sequence[Any], dims: Sequence[int], *, axis: str, dim: int | None) -> tuple[Any, int]:
     (x,), (at,) = xs, dims
-    return over_expert_p.bind(x, dim=None if dim is None else dim + (at <= dim)), at
+    return over_axis_p.bind(x, axis=axis, dim=None if dim is None else dim + (at <= dim)), at
 
 
-batching.primitive_batchers[over_expert_p] = _batched
+batching.primitive_batchers[over_axis_p] = _batched
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
-    """The array. It is split over `expert` along `new` from here on, and its gradient along `old` before."""
-    return over_expert_p.bind(x, dim=new)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def exchanged(x: jax.Array, axis: str, old: int, new: int) -> jax.Array:
+    """The array. It is split over an inner axis along `new` from here on, and its gradient along `old` before."""
+    return over_axis_p.bind(x, axis=axis, dim=new)
 
 
 exchanged.defvjp(
-    lambda x, old, new: (over_expert_p.bind(x, dim=new), None),
-    lambda old, new, _, ct: (over_expert_p.bind(ct, dim=old),),
+    lambda x, axis, old, new: (over_axis_p.bind(x, axis=axis, dim=new), None),
+    lambda axis, old, new, _, ct: (over_axis_p.bind(ct, axis=axis, dim=old),),
 )
 
 
-rule("over_expert")(lambda p, eqn, values: same(p, eqn, values, values[0].state))  # a data shard is all of the axis
+rule("over_axis")(lambda p, eqn, values: same(p, eqn, values, values[0].state))  # who is of another axis has all of it
 
 
-class ExpertPartitioner(Partitioner):
-    """The partitioner over `expert` of a data shard's program."""
+class InnerPartitioner(Partitioner):
+    """The partitioner over one inner axis of a data shard's program."""
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that say what happens over the axis are not the table's."""
         name = eqn.primitive.name
-        if name == "over_expert":
+        if name == "over_axis" and eqn.params["axis"] in self.axes:
             return [self._placed(values[0], eqn.params["dim"])]
         if name == "psum" and any(v.is_partial for v in values):
-            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over `expert`, too: one all-reduce
+            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over this axis, too: one all-reduce
             summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
             return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
         return super().equation(eqn, values)
@@ -369,12 +369,14 @@ class ExpertPartitioner(Partitioner):
             self.is_quiet = False
 
 
-def over_experts(program: Callable, arrays: Sequence, dims: list, wanted: Sequence[State], degree: int) -> tuple:
-    """Runs a data shard's program, of arrays that are whole along `expert`, on the part of one place along it.
+def over_axis(
+    axis: str, degree: int, program: Callable, arrays: Sequence, dims: list, wanted: Sequence[State]
+) -> tuple[list[Any], list[int | None], list[Mixing]]:
+    """Runs a data shard's program, of arrays that are whole along an inner axis, on the part of one place along it.
 
     The arrays are this place's parts, each split along a dim or whole (None). The first results leave in the states
     wanted, the others as they come, summed. Returns the parts of the results, the dims that they are split along, and
-    the collectives over `expert`.
+    the collectives over the axis.
     """
 
     def whole(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
@@ -382,7 +384,7 @@ def over_experts(program: Callable, arrays: Sequence, dims: list, wanted: Sequen
         return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
     closed = jax.make_jaxpr(program)(*map(whole, arrays, dims))
-    p = ExpertPartitioner((EXPERT,), degree)  # a shard's batch is small: other dims have its size, as that of layers
+    p = InnerPartitioner((axis,), degree)  # a shard's batch is small: other dims have its size, as that of layers
     values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
     outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
     for i, (v, dim) in enumerate(zip(outs, wanted, strict=False)):

@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.partitioner import over_expert_p
+from jshard.engine.partitioner import over_axis_p
 from jshard.engine.rules import Shard, Value
 from jshard.plans.memories import fetched
-from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree
+from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree, inner_axes
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement, axes_of
 
@@ -63,7 +63,7 @@ def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tu
 def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
-    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` with it.
+    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` and `context` with it.
     """
     if _dim(x, placement) is None:
         return sum_replicas(x.astype(placement.reduce_dtype), mesh, but="").astype(x.dtype)
@@ -72,7 +72,7 @@ def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array
 
 def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
     """Whether a gradient is reduced over shards, then over replicas."""
-    others = [a for a in (*batch_axes(mesh), EXPERT) if a != FSDP]
+    others = [a for a in (*batch_axes(mesh), *inner_axes(mesh)) if a != FSDP]
     return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in others)
 
 
@@ -86,10 +86,12 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
 
 def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
-    """The second step: the sum over the replicas, or all axes of the batch but one, and over `expert` with it."""
+    """The second step: the sum over the replicas, or all axes of the batch but one, and over inner axes with it."""
     axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
-    return over_expert_p.bind(x, dim=None) if degree(mesh, EXPERT) > 1 else x
+    for axis in inner_axes(mesh):
+        x = over_axis_p.bind(x, axis=axis, dim=None)
+    return x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

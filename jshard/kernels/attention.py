@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,8 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
 from jshard._text import CONTEXT, scope
-from jshard.engine.context import note_attention
+from jshard.engine.context import note_attention, region_mesh
+from jshard.engine.partitioner import exchanged
 from jshard.kernels.backend import KernelError, TracedDevice, check_known, check_shapes, place
+from jshard.plans.mesh import CONTEXT as CONTEXT_AXIS
+from jshard.plans.mesh import degree
 
 AttentionBackend = Literal["auto", "cudnn", "xla"]
 _BACKENDS = ("auto", "cudnn", "xla")
@@ -66,6 +70,9 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
+    if (over := _context_degree()) > 1:
+        _check_context(over, q, k)
+        q, k, v = (_to_heads(x, over) for x in (q, k, v))
     form = _form(backend, q, k, bias)
     how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
     run: Callable[..., jax.Array]
@@ -83,7 +90,37 @@ def attention(
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
         y = run(q, k, v)
+        y = exchanged(y, CONTEXT_AXIS, 2, 1) if over > 1 else y
         return y if form == "cudnn" else checkpoint_name(y, CONTEXT)
+
+
+# ---- a sequence that is split over the mesh: each device has all positions of some heads for as long as it takes
+
+
+def _context_degree() -> int:
+    """The devices that have a part each of the sequences of the model that is traced; 1 where none is."""
+    mesh = region_mesh()
+    return 1 if mesh is None else degree(mesh, CONTEXT_AXIS)
+
+
+def _to_heads(x: jax.Array, over: int) -> jax.Array:
+    """Split along the heads, no longer along the sequence; heads of keys that are too few are repeated."""
+    times = math.lcm(x.shape[2], over) // x.shape[2]
+    return exchanged(x if times == 1 else jnp.repeat(x, times, axis=2), CONTEXT_AXIS, 1, 2)
+
+
+def _check_context(over: int, q: jax.Array, k: jax.Array) -> None:
+    wrong = [f"q has {q.shape[2]} heads, and {over} does not divide them."] if q.shape[2] % over else []
+    lengths = {x.shape[1] for x in (q, k) if x.shape[1] % over}
+    wrong += [f"{over} does not divide {n} positions." for n in sorted(lengths)]
+    if wrong:
+        fitting = max(n for n in range(1, over + 1) if over % n == 0 and q.shape[2] % n == 0)
+        raise KernelError(
+            "attention cannot split its heads over the context axis.",
+            where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
+            why="\n".join(wrong),
+            do=f"choose a degree that divides both: --mesh context={fitting}.",
+        )
 
 
 def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int) -> jax.Array:

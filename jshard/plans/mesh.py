@@ -1,4 +1,4 @@
-"""Named meshes: `replica` copies of the model, each sharded over `fsdp`, split further over `expert` and `tensor`."""
+"""Named meshes: `replica` copies, each sharded over `fsdp`, and what splits further: `expert`, `context`, `tensor`."""
 
 import functools
 import math
@@ -11,8 +11,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard.errors import CallError, MeshError
 
-REPLICA, FSDP, EXPERT, TENSOR = AXES = ("replica", "fsdp", "expert", "tensor")
+REPLICA, FSDP, EXPERT, CONTEXT, TENSOR = AXES = ("replica", "fsdp", "expert", "context", "tensor")
 DATA_AXES = (REPLICA, FSDP, EXPERT)
+"""The axes over which the batch is split."""
+INNER_AXES = (EXPERT, CONTEXT)
+"""The axes over which a data shard's program is run once more on a part: of the experts, of the sequence."""
+REGION_AXES = (*DATA_AXES, CONTEXT)
+"""The axes that a region is manual over; parameters are sharded over one of them, and repeated over others."""
+
+_ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
@@ -22,13 +29,15 @@ def mesh(
     replica: int = 1,
     fsdp: int = -1,
     expert: int = 1,
+    context: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | int | None = None,  # pyright: ignore[reportInvalidTypeForm]
     **unknown: int,
 ) -> AnyMesh:
-    """Lays the devices out over the axes `replica`, `fsdp`, `expert` and `tensor`.
+    """Lays the devices out over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
 
-    The batch is split over all but `tensor`; parameters are sharded over `fsdp` and repeated over `replica`;
+    The batch is split over the first three, and its sequences over `context`. Parameters are sharded over `fsdp` and
+    repeated over `replica` and `context`;
     `expert` and `tensor` split the parameters that the model's own annotations say, and repeat the others. The
     innermost axes are on the devices with the fastest links: devices are ordered by slice, process and id (on TPU
     by their place in the torus), so that neighbours share a host.
@@ -37,6 +46,8 @@ def mesh(
         replica: degree of the replica axis; -1 takes the devices that the other axes leave.
         fsdp: degree of the sharding axis; -1 (the default): what is left.
         expert: degree of the axis that experts are on; -1: what is left. Of degree 1 the mesh has no such axis.
+        context: degree of the axis that sequences are split over; -1: what is left. Of degree 1 the mesh has no such
+            axis.
         tensor: degree of the tensor axis; -1: what is left.
         devices: the devices to use, all of them by default. An int asks for a mesh of that many devices
             that need not exist: good for `js.plan` and `js.explain`, not for arrays.
@@ -54,12 +65,12 @@ def mesh(
         >>> dict(mesh.shape)
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
     """
-    asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, TENSOR: tensor}
+    asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     found: list[Any] | None = None
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
-    shape = {axis: n for axis, n in _fill(asked, unknown, count, devices).items() if axis != EXPERT or n > 1}
+    shape = {axis: n for axis, n in _fill(asked, unknown, count, devices).items() if axis not in _ON_DEMAND or n > 1}
     axes, sizes = tuple(shape), tuple(shape.values())
     types = (AxisType.Auto,) * len(axes)
     if found is None:
@@ -72,7 +83,7 @@ def mesh(
 
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
     """The degrees in axis order, with -1 replaced by what is left."""
-    named = {k: v for k, v in asked.items() if k != EXPERT or type(v) is not int or v != 1}
+    named = {k: v for k, v in asked.items() if k not in _ON_DEMAND or type(v) is not int or v != 1}
     bad = [k for k, v in asked.items() if type(v) is not int or (v < 1 and v != -1)]
     open_axes = [k for k, v in asked.items() if v == -1]
     fixed = 1 if bad else math.prod(v for v in asked.values() if v != -1)
@@ -166,9 +177,24 @@ def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(a for a in data_axes(mesh) if a != EXPERT)
 
 
+def inner_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes of the mesh over which a data shard's program is run once more on a part."""
+    return tuple(a for a in INNER_AXES if degree(mesh, a) > 1)
+
+
+def region_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes over which a region's devices have different work, outermost first."""
+    return (*data_axes(mesh), CONTEXT) if degree(mesh, CONTEXT) > 1 else data_axes(mesh)
+
+
+def region_degree(mesh: AnyMesh) -> int:
+    """Over how many devices a region splits its work."""
+    return data_degree(mesh) * degree(mesh, CONTEXT)
+
+
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
-    """The axes that a region is manual over: the data axes, and others of degree 1, as it then compiles best."""
-    return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in DATA_AXES or size == 1)
+    """The axes that a region is manual over: its own, and others of degree 1, as it then compiles best."""
+    return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in REGION_AXES or size == 1)
 
 
 def data_degree(mesh: AnyMesh) -> int:
