@@ -207,9 +207,11 @@ def data_shards(degrees: Mapping[str, int]) -> int:
     return math.prod(degrees.get(axis, 1) for axis in DATA_AXES)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How arrays whose leading dim is the batch are placed."""
-    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
+    """How an array whose leading dim is the batch is placed; by its shape, its dim 1 over `context` if that divides."""
+    over = degree(mesh, CONTEXT)
+    sequence = (CONTEXT,) if over > 1 and len(shape) > 1 and shape[1] % over == 0 else ()
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh), *sequence))
 
 
 def num_processes(mesh: Mesh) -> int:
@@ -223,43 +225,59 @@ def is_concrete(mesh: AnyMesh) -> bool:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Places a batch from the host over the data axes of the mesh.
+    """Places a batch from the host over the data axes of the mesh, and its sequences over `context`.
 
     Args:
         batch: pytree of host arrays whose leading dim is the batch. With several processes each passes its
-            own part, in the order of the processes.
+            own rows, in the order of the processes; those that share rows pass the same, with whole sequences.
         mesh: the mesh of the model.
 
     Returns:
-        The same pytree of global arrays, sharded over the data axes on the leading dim.
+        The same pytree of global arrays, sharded over the data axes on the leading dim; on a mesh with `context`, over
+        that on dim 1, where it divides.
 
     Raises:
-        CallError: a leading dim is not divisible by the number of data shards.
+        CallError: a leading dim is not divisible by the number of data shards, or no sequence is by `context`.
 
     Example:
         >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
     """
-    sharding, shards, processes = _batch_layout(mesh if isinstance(mesh, Mesh) else check_mesh(mesh))
+    shards, parts, is_alone = _batch_layout(mesh if isinstance(mesh, Mesh) else check_mesh(mesh))
     leaves, tree = jax.tree.flatten(batch)
-    splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * processes % shards == 0
+    splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * parts % shards == 0
     if not all(map(splits, leaves)):
         axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
         bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in jax.tree.leaves_with_path(batch) if not splits(x)]
         raise CallError(
             "The batch cannot be split over the data shards.",
             where=[f"batch{p}  shape {s}" for p, s in bad],
-            why=f"that many rows{f' from each of {processes} processes' if processes > 1 else ''}"
+            why=f"that many rows{f' from each of {parts} processes' if parts > 1 else ''}"
             f" over {shards} data shards ({axes}).",
             do=f"use a global batch that is a multiple of {shards}.",
         )
-    if processes == 1:
-        return jax.device_put(batch, sharding)
-    placed = [jax.make_array_from_process_local_data(sharding, np.asarray(x)) for x in leaves]
+    shapes = [(np.shape(x)[0] * parts, *np.shape(x)[1:]) for x in leaves]
+    shardings = [batch_sharding(mesh, shape) for shape in shapes]
+    if (over := degree(mesh, CONTEXT)) > 1 and not any(CONTEXT in sharding.spec for sharding in shardings):
+        raise CallError(
+            "The batch has no sequence that splits over the context axis.",
+            where=[f"batch{jax.tree_util.keystr(p)}  shape {np.shape(x)}" for p, x in jax.tree.leaves_with_path(batch)],
+            why=f"a sequence is dim 1 of an array, and none divides by {over}.",
+            do=f"pad the sequences to a multiple of {over}, or js.mesh() without {CONTEXT!r}.",
+        )
+    if is_alone:
+        return jax.device_put(batch, jax.tree.unflatten(tree, shardings))
+    place = jax.make_array_from_process_local_data
+    placed = [place(to, np.asarray(x), shape) for to, x, shape in zip(shardings, leaves, shapes, strict=True)]
     return jax.tree.unflatten(tree, placed)
 
 
 @functools.lru_cache(maxsize=8)
-def _batch_layout(mesh: Mesh) -> tuple[NamedSharding, int, int]:
-    """Where batches are, over how many shards and processes. Kept: a run asks before every step."""
+def _batch_layout(mesh: Mesh) -> tuple[int, int, bool]:
+    """How many data shards there are, how many times those of this process, and whether it is the only one.
+
+    Kept: a run asks before every step.
+    """
     check_mesh(mesh)
-    return batch_sharding(mesh), data_degree(mesh), num_processes(mesh)
+    shards = data_degree(mesh)
+    here = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
+    return shards, shards // len({str(index) for index in here}), num_processes(mesh) == 1
