@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
 from jshard import _compat
 from jshard.engine import rules
@@ -25,6 +26,7 @@ from jshard.engine.rules import loops as loops  # enters rules into the table, a
 from jshard.engine.rules import opaque as opaque
 from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError, FourPartError
+from jshard.plans.mesh import TENSOR
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan
@@ -123,6 +125,10 @@ class Partitioner:
         """The sum over the shards, on every shard."""
         return lax.psum(x, self.axes)
 
+    def move(self, x: Any, old: int, new: int) -> Any:
+        """An array that is split along another dim than before."""
+        return lax.all_to_all(x, self.axes, split_axis=new, concat_axis=old, tiled=True)
+
     def cut(self, x: Any, dim: int) -> Any:
         """This shard's part of a whole array."""
         size = x.shape[dim] // self.degree
@@ -160,7 +166,7 @@ class Partitioner:
                 return lax.psum_scatter(value.x, self.axes, scatter_dimension=dim, tiled=True)
         if value.is_split and None not in value.done:
             with self.sends("move", self.eqn, value.bytes):
-                return lax.all_to_all(value.x, self.axes, split_axis=dim, concat_axis=value.dim, tiled=True)
+                return self.move(value.x, value.dim, dim)
         if value.is_known:
             if (x := known.shard_of(self, value, dim)) is not None:
                 return x
@@ -313,29 +319,30 @@ class Partitioner:
 # partial until they are stored shards.
 
 over_axis_p = jex.Primitive("over_axis")
-"""Its operand. Over `axis` the result is split along `dim`; None: a sum over the axis is taken, if one is open."""
-over_axis_p.def_impl(lambda x, axis, dim: x)
-over_axis_p.def_abstract_eval(lambda x, axis, dim: x)
-mlir.register_lowering(over_axis_p, lambda ctx, x, axis, dim: [x])
+"""Its operand. Over `axis` the result is split along `dim`; None: a sum over the axis is taken, if one is open. The
+compiler has it split over `tensor` along the dim `beside`, and keeps it so; None: as it likes."""
+over_axis_p.def_impl(lambda x, axis, dim, beside: x)
+over_axis_p.def_abstract_eval(lambda x, axis, dim, beside: x)
+mlir.register_lowering(over_axis_p, lambda ctx, x, axis, dim, beside: [x])
 
 
-def _batched(xs: Sequence[Any], dims: Sequence[int], *, axis: str, dim: int | None) -> tuple[Any, int]:
+def _batched(xs: Sequence[Any], dims: Sequence[int], *, axis: str, **given: int | None) -> tuple[Any, int]:
     (x,), (at,) = xs, dims
-    return over_axis_p.bind(x, axis=axis, dim=None if dim is None else dim + (at <= dim)), at
+    return over_axis_p.bind(x, axis=axis, **{k: d if d is None else d + (at <= d) for k, d in given.items()}), at
 
 
 batching.primitive_batchers[over_axis_p] = _batched
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def exchanged(x: jax.Array, axis: str, old: int, new: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def exchanged(x: jax.Array, axis: str, old: int, new: int, beside: int | None = None) -> jax.Array:
     """The array. It is split over an inner axis along `new` from here on, and its gradient along `old` before."""
-    return over_axis_p.bind(x, axis=axis, dim=new)
+    return over_axis_p.bind(x, axis=axis, dim=new, beside=beside)
 
 
 exchanged.defvjp(
-    lambda x, axis, old, new: (over_axis_p.bind(x, axis=axis, dim=new), None),
-    lambda axis, old, new, _, ct: (over_axis_p.bind(ct, axis=axis, dim=old),),
+    lambda x, axis, old, new, beside: (over_axis_p.bind(x, axis=axis, dim=new, beside=beside), None),
+    lambda axis, old, new, beside, _, ct: (over_axis_p.bind(ct, axis=axis, dim=old, beside=beside),),
 )
 
 
@@ -345,28 +352,37 @@ rule("over_axis")(lambda p, eqn, values: same(p, eqn, values, values[0].state)) 
 class InnerPartitioner(Partitioner):
     """The partitioner over one inner axis of a data shard's program."""
 
+    _beside: int | None = None  # of what is moved, a dim that is split over `tensor`
+
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that say what happens over the axis are not the table's."""
         name = eqn.primitive.name
         if name == "over_axis" and eqn.params["axis"] in self.axes:
-            return [self._placed(values[0], eqn.params["dim"])]
+            return [self._placed(values[0], eqn.params["dim"], eqn.params["beside"])]
         if name == "psum" and any(v.is_partial for v in values):
             everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over this axis, too: one all-reduce
             summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
             return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
         return super().equation(eqn, values)
 
-    def _placed(self, value: Value, dim: int | None) -> Value:
+    def move(self, x: Any, old: int, new: int) -> Any:
+        """An array that is split along another dim than before. The compiler would gather it over `tensor` first."""
+        if self._beside is None or TENSOR not in _compat.automatic_axes():
+            return super().move(x, old, new)
+        spec, run = PartitionSpec(*[None] * self._beside, TENSOR), functools.partial(super().move, old=old, new=new)
+        return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(x)
+
+    def _placed(self, value: Value, dim: int | None, beside: int | None) -> Value:
         """A value where the program says; what the user or a gradient's sum asks for is not noted."""
         if dim is None:
             return Value(self.sum(value.x)) if value.is_partial else value
         if not self.divides(self.full_shape(value)[dim]):
             return value
-        self.is_quiet = True
+        self.is_quiet, self._beside = True, beside
         try:
             return self.split(value, dim)
         finally:
-            self.is_quiet = False
+            self.is_quiet, self._beside = False, None
 
 
 def over_axis(

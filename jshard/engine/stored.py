@@ -90,7 +90,7 @@ def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
     axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
     for axis in inner_axes(mesh):
-        x = over_axis_p.bind(x, axis=axis, dim=None)
+        x = over_axis_p.bind(x, axis=axis, dim=None, beside=None)
     return x
 
 

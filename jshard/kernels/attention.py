@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._text import CONTEXT, scope
@@ -17,7 +19,7 @@ from jshard.engine.context import note_attention, region_mesh
 from jshard.engine.partitioner import exchanged
 from jshard.kernels.backend import KernelError, TracedDevice, check_known, check_shapes, place
 from jshard.plans.mesh import CONTEXT as CONTEXT_AXIS
-from jshard.plans.mesh import degree
+from jshard.plans.mesh import TENSOR, degree
 
 AttentionBackend = Literal["auto", "cudnn", "xla"]
 _BACKENDS = ("auto", "cudnn", "xla")
@@ -70,9 +72,9 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
-    if (over := _context_degree()) > 1:
-        _check_context(over, q, k)
-        q, k, v = (_to_heads(x, over) for x in (q, k, v))
+    is_split = _context_degree() > 1
+    if is_split:
+        q, k, v = _with_all_positions(q, k, v)
     form = _form(backend, q, k, bias)
     how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
     run: Callable[..., jax.Array]
@@ -90,7 +92,7 @@ def attention(
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
         y = run(q, k, v)
-        y = exchanged(y, CONTEXT_AXIS, 2, 1) if over > 1 else y
+        y = _moved(y, 2, 1) if is_split else y
         return y if form == "cudnn" else checkpoint_name(y, CONTEXT)
 
 
@@ -98,28 +100,44 @@ def attention(
 
 
 def _context_degree() -> int:
-    """The devices that have a part each of the sequences of the model that is traced; 1 where none is."""
+    """Over how many devices the sequences of the model that is traced are split."""
     mesh = region_mesh()
     return 1 if mesh is None else degree(mesh, CONTEXT_AXIS)
 
 
-def _to_heads(x: jax.Array, over: int) -> jax.Array:
-    """Split along the heads, no longer along the sequence; heads of keys that are too few are repeated."""
-    times = math.lcm(x.shape[2], over) // x.shape[2]
-    return exchanged(x if times == 1 else jnp.repeat(x, times, axis=2), CONTEXT_AXIS, 1, 2)
+def _with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """The same, split along the heads; those of keys and values, if they are too few, repeated."""
+    over, mesh = _context_degree(), region_mesh()
+    _check_context(over, q, k)
+    by_tensor = over * (1 if mesh is None else degree(mesh, TENSOR))
+    times = math.lcm(k.shape[2], by_tensor if q.shape[2] % by_tensor == 0 else over) // k.shape[2]
+    if times > 1:
+        k, v = jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
+    return tuple(_moved(x, 1, 2) for x in (q, k, v))
+
+
+def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
+    """An array (B, T, H, K) that is split along another dim, and on the way along K where `tensor` has heads."""
+    mesh = region_mesh()
+    assert mesh is not None, "who asks has looked"
+    tensor = degree(mesh, TENSOR)
+    if tensor == 1 or x.shape[2] % (tensor * _context_degree()) or x.shape[3] % tensor:
+        return exchanged(x, CONTEXT_AXIS, old, new)
+    held = lambda x, *dims: lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
+    x = exchanged(held(x, None, None, None, TENSOR), CONTEXT_AXIS, old, new, 3)
+    return held(x, None, None, TENSOR, None)
 
 
 def _check_context(over: int, q: jax.Array, k: jax.Array) -> None:
     wrong = [f"q has {q.shape[2]} heads, and {over} does not divide them."] if q.shape[2] % over else []
-    lengths = {x.shape[1] for x in (q, k) if x.shape[1] % over}
-    wrong += [f"{over} does not divide {n} positions." for n in sorted(lengths)]
+    wrong += [f"{over} does not divide {n} positions." for n in sorted({q.shape[1], k.shape[1]}) if n % over]
     if wrong:
-        fitting = max(n for n in range(1, over + 1) if over % n == 0 and q.shape[2] % n == 0)
+        fitting = math.gcd(over, q.shape[2], q.shape[1], k.shape[1])
         raise KernelError(
             "attention cannot split its heads over the context axis.",
             where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
             why="\n".join(wrong),
-            do=f"choose a degree that divides both: --mesh context={fitting}.",
+            do=f"choose a degree that divides them: --mesh context={fitting}.",
         )
 
 
