@@ -46,6 +46,7 @@ class Partitioner:
         self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
         self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
         self.trips = 1  # product of the lengths of the loops around
+        self.is_last = True  # what it makes is run; else it is partitioned once more, over an inner axis
         self.is_quiet = False  # what is sent is no mixing of the model's own: it is not noted, and has no name of such
         self._around: list[Eqn] = []  # the equation that is run, last, and those whose programs it is part of
         self._needed_elsewhere: set[Any] | None = None  # of the program that is run; None: all of it
@@ -386,7 +387,7 @@ class InnerPartitioner(Partitioner):
 
 
 def over_axis(
-    axis: str, degree: int, program: Callable, arrays: Sequence, dims: list, wanted: Sequence[State]
+    axis: str, degree: int, program: Callable, arrays: Sequence, dims: list, wanted: Sequence[State], *, is_last: bool
 ) -> tuple[list[Any], list[int | None], list[Mixing]]:
     """Runs a data shard's program, of arrays that are whole along an inner axis, on the part of one place along it.
 
@@ -401,6 +402,7 @@ def over_axis(
 
     closed = jax.make_jaxpr(program)(*map(whole, arrays, dims))
     p = InnerPartitioner((axis,), degree)  # a shard's batch is small: other dims have its size, as that of layers
+    p.is_last = is_last
     values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
     outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
     for i, (v, dim) in enumerate(zip(outs, wanted, strict=False)):
