@@ -47,7 +47,7 @@ class Partitioner:
         self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
         self.trips = 1  # product of the lengths of the loops around
         self.is_last = True  # what it makes is run; else it is partitioned once more, over an inner axis
-        self.is_quiet = False  # what is sent is no mixing of the model's own: it is not noted, and has no name of such
+        self.is_quiet = degree == 1  # nothing is sent, or no mixing of the model's own: not noted, and without a name
         self._around: list[Eqn] = []  # the equation that is run, last, and those whose programs it is part of
         self._needed_elsewhere: set[Any] | None = None  # of the program that is run; None: all of it
 
@@ -89,7 +89,8 @@ class Partitioner:
     def note(self, kind: Any, eqn: Eqn | None, size: int) -> Mixing:
         """Records what the equation needs of other shards; None: what the program returns needs it."""
         operation = "output" if eqn is None else eqn.primitive.name
-        self.noted.append(one := Mixing(kind, operation, self.place(eqn), 1, size * self.trips))
+        one = Mixing(kind, operation, self.place(eqn), 1, size * self.trips)
+        self.noted += [] if self.is_quiet else [one]
         return one
 
     def _note_product(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:

@@ -326,7 +326,7 @@ class OnShards:
         asked = [PARTIAL if one.is_copy and axis not in one.inner else one.inner.get(axis) for one in self.gradients_of]
         program, over = functools.partial(self._on_part, tuple(others)), degree(self.region.mesh, axis)
         outs, dims, more = over_axis(axis, over, program, xs, dims, asked, is_last=inner == self.region.inner)
-        mixing.note(self.region.unit, self.region.name, f"{self.phase} over {axis}", more)
+        mixing.note(self.region.unit, self.region.name, self.phase, more, over=axis)
         leaving = [
             one if dim is None else dataclasses.replace(one, inner={**one.inner, axis: dim})
             for one, dim in zip((*self.found, *self.keeps.values()), dims, strict=True)

@@ -107,10 +107,16 @@ def _context_degree() -> int:
 
 def _with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """The same, split along the heads; those of keys and values, if they are too few, repeated."""
-    over, mesh = _context_degree(), region_mesh()
-    _check_context(over, q, k)
+    over, mesh, num_heads = _context_degree(), region_mesh(), q.shape[2]
+    if num_heads % over:
+        raise KernelError(
+            "attention cannot split its heads over the context axis.",
+            where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
+            why=f"q has {num_heads} heads, and {over} does not divide them.",
+            do=f"choose a degree that divides them: --mesh context={math.gcd(num_heads, over)}.",
+        )
     by_tensor = over * (1 if mesh is None else degree(mesh, TENSOR))
-    times = math.lcm(k.shape[2], by_tensor if q.shape[2] % by_tensor == 0 else over) // k.shape[2]
+    times = math.lcm(k.shape[2], by_tensor if num_heads % by_tensor == 0 else over) // k.shape[2]
     if times > 1:
         k, v = jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
     return tuple(_moved(x, 1, 2) for x in (q, k, v))
@@ -126,19 +132,6 @@ def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
     held = lambda x, *dims: lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
     x = exchanged(held(x, None, None, None, TENSOR), CONTEXT_AXIS, old, new, 3)
     return held(x, None, None, TENSOR, None)
-
-
-def _check_context(over: int, q: jax.Array, k: jax.Array) -> None:
-    wrong = [f"q has {q.shape[2]} heads, and {over} does not divide them."] if q.shape[2] % over else []
-    wrong += [f"{over} does not divide {n} positions." for n in sorted({q.shape[1], k.shape[1]}) if n % over]
-    if wrong:
-        fitting = math.gcd(over, q.shape[2], q.shape[1], k.shape[1])
-        raise KernelError(
-            "attention cannot split its heads over the context axis.",
-            where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
-            why="\n".join(wrong),
-            do=f"choose a degree that divides them: --mesh context={fitting}.",
-        )
 
 
 def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int) -> jax.Array:
