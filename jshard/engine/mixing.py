@@ -129,7 +129,8 @@ def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
 def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing], over: str = "") -> None:
     """Records what a program sends, and warns of what is large, once for each line of a model.
 
-    `call` is the model and its method, as `GPT.__call__`, `over` the inner axis that it is sent over. What was traced before of the same part of it is replaced.
+    `call` is the model and its method, as `GPT.__call__`, `over` the inner axis that it is sent over. What was
+    traced before of the same part of it is replaced.
     An operation that is computed whole is refused, if the annotation says fallback="error".
     """
     found = _together(moved)

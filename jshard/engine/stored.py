@@ -63,7 +63,8 @@ def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tu
 def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
-    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` and `context` with it.
+    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and with it over `expert` and
+    `context`.
     """
     if _dim(x, placement) is None:
         return sum_replicas(x.astype(placement.reduce_dtype), mesh, but="").astype(x.dtype)

@@ -238,8 +238,8 @@ def differences(
     """Compares the collectives of a program with those that its plan asks for.
 
     Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`,
-    the exchange with experts and in attention, and those of lines that mix examples are the model's own, and not compared, but for the
-    bytes that such a line asks for; nor are those of units that are never gathered,
+    the exchange with experts and in attention, and those of lines that mix examples are the model's own, and not
+    compared, but for the bytes that such a line asks for; nor are those of units that are never gathered,
     unless arrays in them are whole parameters of such a unit, or gradients.
     """
     windows, mixing = without_mixing(windows)

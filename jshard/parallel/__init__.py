@@ -84,11 +84,12 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
         raise CallError(
             "An activation cannot be held to an axis.",
             where=where,
-            why=f"{', '.join(map(repr, wrong))}: the data axes and 'context' split the batch, and 'tensor' is the model's own.",
+            why=f"{', '.join(map(repr, wrong))}: the others split the batch and sequences, and 'tensor' is the model's own.",
             do='js.parallel.hold(x, None, "tensor")',
         )
     mesh = region_mesh()
-    degrees = _compat.automatic_axes() if mesh is None else {a: n for a, n in mesh.shape.items() if a not in REGION_AXES}
+    own = {} if mesh is None else {a: n for a, n in mesh.shape.items() if a not in REGION_AXES}
+    degrees = _compat.automatic_axes() if mesh is None else own
     if not any(n > 1 for n in degrees.values()) or (mesh is None and not _compat.manual_axes()):
         return x
     uneven = [d for d, entry in enumerate(entries) for n in axes_of(entry) if x.shape[d] % degrees.get(n, 1)]
