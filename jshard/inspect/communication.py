@@ -12,7 +12,7 @@ from jshard._text import folded_names, human_bytes
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.plans.mesh import FSDP, INNER_AXES, REGION_AXES
+from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
 
@@ -243,7 +243,7 @@ def differences(
     unless arrays in them are whole parameters of such a unit, or gradients.
     """
     windows, mixing = without_mixing(windows)
-    exchanges = [("all-to-all", (axis,)) for axis in INNER_AXES]
+    exchanges = [*(("all-to-all", (axis,)) for axis in INNER_AXES), ("collective-permute", (CONTEXT,))]
     data = [w for w in windows if w.axes and set(w.axes) <= set(REGION_AXES) and w.kind in KINDS]
     ours, apart = split_by_plan([w for w in data if (w.kind, w.axes) not in exchanges], plan)
     found = _Comparison(ours, plan, _planned(plan, accumulate, sync), _compiled(ours), on_cpu)

@@ -18,10 +18,13 @@ from jshard._text import CONTEXT, scope
 from jshard.engine.context import note_attention, region_mesh
 from jshard.engine.partitioner import exchanged
 from jshard.kernels.backend import KernelError, TracedDevice, check_known, check_shapes, place
+from jshard.kernels.ring import RingSettings, ring_attention
 from jshard.plans.mesh import CONTEXT as CONTEXT_AXIS
 from jshard.plans.mesh import TENSOR, degree
 
 AttentionBackend = Literal["auto", "cudnn", "xla"]
+OverContext = Literal["auto", "heads", "ring"]
+_OVER_CONTEXT = ("auto", "heads", "ring")
 _BACKENDS = ("auto", "cudnn", "xla")
 _AMPERE, _HOPPER = 8, 9  # compute capabilities
 _WIDEST, _WIDEST_BEFORE_HOPPER = 256, 128  # heads that cuDNN takes
@@ -38,6 +41,7 @@ def attention(
     scale: float | None = None,
     queries_at_once: int | None = None,
     backend: AttentionBackend = "auto",
+    over_context: OverContext = "auto",
 ) -> jax.Array:
     """Attention of each query to the keys of its sequence: `softmax(scale * q @ k.T + bias) @ v`, by heads.
 
@@ -60,6 +64,9 @@ def attention(
         queries_at_once: in plain form, make the scores of so many queries at a time, and again for backward. Takes
             neither bias nor lengths, and is for causal attention.
         backend: "auto"; "cudnn", or an error that says why it cannot run; "xla" for the plain form.
+        over_context: on a mesh whose `context` axis splits the sequence: "heads" exchanges heads for positions; "ring"
+            passes keys and values round, in plain form, without bias and lengths; "auto" is "heads" where the heads
+            of `q` divide by the degree.
 
     Returns:
         (B, T, H, K) in the dtype of `q`.
@@ -72,19 +79,24 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
-    is_split = _context_degree() > 1
-    if is_split:
+    over = _context_degree()
+    is_alone = bias is None and lengths is None
+    goes_round = over > 1 and _goes_round(over_context, over, q, k, is_causal, is_alone and backend != "cudnn")
+    if over > 1 and not goes_round:
         q, k, v = _with_all_positions(q, k, v)
-    form = _form(backend, q, k, bias)
+    form = "xla" if goes_round else _form(backend, q, k, bias)
     how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
     run: Callable[..., jax.Array]
-    if form == "cudnn":
+    if goes_round:
+        settings = RingSettings(is_causal, scale or q.shape[-1] ** -0.5, queries_at_once or q.shape[1])
+        run = functools.partial(ring_attention, settings)
+    elif form == "cudnn":
         how["bias"] = None if bias is None else bias.astype(q.dtype)
         run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **how)
     elif queries_at_once is None:
         run = functools.partial(jax.nn.dot_product_attention, **how)
     else:
-        is_alone = bias is None and lengths is None and is_causal
+        is_alone = is_alone and is_causal
         why = "queries_at_once is for causal attention without bias and lengths, of as many queries as keys."
         check_shapes("attention", {"q": q, "k": k}, {}, [] if is_alone and q.shape[1] == k.shape[1] else [why])
         run = functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
@@ -92,7 +104,7 @@ def attention(
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
         y = run(q, k, v)
-        y = _moved(y, 2, 1) if is_split else y
+        y = _moved(y, 2, 1) if over > 1 and not goes_round else y
         return y if form == "cudnn" else checkpoint_name(y, CONTEXT)
 
 
@@ -105,16 +117,30 @@ def _context_degree() -> int:
     return 1 if mesh is None else degree(mesh, CONTEXT_AXIS)
 
 
+def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool, is_alone: bool) -> bool:
+    """Whether keys and values go round, or heads are exchanged; an error if it can be neither."""
+    check_known("attention", "over_context", how, _OVER_CONTEXT)
+    parts = 2 * over  # a causal mask pairs chunks
+    heads_not = [f"q has {q.shape[2]} heads, and {over} does not divide them."] if q.shape[2] % over else []
+    ring_not = [] if is_alone else ["keys and values go round without bias, lengths and cuDNN."]
+    ring_not += [f"{parts} does not divide {n} positions." for n in sorted({q.shape[1], k.shape[1]}) if n % parts]
+    ring_not += ["a causal mask is for as many queries as keys."] if is_causal and q.shape[1] != k.shape[1] else []
+    reasons = {"heads": heads_not, "ring": ring_not}
+    tried = [how] if how != "auto" else ["heads", "ring"]
+    if all(reasons[one] for one in tried):
+        fitting = math.gcd(q.shape[2], over)
+        raise KernelError(
+            "attention cannot be split over the context axis.",
+            where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
+            why="\n".join(f"{one}: {reason}" for one in tried for reason in reasons[one]),
+            do=f"--mesh context={fitting}  # a degree that divides the heads",
+        )
+    return next(one for one in tried if not reasons[one]) == "ring"
+
+
 def _with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """The same, split along the heads; those of keys and values, if they are too few, repeated."""
     over, mesh, num_heads = _context_degree(), region_mesh(), q.shape[2]
-    if num_heads % over:
-        raise KernelError(
-            "attention cannot split its heads over the context axis.",
-            where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
-            why=f"q has {num_heads} heads, and {over} does not divide them.",
-            do=f"choose a degree that divides them: --mesh context={math.gcd(num_heads, over)}.",
-        )
     by_tensor = over * (1 if mesh is None else degree(mesh, TENSOR))
     times = math.lcm(k.shape[2], by_tensor if num_heads % by_tensor == 0 else over) // k.shape[2]
     if times > 1:

@@ -84,7 +84,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
         raise CallError(
             "An activation cannot be held to an axis.",
             where=where,
-            why=f"{', '.join(map(repr, wrong))}: the others split the batch and sequences, and 'tensor' is the model's own.",
+            why=f"{', '.join(map(repr, wrong))}: others split the batch and sequences; 'tensor' is the model's own.",
             do='js.parallel.hold(x, None, "tensor")',
         )
     mesh = region_mesh()
