@@ -1,4 +1,4 @@
-"""The `context` axis: sequences split over devices, attention by an exchange of heads, the numbers of one device."""
+"""The `context` axis: sequences split over devices, attention by heads or a ring, the numbers of one device."""
 
 import dataclasses
 import functools
@@ -47,8 +47,9 @@ def plain():
     return outcome(LLAMA_FILE.build(CONFIG, nnx.Rngs(0)), LLAMA_FILE.loss_fn, BATCH)
 
 
-def placed(mesh):
-    return js.shard_init(lambda: LLAMA_FILE.build(CONFIG, nnx.Rngs(0)), lambda model: LLAMA_FILE.annotate(model, mesh))
+def placed(mesh, **settings):
+    config = dataclasses.replace(CONFIG, **settings)
+    return js.shard_init(lambda: LLAMA_FILE.build(config, nnx.Rngs(0)), lambda model: LLAMA_FILE.annotate(model, mesh))
 
 
 MESHES = [
@@ -58,14 +59,19 @@ MESHES = [
     {"fsdp": 2, "context": 2, "tensor": 2},
     {"fsdp": 1, "context": 4, "tensor": 2},  # heads are not enough for both
 ]
+RINGS = [{"fsdp": 2, "context": 4}, {"replica": 2, "fsdp": 1, "context": 2, "tensor": 2}]
 
 
-@pytest.mark.parametrize("degrees", MESHES, ids=lambda d: ",".join(f"{a}={n}" for a, n in d.items()))
-def test_loss_and_gradients_are_those_of_one_device(degrees):
+named = lambda x: x if isinstance(x, str) else ",".join(f"{a}={n}" for a, n in x.items())
+CASES = [*((degrees, "auto") for degrees in MESHES), *((degrees, "ring") for degrees in RINGS)]
+
+
+@pytest.mark.parametrize(("degrees", "over_context"), CASES, ids=named)
+def test_loss_and_gradients_are_those_of_one_device(degrees, over_context):
     mesh = js.mesh(**degrees)
     batch = js.shard_batch(BATCH, mesh)
     assert batch["inputs"].sharding.shard_shape((8, 32))[1] == 32 // degrees["context"]
-    assert_exact(outcome(placed(mesh), LLAMA_FILE.loss_fn, batch), plain())
+    assert_exact(outcome(placed(mesh, over_context=over_context), LLAMA_FILE.loss_fn, batch), plain())
 
 
 @pytest.mark.parametrize("sync", ["each", "last"])
@@ -118,10 +124,10 @@ def squared(model, x, **how):
 
 
 @functools.cache
-def audited(**degrees):
+def audited(over_context="auto", **degrees):
     mesh = js.mesh(**degrees)
     model = js.fully_shard(Model(nnx.Rngs(0)), mesh=mesh, units=Layer)
-    step = nnx.jit(nnx.value_and_grad(functools.partial(squared, is_causal=True)))
+    step = nnx.jit(nnx.value_and_grad(functools.partial(squared, is_causal=True, over_context=over_context)))
     return js.audit(step.lower(model, js.shard_batch(X, mesh)).lowered, model=model)
 
 
@@ -145,6 +151,31 @@ def test_queries_keys_values_and_results_are_exchanged_once_each_way(context):
 def test_each_device_has_its_part_of_the_work(context):
     whole, part = audited(fsdp=8).schedule.flops, audited(fsdp=8 // context, context=context).schedule.flops
     assert part == pytest.approx(whole, rel=0.02)
+
+
+ATTENTION = 2 * B * T * T * H * K / 8  # flops of one product of queries with keys
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_in_a_ring_keys_and_values_go_round_and_half_of_the_work_is_left_out(context):
+    found = audited("ring", fsdp=8 // context, context=context)
+    assert found.ok, found.differences
+    assert {row.kind for row in found.rows if row.over == ("context",)} == {"collective-permute", "all-reduce"}
+    forward = [row for row in found.rows if (row.kind, row.phase) == ("collective-permute", "forward")]
+    chunks = ((2 * H + 2 * G) * K + H) * B * T // 8 * 4  # q, k, v and the result, in and out of pairs, with its sums
+    stay = chunks // 2 if context == 2 else 0  # of two devices, where every other chunk is
+    assert sum(row.total_bytes for row in forward) == chunks - stay + (context - 1) * 2 * G * K * B * T // 8 * 4
+    plain = audited(fsdp=8).schedule.flops - 6 * ATTENTION
+    seen = (2 * context + 1) / (4 * context)
+    assert found.schedule.flops == pytest.approx(plain + 6 * ATTENTION * seen, rel=0.02)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_ring_with_and_without_a_mask(is_causal):
+    run = functools.partial(squared, is_causal=is_causal)
+    model = js.fully_shard(Layer(nnx.Rngs(0)), mesh=js.mesh(fsdp=2, context=4))
+    found = outcome(model, functools.partial(run, over_context="ring"), X)
+    assert_exact(found, outcome(Layer(nnx.Rngs(0)), run, X))
 
 
 def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
@@ -230,8 +261,10 @@ def test_what_does_not_divide_is_an_error():
     with pytest.raises(CallError, match=r"Layer.__call__: float32\[8, 30, 64\](.|\n)*degree 4"):
         model(X[:, :30])
     three = js.fully_shard(Layer(nnx.Rngs(0)), mesh=js.mesh(fsdp=2, context=3, devices=jax.devices()[:6]))
-    with pytest.raises(KernelError, match=r"q has 8 heads, and 3 does not divide(.|\n)*--mesh context=1"):
-        three(X[:, :60], is_causal=True)
+    with pytest.raises(KernelError, match=r"heads: q has 8(.|\n)*ring: 6 does not divide 57(.|\n)*--mesh context=1"):
+        three(X[:, :57], is_causal=True)
+    with pytest.raises(KernelError, match=r"heads: q has 8 heads, and 3 does not divide them(.|\n)*--mesh context=1"):
+        three(X[:, :60], is_causal=True, over_context="heads")
     recipe = dataclasses.replace(LLAMA_FILE.recipes["tiny"](), sequence_length=130)
     with pytest.raises(RecipeError, match=r"--set sequence_length=128  # or a smaller mesh: --mesh context=2"):
         check_batch(recipe, mesh)
