@@ -48,6 +48,7 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     tied: bool = False  # one table embeds the tokens and scores them
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
+    over_context: str = "auto"  # or "heads", "ring": how it sees a sequence that is split over the context axis
     queries_at_once: int = 1024  # in plain form scores are made for so many positions at a time
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
     reserved_sms: int = 0  # multiprocessors that these leave alone; js.overlap says how many
@@ -135,6 +136,7 @@ class Attention(nnx.Module):
         )
         q_BTHK, k_BTGK = rotate(q_BTQ.reshape(B, T, H, K), theta), rotate(k_BTE.reshape(B, T, G, K), theta)
         how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
+        how["over_context"] = self.config.over_context
         y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTE.reshape(B, T, G, K), is_causal=True, **how)
         return checkpoint_name(self.out(y_BTHK.reshape(B, T, H * K)), "out_proj")
 

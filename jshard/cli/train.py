@@ -88,12 +88,15 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
     )
 
 
+_KEPT = ("expert", "context", "tensor")
+
+
 def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:
     """The degrees of a mesh for so many processes `of` all: fewer replicas, or where these do not divide, less `fsdp`.
 
-    None where `tensor` and `expert`, which stay, do not divide the devices that are left.
+    None where `expert`, `context` and `tensor`, which stay, do not divide the devices that are left.
     """
-    devices, kept = math.prod(sizes.values()), math.prod(sizes.get(axis, 1) for axis in ("tensor", "expert"))
+    devices, kept = math.prod(sizes.values()), math.prod(sizes.get(axis, 1) for axis in _KEPT)
     left = devices // of * processes
     if devices % of or left % kept:
         return None

@@ -25,7 +25,7 @@ from jshard.inspect.communication import traffic_of
 from jshard.inspect.explain import folded_units
 from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.memory import Activations, Memory, Saved, kept_bytes, memory_of, saved_arrays, summed
-from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
+from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard.plans.plan import ShardPlan, UnitPlan
 from jshard.plans.units import modules
 from jshard.recipes.building import abstract_model, batch_of
@@ -39,7 +39,8 @@ _RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic, by that o
 _SAVED_PASSES, _COMPUTED_PASSES, _AGAIN_PASSES = 3.0, 3.4, 1.7
 _UPDATE_PASSES = 7.0  # over the shard of the parameters: AdamW reads four arrays and writes three
 
-_TRACED = (REPLICA, 1), (FSDP, 2)  # the smallest mesh whose parameters are sharded
+_Axes = tuple[tuple[str, int], ...]
+_TRACED: _Axes = (REPLICA, 1), (FSDP, 2)  # the smallest mesh whose parameters are sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Costs:
         way = self._way(tuple(variant.mesh.items()), tuple(variant.units.items()))
         plan, parts = way.plan, recipe.accumulate
         rows = recipe.batch_size // parts // data_shards(variant.mesh)
-        saved = self._saved(rows, str(variant.units.get("remat", "")), variant.mesh.get(TENSOR, 1))
+        saved = self._saved(rows, str(variant.units.get("remat", "")), _beside(variant))
         compute_s = self._compute_s(plan, recipe, rows, variant)
         saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + way.kept_bytes)
         memory = way.held.with_activations(saved)
@@ -150,18 +151,18 @@ class Costs:
             revise(model, units)
         return model
 
-    def _saved(self, rows: int, remat: str, tensor: int) -> Activations:
+    def _saved(self, rows: int, remat: str, beside: _Axes) -> Activations:
         """What a device saves for so many sequences: a straight line through two numbers of them."""
         low, high = self._numbers
-        few, more = (self._traced(n, remat, tensor) for n in (low, high))
+        few, more = (self._traced(n, remat, beside) for n in (low, high))
         growth = lambda name: (getattr(more, name) - getattr(few, name)) // (high - low)
         at = lambda name: max(0, getattr(few, name) + (rows - low) * growth(name))
         return Activations(**{field.name: at(field.name) for field in dataclasses.fields(Activations)})
 
     @functools.cache  # noqa: B019
-    def _traced(self, rows: int, remat: str, tensor: int) -> Activations:
+    def _traced(self, rows: int, remat: str, beside: _Axes) -> Activations:
         saved, whole = (
-            self._arrays(rows, "" if policy == self.remat else policy, tensor)
+            self._arrays(rows, "" if policy == self.remat else policy, beside)
             for policy in (remat or self.remat, "none")
         )
         return summed(saved, whole, self._depths)
@@ -178,9 +179,9 @@ class Costs:
         return low, low + 1
 
     @functools.cache  # noqa: B019
-    def _arrays(self, rows: int, remat: str, tensor: int) -> Saved:
+    def _arrays(self, rows: int, remat: str, beside: _Axes) -> Saved:
         units = {"reshard_after_forward": True} | ({"remat": remat} if remat else {})
-        model = self._revised((*_TRACED, (TENSOR, tensor)), units)
+        model = self._revised((*_TRACED, *beside), units)
         batch = batch_of(self.model_file, self.recipe, 2 * rows)
         return saved_arrays(model, self.model_file.loss_fn, batch, wrt=self.model_file.wrt)
 
@@ -192,10 +193,10 @@ class Costs:
         flops = self.model_file.step_flops(recipe, plan)[0] / self.machine.num_devices
         remat = _remat_of(plan, self._layer_names)
         products_s = flops * _RECOMPUTED.get(remat, 1.0) / (a.flops_per_s * a.matmul_efficiency)
-        tensor = variant.mesh.get(TENSOR, 1)
-        saved = self._saved(rows, str(variant.units.get("remat", "")), tensor).saved_bytes
+        beside = _beside(variant)
+        saved = self._saved(rows, str(variant.units.get("remat", "")), beside).saved_bytes
         passes = _COMPUTED_PASSES + (_AGAIN_PASSES if remat == "full" else 0.0)
-        traffic = _SAVED_PASSES * saved + passes * self._saved(rows, "none", tensor).saved_bytes
+        traffic = _SAVED_PASSES * saved + passes * self._saved(rows, "none", beside).saved_bytes
         return products_s + recipe.accumulate * traffic / (a.memory_bytes_per_s * a.memory_efficiency)
 
     def _update_s(self, plan: ShardPlan) -> float:
@@ -208,11 +209,16 @@ class Costs:
         return {"forward": forward_s, "backward": compute_s - forward_s}
 
 
+def _beside(variant: Variant) -> _Axes:
+    """The axes over which a device has a part of each sequence, or of the layers."""
+    return tuple((axis, variant.mesh.get(axis, 1)) for axis in (CONTEXT, TENSOR))
+
+
 def _left_out(plan: ShardPlan, memory: Memory) -> Iterator[str]:
     """What an estimate of a way has no price for."""
     degrees = dict(plan.mesh)
-    if max(degrees.get(EXPERT, 1), degrees.get(TENSOR, 1)) > 1:
-        yield "collectives over tensor and expert"
+    if max(degrees.get(axis, 1) for axis in (EXPERT, CONTEXT, TENSOR)) > 1:
+        yield "collectives over expert, context and tensor"
     if not all(unit.gathered for unit in plan.units):
         yield "what units that are never gathered send"
     if memory.host_bytes:

@@ -12,12 +12,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.context import during
-from jshard.engine.partitioner import over_experts
+from jshard.engine.partitioner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, Value
-from jshard.engine.stored import expert_dim, gather, reduce_gradient
+from jshard.engine.stored import gather, inner_dims, reduce_gradient
 from jshard.errors import CallError
 from jshard.plans.memories import back, fetched, key_texts, placed_like, to_device
-from jshard.plans.mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
+from jshard.plans.mesh import (
+    CONTEXT,
+    AnyMesh,
+    data_axes,
+    data_degree,
+    degree,
+    inner_axes,
+    manual_axes,
+    region_axes,
+    region_degree,
+)
 from jshard.plans.placement import Placement, spec_over
 from jshard.plans.units import Unit
 
@@ -38,7 +48,7 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
             why=f"{steps} microbatches over {shards} data shards need a leading dim that divides by {steps * shards}.",
             do=f"use a batch that is a multiple of {steps * shards}, or js.value_and_grad(loss_fn, accumulate=1).",
         )
-    sharding = NamedSharding(unit.mesh, PartitionSpec(None, data_axes(unit.mesh)))
+    spec, over = PartitionSpec(None, data_axes(unit.mesh)), degree(unit.mesh, CONTEXT)
 
     def cut(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -47,6 +57,8 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
         if not x.ndim:
             return jnp.broadcast_to(x, (steps,))
         rows = x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
+        is_split = over > 1 and x.ndim > 1 and x.shape[1] % over == 0
+        sharding = NamedSharding(unit.mesh, PartitionSpec(*spec, CONTEXT) if is_split else spec)
         return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
 
     return jax.tree.map(cut, batch)
@@ -76,9 +88,9 @@ class Once:
     """
 
     def __init__(self, placements: Sequence[Placement | None], mesh: AnyMesh) -> None:
-        found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and data_degree(mesh) > 1}
+        found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and region_degree(mesh) > 1}
         self.at, self.placements, self.mesh = list(found), list(found.values()), mesh
-        self.experts = degree(mesh, EXPERT)
+        self.inner = {axis: degree(mesh, axis) for axis in inner_axes(mesh)}
 
     def gather(self, tree: Any) -> list[jax.Array]:
         """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
@@ -91,8 +103,9 @@ class Once:
             return [gather(Value(x, Shard(p)), p.gathered_dtype)[None] for x, p in found]
 
         def run(values: list) -> list:
-            dims = [expert_dim(p, x.ndim) for x, p in zip(values, self.placements, strict=True)]
-            return over_experts(gather_all, list(map(fetched, values)), dims, (), self.experts)[0]
+            dims = [inner_dims(p, x.ndim) for x, p in zip(values, self.placements, strict=True)]
+            states = {axis: [d.get(axis) for d in dims] for axis in self.inner}
+            return over_axes(self.inner, gather_all, list(map(fetched, values)), states, {})
 
         return jax.shard_map(run, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
 
@@ -107,9 +120,10 @@ class Once:
 
         def run(values: list, sums: list) -> list:
             placed = list(zip(values, self.placements, strict=True))
-            states = [expert_dim(p, x.ndim, gathered=True) for x, p in placed]
-            states, dims = [PARTIAL if d is None else d for d in states], [expert_dim(p, x.ndim) for x, p in placed]
-            found = over_experts(reduce_all, [g[0] for g in sums], states, dims, self.experts)[0]
+            whole, dims = ([inner_dims(p, x.ndim, gathered=g) for x, p in placed] for g in (True, False))
+            states = {axis: [d.get(axis, PARTIAL) for d in whole] for axis in self.inner}
+            wanted = {axis: [d.get(axis) for d in dims] for axis in self.inner}
+            found = over_axes(self.inner, reduce_all, [g[0] for g in sums], states, wanted)
             return [placed_like(g.astype(x.dtype), x) for x, g in zip(values, found, strict=True)]
 
         return jax.shard_map(run, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
@@ -126,7 +140,7 @@ class Once:
 
     def _layout(self) -> tuple[list[PartitionSpec], PartitionSpec, dict[str, Any]]:
         """Specs of the parameters and of what each data shard has; the mesh, and where `shard_map` is manual."""
-        mesh, axes = self.mesh, data_axes(self.mesh)
+        mesh, axes = self.mesh, region_axes(self.mesh)
         assert isinstance(mesh, Mesh), "the model has arrays"
         layout = {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
         return [spec_over(axes, placement.spec) for placement in self.placements], PartitionSpec(axes), layout

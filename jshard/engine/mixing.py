@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jshard import _compat
 from jshard.engine.context import in_shapes_only
 from jshard.errors import CallError
+from jshard.plans.mesh import CONTEXT
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
 from jshard.plans.units import Unit
@@ -125,10 +126,11 @@ def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
     return tuple(_together(one for key in keys for found in _seen.get(key, {}).values() for one in found))
 
 
-def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing]) -> None:
+def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing], over: str = "") -> None:
     """Records what a program sends, and warns of what is large, once for each line of a model.
 
-    `call` is the model and its method, as `GPT.__call__`. What was traced before of the same part of it is replaced.
+    `call` is the model and its method, as `GPT.__call__`, `over` the inner axis that it is sent over. What was
+    traced before of the same part of it is replaced.
     An operation that is computed whole is refused, if the annotation says fallback="error".
     """
     found = _together(moved)
@@ -143,13 +145,15 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing]) -> None:
     key = _key_of_root(unit)
     if len(_seen) >= 64 and key not in _seen:
         _seen.pop(next(iter(_seen)))
-    _seen.setdefault(key, {})[call, part] = found
+    _seen.setdefault(key, {})[call, part, over] = found
     sent = 3 * sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
     limit = max(WARNED_BYTES, WARNED_SHARE * sent)
     large = [one for one in found if one.bytes >= limit and (key, one.where) not in _warned]
     if large:
         _warned.update((key, one.where) for one in large)
-        text = [f"{call.split('.')[0]} mixes the examples of its batch, which sends data between the data shards:"]
+        how = "mixes the examples of its batch, which sends data between the data shards:"
+        how = "looks beyond its part of a sequence, which sends data over the context axis:" if over == CONTEXT else how
+        text = [f"{call.split('.')[0]} {how}"]
         text += _listed(large)
         if opaque := [one.operation for one in large if one.kind in COMPUTED_WHOLE and one.operation in _OPAQUE]:
             one = f"js.per_example(f) around a function f with a {opaque[0]}"

@@ -7,6 +7,7 @@ program stays in global view, so penalties, metrics and optimizers see whole par
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,13 +22,13 @@ from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.mixing import batch_size, note_layers, warn_of_whole
-from jshard.engine.partitioner import over_experts
+from jshard.engine.partitioner import over_axis
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Gradient, Program, abstract, differentiable, evaluate_jaxpr, picked, trace_call
 from jshard.errors import CallError
 from jshard.plans.memories import fetched, placed_like, to_host
-from jshard.plans.mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
+from jshard.plans.mesh import CONTEXT, EXPERT, batch_axes, data_degree, degree, inner_axes, manual_axes, region_degree
 from jshard.plans.placement import axes_of, spec_over
 from jshard.plans.plan import resharded
 from jshard.plans.units import NESTED, Unit, dotted, nested_units, unit_of
@@ -145,14 +146,14 @@ class Crossing:
     Args:
         state: its state.
         is_own: each device has it for itself, and it is no part of an array: it crosses with a dim for the devices.
-        expert_dim: the dim along which it is split over `expert`.
+        inner: the dims along which it is split over inner axes.
     """
 
     state: State
     is_own: bool = False
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
-    expert_dim: int | None = None
+    inner: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def is_copy(self) -> bool:
@@ -183,19 +184,37 @@ class Region:
     def __init__(self, unit: Unit, call: Call, program: Program, consts: Sequence[Any], copied: Sequence[bool]) -> None:
         self.unit, self.name, self.program = unit, call.where, program
         mesh = self.mesh = cast(Mesh, unit.mesh)
-        self.axes, self.degree, self.experts = batch_axes(mesh), data_degree(mesh), degree(mesh, EXPERT)
+        self.axes, self.degree, self.inner = batch_axes(mesh), region_degree(mesh), inner_axes(mesh)
         self.arguments = list(map(abstract, call.inputs[call.num_state :]))
-        self.batch = batch_size(self.arguments or call.inputs, self.degree)
+        self.batch = batch_size(self.arguments or call.inputs, data_degree(mesh))
+        length = self._length(degree(mesh, CONTEXT))
         self.operands: list[Crossing] = []
         for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True):
-            is_whole = p is None or self.experts == 1
-            along = None if is_whole else stored.expert_dim(p, x.ndim + is_copy, gathered=is_copy)
+            inner = {} if p is None else stored.inner_dims(p, x.ndim + is_copy, gathered=is_copy)
             state = None if p is None or is_copy else Shard(p)
-            self.operands.append(Crossing(state, is_copy, parameter=name, expert_dim=along))
+            self.operands.append(Crossing(state, is_copy, parameter=name, inner=inner))
         for x in (*call.inputs, *consts):
             is_split = bool(self.batch and x.ndim and x.shape[0] == self.batch)
-            dim = 0 if is_split else None
-            self.operands.append(Crossing(dim, expert_dim=dim if self.experts > 1 else None))
+            inner = {EXPERT: 0} if is_split and EXPERT in self.inner else {}
+            if length and (is_split or not self.batch) and x.ndim > 1 and x.shape[1] == length:
+                inner[CONTEXT] = 1
+            self.operands.append(Crossing(0 if is_split else None, inner=inner))
+
+    def _length(self, over: int) -> int:
+        """The length of the sequences of the arguments, which `context` splits; 0 where the mesh lacks it."""
+        if over == 1:
+            return 0
+        found = [x for x in self.arguments if x.ndim > 1 and self.batch in (0, x.shape[0])]
+        if length := batch_size([jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in found], over):
+            return length
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.arguments)
+        raise CallError(
+            "The arguments of a call have no sequence that splits over the context axis.",
+            where=[f"{self.name}: {shapes}", f"mesh axis {CONTEXT!r} of degree {over}"],
+            why=f"the sequence is dim 1 of what has a batch, and none divides by {over}.",
+            do="with js.global_view(): y = model(x)  # as one program\n"
+            f"or pad the sequences to a multiple of {over}, or js.mesh() without {CONTEXT!r}.",
+        )
 
     def kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
         """What forward keeps of the parameters that it gathered outside of units, whole or in pieces, for backward."""
@@ -208,7 +227,7 @@ class Region:
         return {key: Value(stored.cut(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()}
 
     def spec(self, one: Crossing, ndim: int) -> PartitionSpec:
-        """Where an array that crosses is, over the data axes; `expert` is innermost along its dim."""
+        """Where an array that crosses is, over the region's axes; the inner ones are innermost along their dims."""
         if one.is_own:
             spec = PartitionSpec(self.axes)
         elif isinstance(one.state, Shard):
@@ -217,11 +236,10 @@ class Region:
             spec = spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
         else:
             spec = PartitionSpec() if one.state is None else PartitionSpec(*[None] * cast(int, one.state), self.axes)
-        dim = 0 if one.is_copy and self.experts > 1 else one.expert_dim
-        if dim is None:
-            return spec
-        entries = [*spec, *[None] * (dim + 1 - len(spec))]
-        entries[dim] = (*axes_of(entries[dim]), EXPERT)
+        entries = [*spec, *[None] * (ndim - len(spec))]
+        for axis in self.inner:
+            if (dim := 0 if one.is_copy else one.inner.get(axis)) is not None:
+                entries[dim] = (*axes_of(entries[dim]), axis)
         return PartitionSpec(*entries)
 
 
@@ -243,12 +261,12 @@ class OnShards:
         self._out_specs: list[PartitionSpec] = []
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """Runs it. Where one data shard has the whole batch nothing is gathered or summed: it runs as it is."""
+        """Runs it. Where one device has the whole batch nothing is gathered or summed: it runs as it is."""
         region, entering = self.region, [*self.operands, *self.given.values()]
         if region.degree == 1:
             return evaluate_jaxpr(self.jaxpr, [fetched(x) for x in arrays])
         run = jax.shard_map(
-            self._on_shard if region.experts == 1 else self._with_experts,
+            functools.partial(self._on_part, region.inner),
             mesh=region.mesh,
             in_specs=tuple(region.spec(one, x.ndim) for one, x in zip(entering, arrays, strict=True)),
             out_specs=self._out_specs,  # read after the body is traced, which fills the list
@@ -267,7 +285,7 @@ class OnShards:
         mixing.note(region.unit, region.name, self.phase, p.moved)
         if self.phase == units.FORWARD:
             note_layers(region.unit, p.layers_read)
-            warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.noted)
+            warn_of_whole(region.name, region.arguments, region.batch, data_degree(region.mesh), p.noted)
             more = region.kept(p)
         own = [one.is_own for one in self.gradients_of] or [False] * len(outs)
         leaving = [Crossing.of(v, is_own=is_own) for v, is_own in zip(outs, own, strict=True)]
@@ -298,14 +316,21 @@ class OnShards:
             found = {i: v.with_array(to_host(v.x) if v.shard.placement.on_host else v.x) for i, v in found.items()}
             return [found[i] if i in found else p.in_state(v, wanted[i]) for i, v in enumerate(outs)]
 
-    def _with_experts(self, *xs: Any) -> list[Any]:
-        """The same on one place along `expert` of a data shard."""
-        dims = [one.expert_dim for one in (*self.operands, *self.given.values())]
-        asked = [PARTIAL if one.is_copy and one.expert_dim is None else one.expert_dim for one in self.gradients_of]
-        outs, dims, more = over_experts(self._on_shard, xs, dims, asked, self.region.experts)
-        mixing.note(self.region.unit, self.region.name, f"{self.phase} over {EXPERT}", more)
-        leaving = zip((*self.found, *self.keeps.values()), dims, strict=True)
-        self._leave([dataclasses.replace(one, expert_dim=dim) for one, dim in leaving], [x.ndim for x in outs])
+    def _on_part(self, inner: tuple[str, ...], *xs: Any) -> list[Any]:
+        """The same on one place along inner axes of a data shard."""
+        if not inner:
+            return self._on_shard(*xs)
+        *others, axis = inner
+        dims = [one.inner.get(axis) for one in (*self.operands, *self.given.values())]
+        asked = [PARTIAL if one.is_copy and axis not in one.inner else one.inner.get(axis) for one in self.gradients_of]
+        program, over = functools.partial(self._on_part, tuple(others)), degree(self.region.mesh, axis)
+        outs, dims, more = over_axis(axis, over, program, xs, dims, asked, is_last=inner == self.region.inner)
+        mixing.note(self.region.unit, self.region.name, self.phase, more, over=axis)
+        leaving = [
+            one if dim is None else dataclasses.replace(one, inner={**one.inner, axis: dim})
+            for one, dim in zip((*self.found, *self.keeps.values()), dims, strict=True)
+        ]
+        self._leave(leaving, [x.ndim for x in outs])
         return outs
 
     def _leave(self, leaving: list[Crossing], ndims: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.errors import CallError
 from jshard.plans.memories import fetched
-from jshard.plans.mesh import batch_axes, degree
+from jshard.plans.mesh import batch_axes, degree, inner_axes
 from jshard.plans.placement import Placement
 from jshard.plans.units import OUTER, OWN
 
@@ -36,7 +36,7 @@ class ShardedPartitioner(Partitioner):
     def __init__(self, mesh: Mesh, batch_sizes: Sequence[int], whole: Mapping[Any, Value], name: str) -> None:
         axes = batch_axes(mesh)
         super().__init__(axes, math.prod(degree(mesh, a) for a in axes), batch_sizes=batch_sizes)
-        self.mesh, self.name = mesh, name
+        self.mesh, self.name, self.is_last = mesh, name, not inner_axes(mesh)
         self.level = Level([])
         self.kept_whole = dict(whole)  # parameters gathered before, or pieces of them; see `Level.whole`
         self._bodies: dict[Any, tuple[Any, list[Value], list[Mixing | LocalProduct], Any]] = {}

@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.partitioner import JOINED, over_expert_p
+from jshard.engine.partitioner import JOINED, over_axis_p
 from jshard.engine.rules import Shard, Value
 from jshard.plans.memories import fetched
-from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree
+from jshard.plans.mesh import FSDP, INNER_AXES, batch_axes, degree, inner_axes
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement, axes_of
 
@@ -86,10 +86,12 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
 
 def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
-    """The second step: the sum over the replicas, or all axes of the batch but one; over `expert` where it is open."""
+    """The second step: the sum over the replicas, or all axes of the batch but one; over inner axes where it is open."""
     axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
-    return over_expert_p.bind(x, dim=None) if degree(mesh, EXPERT) > 1 else x
+    for axis in inner_axes(mesh):
+        x = over_axis_p.bind(x, axis=axis, dim=None, beside=None)
+    return x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -130,17 +132,18 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(FSDP) % pieces * size, size, dim)
 
 
-def expert_dim(placement: Placement, ndim: int, *, gathered: bool = False) -> int | None:
-    """The dim that is on `expert`, of a stored array of so many dims, or of a gathered one; None if none is."""
-    spec = placement.spec
-    dims = (i + ndim - len(spec) for i, entry in enumerate(spec) if EXPERT in axes_of(entry))
-    shared = placement.dim + ndim - len(spec) if gathered and placement.dim is not None else None
-    return next((dim for dim in dims if dim >= 0 and dim != shared), None)
+def inner_dims(placement: Placement, ndim: int, *, gathered: bool = False) -> dict[str, int]:
+    """The dims that are on inner axes, of a stored array of so many dims, or of a gathered one."""
+    more = ndim - len(placement.spec)
+    found = {axis: i + more for i, entry in enumerate(placement.spec) for axis in axes_of(entry) if axis in INNER_AXES}
+    return {axis: dim for axis, dim in found.items() if dim >= 0 and not (gathered and axis in placement.axes)}
 
 
 def _joined(x: jax.Array, placement: Placement) -> jax.Array:
-    """An array whose next collective is over `expert`, too, where its parameter is stored over that."""
-    return over_expert_p.bind(x, dim=JOINED) if EXPERT in placement.axes else x
+    """An array whose next collective is over inner axes, too, where its parameter is stored over them."""
+    for axis in placement.axes:
+        x = over_axis_p.bind(x, axis=axis, dim=JOINED, beside=None) if axis in INNER_AXES else x
+    return x
 
 
 def without_padding(x: Any, placement: Placement) -> Any:

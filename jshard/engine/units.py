@@ -21,7 +21,7 @@ from jshard.engine.call import NnxCall, is_array, is_float, is_nnx
 from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.stored import without_padding
 from jshard.plans.memories import fetched
-from jshard.plans.mesh import data_axes, data_degree
+from jshard.plans.mesh import data_axes, data_degree, region_degree
 from jshard.plans.placement import Placement
 from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Prefetch, Remat
 from jshard.plans.units import NESTED, OWN, Unit
@@ -113,7 +113,7 @@ def in_region_trace() -> bool:
 @contextlib.contextmanager
 def region_trace(mesh: Mesh) -> Iterator[None]:
     """Inside, the global program of a region over a mesh is traced."""
-    with during(_traces, Traces(are_equations=data_degree(mesh) > 1)), traced_for(mesh):
+    with during(_traces, Traces(are_equations=region_degree(mesh) > 1)), traced_for(mesh):
         yield
 
 

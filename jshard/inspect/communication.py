@@ -12,7 +12,7 @@ from jshard._text import folded_names, human_bytes
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.plans.mesh import DATA_AXES, EXPERT, FSDP
+from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
 
@@ -75,9 +75,9 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
 
 
 def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, ...]:
-    """The data axes along which the stored shard is the same."""
+    """The axes of a region along which the stored shard is the same."""
     on = {name for entry in placement.spec for name in axes_of(entry)}
-    return tuple(axis for axis in DATA_AXES if degrees.get(axis, 1) > 1 and axis not in on)
+    return tuple(axis for axis in REGION_AXES if degrees.get(axis, 1) > 1 and axis not in on)
 
 
 # What units that are never gathered send is the model's own, and so is what its lines that mix examples send.
@@ -239,13 +239,14 @@ def differences(
     """Compares the collectives of a program with those that its plan asks for.
 
     Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`,
-    the exchange with experts, and those of lines that mix examples are the model's own, and not compared, but for the
-    bytes that such a line asks for; nor are those of units that are never gathered,
+    the exchange with experts and in attention, and those of lines that mix examples are the model's own, and not
+    compared, but for the bytes that such a line asks for; nor are those of units that are never gathered,
     unless arrays in them are whole parameters of such a unit, or gradients.
     """
     windows, mixing = without_mixing(windows)
-    data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
-    ours, apart = split_by_plan([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
+    exchanges = [*(("all-to-all", (axis,)) for axis in INNER_AXES), ("collective-permute", (CONTEXT,))]
+    data = [w for w in windows if w.axes and set(w.axes) <= set(REGION_AXES) and w.kind in KINDS]
+    ours, apart = split_by_plan([w for w in data if (w.kind, w.axes) not in exchanges], plan)
     found = _Comparison(ours, plan, _planned(plan, accumulate, sync), _compiled(ours), on_cpu)
     beside, large = summed_over_copies(plan), max(found.least, _OWN_SUMS)
     delta = {k: found.compiled[k].total() - found.planned[k].total() for k in {*found.compiled, *found.planned}}

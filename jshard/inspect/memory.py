@@ -16,7 +16,7 @@ from jshard import _compat
 from jshard.api.fully_shard import repeated_layers, revise
 from jshard.engine.context import shapes_only, without_update
 from jshard.plans.memories import HOST_KIND, StatePlaces, key_texts
-from jshard.plans.mesh import data_degree
+from jshard.plans.mesh import region_degree
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, root_forgotten
 from jshard.plans.units import unit_of
@@ -79,7 +79,7 @@ def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt
             found.update(_kind(v.aval, 1) for v in _new(region.outvars, set(map(id, region.invars))))
         if regions or (eqn.primitive.name == "sharding_constraint" and id(eqn.invars[0]) in known):
             known.update(map(id, eqn.outvars))  # counted; or a parameter that is never gathered, held where it is
-    shards = data_degree(unit_of(model).mesh)  # type: ignore[union-attr]
+    shards = region_degree(unit_of(model).mesh)  # type: ignore[union-attr]
     found.update(_kind(v.aval, shards) for v in _new(jaxpr.outvars, known))
     return found
 

@@ -9,12 +9,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
 from jshard._text import CONTEXT, scope
 from jshard.engine.context import note_attention, region_mesh
+from jshard.engine.partitioner import exchanged
 from jshard.engine.per_example import per_example
 from jshard.kernels.backend import (
     KernelError,
@@ -25,8 +28,13 @@ from jshard.kernels.backend import (
     may_be_split,
     place,
 )
+from jshard.kernels.ring import RingSettings, ring_attention
+from jshard.plans.mesh import CONTEXT as CONTEXT_AXIS
+from jshard.plans.mesh import TENSOR, degree
 
 AttentionBackend = Literal["auto", "cudnn", "splash", "xla"]
+OverContext = Literal["auto", "heads", "ring"]
+_OVER_CONTEXT = ("auto", "heads", "ring")
 _BACKENDS = ("auto", "cudnn", "splash", "xla")
 _AMPERE, _HOPPER = 8, 9  # compute capabilities
 _WIDEST, _WIDEST_BEFORE_HOPPER = 256, 128  # heads that cuDNN takes
@@ -43,6 +51,7 @@ def attention(
     scale: float | None = None,
     queries_at_once: int | None = None,
     backend: AttentionBackend = "auto",
+    over_context: OverContext = "auto",
 ) -> jax.Array:
     """Attention of each query to the keys of its sequence: `softmax(scale * q @ k.T + bias) @ v`, by heads.
 
@@ -65,6 +74,9 @@ def attention(
         queries_at_once: in plain form, make the scores of so many queries at a time, and again for backward. Takes
             neither bias nor lengths, and is for causal attention.
         backend: "auto"; "cudnn" or "splash", or an error that says why it cannot run; "xla" for the plain form.
+        over_context: on a mesh whose `context` axis splits the sequence: "heads" exchanges heads for positions; "ring"
+            passes keys and values round, in plain form, without bias and lengths; "auto" is "heads" where the heads
+            of `q` divide by the degree.
 
     Returns:
         (B, T, H, K) in the dtype of `q`.
@@ -77,10 +89,20 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
-    form = _form(backend, q, k, bias)
+    over = _context_degree()
+    is_alone = bias is None and lengths is None
+    goes_round = over > 1 and _goes_round(
+        over_context, over, q, k, is_causal, is_alone and backend not in ("cudnn", "splash")
+    )
+    if over > 1 and not goes_round:
+        q, k, v = _with_all_positions(q, k, v)
+    form = "xla" if goes_round else _form(backend, q, k, bias)
     how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
     run: Callable[..., jax.Array]
-    if form == "cudnn":
+    if goes_round:
+        settings = RingSettings(is_causal, scale or q.shape[-1] ** -0.5, queries_at_once or q.shape[1])
+        run = functools.partial(ring_attention, settings)
+    elif form == "cudnn":
         how["bias"] = None if bias is None else bias.astype(q.dtype)
         run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **how)
     elif form == "splash":
@@ -88,7 +110,7 @@ def attention(
     elif queries_at_once is None:
         run = functools.partial(jax.nn.dot_product_attention, **how)
     else:
-        is_alone = bias is None and lengths is None and is_causal
+        is_alone = is_alone and is_causal
         why = "queries_at_once is for causal attention without bias and lengths, of as many queries as keys."
         check_shapes("attention", {"q": q, "k": k}, {}, [] if is_alone and q.shape[1] == k.shape[1] else [why])
         run = functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
@@ -96,7 +118,60 @@ def attention(
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
         y = run(q, k, v)
+        y = _moved(y, 2, 1) if over > 1 and not goes_round else y
         return checkpoint_name(y, CONTEXT) if form == "xla" else y
+
+
+# ---- a sequence that is split over the mesh: each device has all positions of some heads for as long as it takes
+
+
+def _context_degree() -> int:
+    """Over how many devices the sequences of the model that is traced are split."""
+    mesh = region_mesh()
+    return 1 if mesh is None else degree(mesh, CONTEXT_AXIS)
+
+
+def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool, is_alone: bool) -> bool:
+    """Whether keys and values go round, or heads are exchanged; an error if it can be neither."""
+    check_known("attention", "over_context", how, _OVER_CONTEXT)
+    parts = 2 * over  # a causal mask pairs chunks
+    heads_not = [f"q has {q.shape[2]} heads, and {over} does not divide them."] if q.shape[2] % over else []
+    ring_not = [] if is_alone else ["keys and values go round without bias, lengths and cuDNN."]
+    ring_not += [f"{parts} does not divide {n} positions." for n in sorted({q.shape[1], k.shape[1]}) if n % parts]
+    ring_not += ["a causal mask is for as many queries as keys."] if is_causal and q.shape[1] != k.shape[1] else []
+    reasons = {"heads": heads_not, "ring": ring_not}
+    tried = [how] if how != "auto" else ["heads", "ring"]
+    if all(reasons[one] for one in tried):
+        fitting = math.gcd(q.shape[2], over)
+        raise KernelError(
+            "attention cannot be split over the context axis.",
+            where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
+            why="\n".join(f"{one}: {reason}" for one in tried for reason in reasons[one]),
+            do=f"--mesh context={fitting}  # a degree that divides the heads",
+        )
+    return next(one for one in tried if not reasons[one]) == "ring"
+
+
+def _with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """The same, split along the heads; those of keys and values, if they are too few, repeated."""
+    over, mesh, num_heads = _context_degree(), region_mesh(), q.shape[2]
+    by_tensor = over * (1 if mesh is None else degree(mesh, TENSOR))
+    times = math.lcm(k.shape[2], by_tensor if num_heads % by_tensor == 0 else over) // k.shape[2]
+    if times > 1:
+        k, v = jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
+    return tuple(_moved(x, 1, 2) for x in (q, k, v))
+
+
+def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
+    """An array (B, T, H, K) that is split along another dim, and on the way along K where `tensor` has heads."""
+    mesh = region_mesh()
+    assert mesh is not None, "who asks has looked"
+    tensor = degree(mesh, TENSOR)
+    if tensor == 1 or x.shape[2] % (tensor * _context_degree()) or x.shape[3] % tensor:
+        return exchanged(x, CONTEXT_AXIS, old, new)
+    held = lambda x, *dims: lax.with_sharding_constraint(x, NamedSharding(mesh, P(*dims)))
+    x = exchanged(held(x, None, None, None, TENSOR), CONTEXT_AXIS, old, new, 3)
+    return held(x, None, None, TENSOR, None)
 
 
 def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int) -> jax.Array:

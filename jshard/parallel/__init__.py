@@ -23,7 +23,7 @@ from jshard.engine.context import region_mesh
 from jshard.engine.partitioner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
-from jshard.plans.mesh import AXES, DATA_AXES, EXPERT, degree
+from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, degree
 from jshard.plans.placement import Entry, axes_of, spec_over
 from jshard.plans.units import dotted, plain_class, walk
 
@@ -84,15 +84,16 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
     """
     named = [n for entry in entries for n in axes_of(entry)]
     where = f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})"
-    if wrong := [n for n in named if n not in AXES or n in DATA_AXES]:
+    if wrong := [n for n in named if n not in AXES or n in REGION_AXES]:
         raise CallError(
             "An activation cannot be held to an axis.",
             where=where,
-            why=f"{', '.join(map(repr, wrong))}: the data axes split the batch, and 'tensor' is the model's own.",
+            why=f"{', '.join(map(repr, wrong))}: others split the batch and sequences; 'tensor' is the model's own.",
             do='js.parallel.hold(x, None, "tensor")',
         )
     mesh = region_mesh()
-    degrees = _compat.automatic_axes() if mesh is None else {a: n for a, n in mesh.shape.items() if a not in DATA_AXES}
+    own = {} if mesh is None else {a: n for a, n in mesh.shape.items() if a not in REGION_AXES}
+    degrees = _compat.automatic_axes() if mesh is None else own
     if not any(n > 1 for n in degrees.values()) or (mesh is None and not _compat.manual_axes()):
         return x
     uneven = [d for d, entry in enumerate(entries) for n in axes_of(entry) if x.shape[d] % degrees.get(n, 1)]
@@ -172,6 +173,6 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
 def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
     """An array that is split along another dim than before, over `expert`."""
     if (mesh := region_mesh()) is not None:
-        return exchanged(x, source, target) if degree(mesh, EXPERT) > 1 else x
+        return exchanged(x, EXPERT, source, target) if degree(mesh, EXPERT) > 1 else x
     has_experts = EXPERT in _compat.manual_axes()
     return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True) if has_experts else x

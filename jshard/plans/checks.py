@@ -16,7 +16,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
-from jshard.plans.mesh import EXPERT, FSDP, degree
+from jshard.plans.mesh import FSDP, INNER_AXES, degree
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
@@ -202,7 +202,7 @@ def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> Non
     """
     placed = tuple((leaf.path, leaf.placement) for leaf in root.members)
     allowed, precision = root.placement.allow_replicated, root.policy.mixed_precision
-    degrees = {axis: degree(root.mesh, axis) for axis in (FSDP, EXPERT)}
+    degrees = {axis: degree(root.mesh, axis) for axis in (FSDP, *INNER_AXES)}
     axes = " x ".join(f"{axis}={n}" for axis, n in degrees.items() if axis == FSDP or n > 1)
     _check_once(name, placed, tuple(allowed), precision, axes)
     others = tuple(other for other in others if not is_named(dotted(other.path), allowed))

@@ -1,4 +1,4 @@
-"""Named meshes: `replica` copies of the model, each sharded over `fsdp`, split further over `expert` and `tensor`."""
+"""Named meshes: `replica` copies, each sharded over `fsdp`, and what splits further: `expert`, `context`, `tensor`."""
 
 import functools
 import math
@@ -12,8 +12,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard.errors import CallError, MeshError
 
-REPLICA, FSDP, EXPERT, TENSOR = AXES = ("replica", "fsdp", "expert", "tensor")
+REPLICA, FSDP, EXPERT, CONTEXT, TENSOR = AXES = ("replica", "fsdp", "expert", "context", "tensor")
 DATA_AXES = (REPLICA, FSDP, EXPERT)
+"""The axes over which the batch is split."""
+INNER_AXES = (EXPERT, CONTEXT)
+"""The axes over which a data shard's program is run once more on a part: of the experts, of the sequence."""
+REGION_AXES = (*DATA_AXES, CONTEXT)
+"""The axes that a region is manual over; parameters are sharded over one of them, and repeated over others."""
+
+_ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
@@ -23,21 +30,25 @@ def mesh(
     replica: int = 1,
     fsdp: int = -1,
     expert: int = 1,
+    context: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | int | None = None,  # pyright: ignore[reportInvalidTypeForm]
     **unknown: int,
 ) -> AnyMesh:
-    """Lays the devices out over the axes `replica`, `fsdp`, `expert` and `tensor`.
+    """Lays the devices out over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
 
-    The batch is split over all but `tensor`. `expert` and `tensor` split the parameters that the model's own
-    annotations say; parameters are sharded over `fsdp`, and over `expert` with it if they have no experts there, and
-    repeated over the others. The innermost axes are on the devices with the fastest links: devices are ordered by
-    slice, process and id (on TPU by their place in the torus), so that neighbours share a host.
+    The batch is split over all but `context`, which splits its sequences, and `tensor`. `expert` and `tensor` split the
+    parameters that the model's own annotations say; parameters are sharded over `fsdp`, and over `expert` (if they have
+    no experts there) and `context` with it, and repeated over the others. The innermost axes are on the devices with
+    the fastest links: devices are ordered by slice, process and id (on TPU by their place in the torus), so that
+    neighbours share a host.
 
     Args:
         replica: degree of the replica axis; -1 takes the devices that the other axes leave.
         fsdp: degree of the sharding axis; -1 (the default): what is left.
         expert: degree of the axis that experts are on; -1: what is left. Of degree 1 the mesh has no such axis.
+        context: degree of the axis that sequences are split over; -1: what is left. Of degree 1 the mesh has no such
+            axis.
         tensor: degree of the tensor axis; -1: what is left.
         devices: the devices to use, all of them by default. An int asks for a mesh of that many devices
             that need not exist: good for `js.plan` and `js.explain`, not for arrays.
@@ -55,12 +66,12 @@ def mesh(
         >>> dict(mesh.shape)
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
     """
-    asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, TENSOR: tensor}
+    asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     found: list[Any] | None = None
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
-    shape = {axis: n for axis, n in _fill(asked, unknown, count, devices).items() if axis != EXPERT or n > 1}
+    shape = {axis: n for axis, n in _fill(asked, unknown, count, devices).items() if axis not in _ON_DEMAND or n > 1}
     axes, sizes = tuple(shape), tuple(shape.values())
     types = (AxisType.Auto,) * len(axes)
     if found is None:
@@ -93,7 +104,7 @@ def _in_torus(devices: Sequence[jax.Device], sizes: Sequence[int]) -> np.ndarray
 
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
     """The degrees in axis order, with -1 replaced by what is left."""
-    named = {k: v for k, v in asked.items() if k != EXPERT or type(v) is not int or v != 1}
+    named = {k: v for k, v in asked.items() if k not in _ON_DEMAND or type(v) is not int or v != 1}
     bad = [k for k, v in asked.items() if type(v) is not int or (v < 1 and v != -1)]
     open_axes = [k for k, v in asked.items() if v == -1]
     fixed = 1 if bad else math.prod(v for v in asked.values() if v != -1)
@@ -187,9 +198,24 @@ def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(a for a in data_axes(mesh) if a != EXPERT)
 
 
+def inner_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes of the mesh over which a data shard's program is run once more on a part."""
+    return tuple(a for a in INNER_AXES if degree(mesh, a) > 1)
+
+
+def region_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes over which a region's devices have different work, outermost first."""
+    return (*data_axes(mesh), CONTEXT) if degree(mesh, CONTEXT) > 1 else data_axes(mesh)
+
+
+def region_degree(mesh: AnyMesh) -> int:
+    """Over how many devices a region splits its work."""
+    return data_degree(mesh) * degree(mesh, CONTEXT)
+
+
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
-    """The axes that a region is manual over: the data axes, and others of degree 1, as it then compiles best."""
-    return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in DATA_AXES or size == 1)
+    """The axes that a region is manual over: its own, and others of degree 1, as it then compiles best."""
+    return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in REGION_AXES or size == 1)
 
 
 def data_degree(mesh: AnyMesh) -> int:
@@ -202,9 +228,11 @@ def data_shards(degrees: Mapping[str, int]) -> int:
     return math.prod(degrees.get(axis, 1) for axis in DATA_AXES)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How arrays whose leading dim is the batch are placed."""
-    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
+    """How an array whose leading dim is the batch is placed; by its shape, its dim 1 over `context` if that divides."""
+    over = degree(mesh, CONTEXT)
+    sequence = (CONTEXT,) if over > 1 and len(shape) > 1 and shape[1] % over == 0 else ()
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh), *sequence))
 
 
 def num_processes(mesh: Mesh) -> int:
@@ -218,43 +246,59 @@ def is_concrete(mesh: AnyMesh) -> bool:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Places a batch from the host over the data axes of the mesh.
+    """Places a batch from the host over the data axes of the mesh, and its sequences over `context`.
 
     Args:
         batch: pytree of host arrays whose leading dim is the batch. With several processes each passes its
-            own part, in the order of the processes.
+            own rows, in the order of the processes; those that share rows pass the same, with whole sequences.
         mesh: the mesh of the model.
 
     Returns:
-        The same pytree of global arrays, sharded over the data axes on the leading dim.
+        The same pytree of global arrays, sharded over the data axes on the leading dim; on a mesh with `context`, over
+        that on dim 1, where it divides.
 
     Raises:
-        CallError: a leading dim is not divisible by the number of data shards.
+        CallError: a leading dim is not divisible by the number of data shards, or no sequence is by `context`.
 
     Example:
         >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
     """
-    sharding, shards, processes = _batch_layout(mesh if isinstance(mesh, Mesh) else check_mesh(mesh))
+    shards, parts, is_alone = _batch_layout(mesh if isinstance(mesh, Mesh) else check_mesh(mesh))
     leaves, tree = jax.tree.flatten(batch)
-    splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * processes % shards == 0
+    splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * parts % shards == 0
     if not all(map(splits, leaves)):
         axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
         bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in jax.tree.leaves_with_path(batch) if not splits(x)]
         raise CallError(
             "The batch cannot be split over the data shards.",
             where=[f"batch{p}  shape {s}" for p, s in bad],
-            why=f"that many rows{f' from each of {processes} processes' if processes > 1 else ''}"
+            why=f"that many rows{f' from each of {parts} processes' if parts > 1 else ''}"
             f" over {shards} data shards ({axes}).",
             do=f"use a global batch that is a multiple of {shards}.",
         )
-    if processes == 1:
-        return jax.device_put(batch, sharding)
-    placed = [jax.make_array_from_process_local_data(sharding, np.asarray(x)) for x in leaves]
+    shapes = [(np.shape(x)[0] * parts, *np.shape(x)[1:]) for x in leaves]
+    shardings = [batch_sharding(mesh, shape) for shape in shapes]
+    if (over := degree(mesh, CONTEXT)) > 1 and not any(CONTEXT in sharding.spec for sharding in shardings):
+        raise CallError(
+            "The batch has no sequence that splits over the context axis.",
+            where=[f"batch{jax.tree_util.keystr(p)}  shape {np.shape(x)}" for p, x in jax.tree.leaves_with_path(batch)],
+            why=f"a sequence is dim 1 of an array, and none divides by {over}.",
+            do=f"pad the sequences to a multiple of {over}, or js.mesh() without {CONTEXT!r}.",
+        )
+    if is_alone:
+        return jax.device_put(batch, jax.tree.unflatten(tree, shardings))
+    place = jax.make_array_from_process_local_data
+    placed = [place(to, np.asarray(x), shape) for to, x, shape in zip(shardings, leaves, shapes, strict=True)]
     return jax.tree.unflatten(tree, placed)
 
 
 @functools.lru_cache(maxsize=8)
-def _batch_layout(mesh: Mesh) -> tuple[NamedSharding, int, int]:
-    """Where batches are, over how many shards and processes. Kept: a run asks before every step."""
+def _batch_layout(mesh: Mesh) -> tuple[int, int, bool]:
+    """How many data shards there are, how many times those of this process, and whether it is the only one.
+
+    Kept: a run asks before every step.
+    """
     check_mesh(mesh)
-    return batch_sharding(mesh), data_degree(mesh), num_processes(mesh)
+    shards = data_degree(mesh)
+    here = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
+    return shards, shards // len({str(index) for index in here}), num_processes(mesh) == 1

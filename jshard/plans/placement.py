@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jshard import _compat
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR
+from jshard.plans.mesh import AXES, EXPERT, FSDP, INNER_AXES, TENSOR
 from jshard.plans.policies import MixedPrecision, check_setting
 
 Entry = str | tuple[str, ...] | None
@@ -189,7 +189,7 @@ def place(
     _check_given(path, shape, named, unknown, given, degrees)
     free = [d for d in range(asked.stacked, len(shape)) if d >= len(given) or given[d] is None]
     taken = {n for entry in given for n in axes_of(entry)}
-    axes = tuple(a for a in (FSDP, EXPERT) if degrees.get(a, 1) > 1 and a not in taken) or (FSDP,)
+    axes = tuple(a for a in (FSDP, *INNER_AXES) if degrees.get(a, 1) > 1 and a not in taken) or (FSDP,)
     degree = math.prod(degrees[a] for a in axes)
     dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degree, asked, pads)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]

@@ -58,18 +58,18 @@ def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None
         if model_file.loss_fn is next_token_loss:
             check_is_text(batch, where=f"{model_file.path}: data(recipe)")
         return batch
-    sharding = None if mesh is None else batch_sharding(mesh)
-    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32, sharding=sharding)
+    shape = (rows, recipe.sequence_length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=None if mesh is None else batch_sharding(mesh, shape))
     return {"inputs": tokens, "targets": tokens}
 
 
 def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
-    sharding = None if mesh is None else batch_sharding(mesh)
 
     def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        shape = (batch_size, *x.shape)
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
-        return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=None if mesh is None else batch_sharding(mesh, shape))
 
     return {key: stacked(x) for key, x in read_sample(data.train, "train", 0, DataError).items()}
 

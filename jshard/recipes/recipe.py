@@ -18,7 +18,7 @@ import optax
 
 from jshard import _compat
 from jshard.errors import ShardingError
-from jshard.plans.mesh import AnyMesh, data_axes, data_degree, degree
+from jshard.plans.mesh import CONTEXT, AnyMesh, data_axes, data_degree, degree
 
 _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -173,7 +173,16 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
 
 
 def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
-    """Raises a `RecipeError` unless a recipe's batches split over the data axes of a mesh, each microbatch evenly."""
+    """Raises a `RecipeError` unless a recipe's batches split over a mesh, each microbatch and each sequence evenly."""
+    length, over = recipe.sequence_length, degree(mesh, CONTEXT)
+    if length % over:
+        raise RecipeError(
+            "The sequences do not split over the context axis of the mesh.",
+            where=[f"sequence_length={length}", f"mesh {CONTEXT}={over}"],
+            why=f"{length} = {length // over} x {over} + {length % over}.",
+            do=f"--set sequence_length={max(length // over, 1) * over}"
+            + (f"  # or a smaller mesh: --mesh context={math.gcd(length, over)}" if math.gcd(length, over) > 1 else ""),
+        )
     rows, shards = recipe.batch_size // recipe.accumulate, data_degree(mesh)
     if rows % shards == 0:
         return

@@ -27,11 +27,12 @@ from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
+from jshard.engine.context import global_view
 from jshard.engine.mixing import as_traced
 from jshard.errors import FourPartError, RunError
 from jshard.inspect.audit import audit
 from jshard.launch import StopSignal, stall
-from jshard.plans.mesh import data_degree, shard_batch
+from jshard.plans.mesh import CONTEXT, data_degree, degree, shard_batch
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_state, batch_like, check_source
 from jshard.recipes.model_file import ModelFile
@@ -420,7 +421,10 @@ def sample_text(model_file: ModelFile, model: Any, data: Data, mesh: Mesh, *, nu
         return None
     start = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
     rows = local_rows(data_degree(mesh), mesh)
+    over = degree(mesh, CONTEXT)  # text of any length does not split over it
+    start = start[: over * max(1, len(start) // over)]
     prompts = shard_batch(np.tile(start, (len(rows), 1)).astype(np.int32), mesh)
-    text = model_file.generate(inference_view(model), prompts, num_tokens, key=jax.random.key(seed))
+    with global_view() if over > 1 else contextlib.nullcontext():
+        text = model_file.generate(inference_view(model), prompts, num_tokens, key=jax.random.key(seed))
     text = text if jax.process_count() == 1 else multihost_utils.process_allgather(text, tiled=True)
     return data.tokenizer.decode(np.asarray(text)[0])

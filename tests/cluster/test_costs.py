@@ -108,7 +108,7 @@ def test_all_computation_can_hide_is_hidden():
 @pytest.mark.parametrize(
     ("settings", "mesh", "left_out"),
     [
-        ((), {"fsdp": 4, "tensor": 2}, "collectives over tensor and expert"),
+        ((), {"fsdp": 4, "tensor": 2}, "collectives over expert, context and tensor"),
         (("model.offload=optimizer",), {"fsdp": 8, "tensor": 1}, "copies to and from the host"),
     ],
 )

@@ -300,7 +300,7 @@ def annotated_call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]
 
 MOVES = frozenset(
     """
-    broadcast_in_dim copy name over_expert reshape rev slice split squeeze stop_gradient tile transpose unstack
+    broadcast_in_dim copy name over_axis reshape rev slice split squeeze stop_gradient tile transpose unstack
     all_gather all_to_all psum reduce_scatter
     """.split()
 )

@@ -60,12 +60,21 @@ def _check_shapes(p: Partitioner, eqn: Eqn, body: "Body", found: Any) -> None:
 def cudnn_attention(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """CuDNN's attention: every operand that has the batch has it as dim 0.
 
-    Pages of keys and values belong to no example. Dropout's mask depends on the place in the batch: whole. Over other
-    axes than those of the data it runs on a part of the heads, as `tensor` has them.
+    Pages of keys and values belong to no example. Dropout's mask depends on the place in the batch: whole. Queries that
+    are split along their heads stay so. Over other axes than those of the data it runs on a part of the heads, as
+    `tensor` has them.
     """
     query, batch = values[0], p.full_shape(values[0])[0]
     paged = any(v.ndim == 4 for v in values[8:10])
-    if not p.divides(batch) or eqn.params["dropout_rate"] or query.ndim != 4:
+    if eqn.params["dropout_rate"] or query.ndim != 4:
+        return None
+    run = lambda *xs: p.bind(eqn, list(xs))
+    run = _on_heads(eqn, run) if p.is_last else run
+    ins, outs, sizes = _heads(eqn)
+    if query.state == ins[0] and not paged and all(map(p.divides, sizes)):
+        found = run(*[p.whole(v).x if d is None else p.split(v, d).x for v, d in zip(values, ins, strict=True)])
+        return [Value(x, d) for x, d in zip(found, outs, strict=True)]
+    if not p.divides(batch):
         return None
     has_batch = [
         0 not in v.shape and v.ndim > 0 and p.full_shape(v)[0] % batch == 0 and not (paged and k in (1, 2))
@@ -75,8 +84,7 @@ def cudnn_attention(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value
     if len(states) == 4 and not has_batch[3]:  # a bias for all examples: its gradient is their sum
         states[3] = PARTIAL
     xs = [p.split(v, 0).x if each else p.whole(v).x for v, each in zip(values, has_batch, strict=True)]
-    found = _on_heads(eqn, lambda *xs: p.bind(eqn, list(xs)))(*xs)
-    return [Value(x, state) for x, state in zip(found, states, strict=True)]
+    return [Value(x, state) for x, state in zip(run(*xs), states, strict=True)]
 
 
 def _on_heads(eqn: Eqn, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -84,9 +92,18 @@ def _on_heads(eqn: Eqn, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequ
 
     Of more devices than divide the heads, each has all of them.
     """
-    axes, in_array = _compat.automatic_axes(), 2 - eqn.params["layout"]  # (B, T, H, K), or (B, H, T, K)
+    axes = _compat.automatic_axes()
     if not axes:
         return run
+    *dims, sizes = _heads(eqn)
+    over = None if any(n % math.prod(axes.values()) for n in sizes) else tuple(axes)
+    ins, outs = ([P() if d is None else P(*[None] * d, over) for d in group] for group in dims)
+    return jax.shard_map(run, in_specs=tuple(ins), out_specs=outs, axis_names=set(axes), check_vma=False)
+
+
+def _heads(eqn: Eqn) -> tuple[list[int | None], list[int | None], list[int]]:
+    """The dims of the heads of operands and of results, and their sizes."""
+    in_array = 2 - eqn.params["layout"]  # (B, T, H, K), or (B, H, T, K)
 
     def dim(k: int, shape: tuple[int, ...]) -> int | None:
         """Where the heads are: of the bias, the sums of forward, and their gradients they are dim 1."""
@@ -97,9 +114,7 @@ def _on_heads(eqn: Eqn, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequ
     shapes = [[a.aval.shape for a in atoms] for atoms in (eqn.invars, eqn.outvars)]
     dims = [[dim(k, shape) for k, shape in enumerate(group)] for group in shapes]
     sizes = [shape[d] for group, of in zip(shapes, dims, strict=True) for shape, d in zip(group, of, strict=True) if d]
-    over = None if any(n % math.prod(axes.values()) for n in sizes) else tuple(axes)
-    ins, outs = ([P() if d is None else P(*[None] * d, over) for d in group] for group in dims)
-    return jax.shard_map(run, in_specs=tuple(ins), out_specs=outs, axis_names=set(axes), check_vma=False)
+    return dims[0], dims[1], sizes
 
 
 @rule("scaled_matmul_wrapper", "scaled_matmul")

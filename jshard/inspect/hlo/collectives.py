@@ -55,7 +55,7 @@ def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{\{([\d,{}]*)\}\}", rest)
         if pairs:
-            return tuple(sorted({int(i) for i in re.findall(r"\d+", pairs.group(1))}))
+            return _linked([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs.group(1))])
     if "replica_groups={}" in rest:
         return tuple(range(num_devices))
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
@@ -73,6 +73,15 @@ def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int
         devices = np.arange(math.prod(_ints(source))).reshape(_ints(source)).transpose(_ints(order) or None)
         return tuple(devices.reshape(-1)[list(group)].tolist())
     raise cannot(instruction.text, "its groups of devices are written in an unknown way.")
+
+
+def _linked(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The largest group of devices that send to each other, directly or through others; the first of several."""
+    groups: list[set[int]] = []
+    for pair in pairs:
+        joined = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if group not in joined] + [set(pair).union(*joined)]
+    return tuple(sorted(max(groups, key=lambda group: (len(group), -min(group)))))
 
 
 def _mesh_group(instruction: Instruction, sizes: str, axes: str) -> tuple[int, ...]:
