@@ -86,7 +86,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
 
 def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
-    """The second step: the sum over the replicas, or all axes of the batch but one; over inner axes where it is open."""
+    """The second step: the sum over the replicas, or all batch axes but one; over inner axes where one is open."""
     axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
     x = lax.psum(x, axes) if axes else x
     for axis in inner_axes(mesh):
