@@ -13,12 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard import _compat
 from jshard.engine.context import during
 from jshard.engine.rules import Shard, Value
-from jshard.engine.stored import expert_dim, gather, reduce_gradient
+from jshard.engine.stored import gather, reduce_gradient
 from jshard.errors import CallError
 from jshard.plans.memories import back, key_texts, placed_like, to_device
 from jshard.plans.mesh import (
     CONTEXT,
-    EXPERT,
     AnyMesh,
     data_axes,
     data_degree,
@@ -27,8 +26,9 @@ from jshard.plans.mesh import (
     manual_axes,
     region_axes,
     region_degree,
+    shard_axes,
 )
-from jshard.plans.placement import Placement, spec_over
+from jshard.plans.placement import Placement, axes_of, spec_over
 from jshard.plans.units import Unit
 
 
@@ -95,11 +95,11 @@ class Once:
         """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
         if not self.at:
             return []
-        stored, own, layout = self._layout()
+        (stored, own, layout), over = self._layout(), shard_axes(dict(self.mesh.shape))
 
         def gather_all(values: list) -> list:
             found = zip(values, self.placements, strict=True)
-            return [gather(Value(x, Shard(p)), p.gathered_dtype)[None] for x, p in found]
+            return [gather(Value(x, Shard(p)), p.gathered_dtype, over)[None] for x, p in found]
 
         return jax.shard_map(gather_all, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
 
@@ -107,13 +107,13 @@ class Once:
         """The gradients of the shards from each data shard's gradients of its copies."""
         if not self.at:
             return []
-        stored, own, layout = self._layout()
+        (stored, own, layout), over = self._layout(), shard_axes(dict(self.mesh.shape))
 
         def reduce_all(values: list, sums: list) -> list:
             found = []
             for x, g, p in zip(values, sums, self.placements, strict=True):
-                g = reduce_gradient(g[0], p, layout["mesh"])
-                copies = [a for a in inner_axes(self.mesh) if a != EXPERT or expert_dim(p) is None]
+                g, on = reduce_gradient(g[0], p, layout["mesh"], over), {a for e in p.spec for a in axes_of(e)}
+                copies = [a for a in inner_axes(self.mesh) if a not in on]
                 g = lax.psum(g, copies) if copies else g
                 found.append(placed_like(g.astype(x.dtype), x))
             return found

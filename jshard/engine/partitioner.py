@@ -26,7 +26,7 @@ from jshard.engine.rules import loops as loops  # enters rules into the table, a
 from jshard.engine.rules import opaque as opaque
 from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError, FourPartError
-from jshard.plans.mesh import TENSOR
+from jshard.plans.mesh import CONTEXT, FSDP, TENSOR
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan
@@ -365,7 +365,23 @@ class InnerPartitioner(Partitioner):
             everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over this axis, too: one all-reduce
             summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
             return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
-        return super().equation(eqn, values)
+        return self._of_shards(eqn, values) or super().equation(eqn, values)
+
+    def _of_shards(self, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+        """A gather or a scatter over `fsdp` of what is stored over this axis, too: one collective over both."""
+        name, params = eqn.primitive.name, eqn.params
+        if name not in ("all_gather", "reduce_scatter") or params["axis_name"] not in (FSDP, (FSDP,)):
+            return None
+        (value,), over = values, (FSDP, *self.axes)
+        if self.axes != (CONTEXT,) or not params["tiled"] or params["axis_index_groups"] is not None:
+            return None
+        both = {"axis_name": over, "axis_size": params["axis_size"] * self.degree}
+        if name == "all_gather" and value.state == params["all_gather_dimension"]:
+            return [Value(self.bind(eqn, [value.x], **both)[0])]
+        dim = params.get("scatter_dimension")
+        if name == "reduce_scatter" and value.is_partial and self.divides(eqn.outvars[0].aval.shape[dim]):
+            return [Value(self.bind(eqn, [value.x], **both)[0], dim)]
+        return None
 
     def move(self, x: Any, old: int, new: int) -> Any:
         """An array that is split along another dim than before. The compiler would gather it over `tensor` first."""

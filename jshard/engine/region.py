@@ -190,8 +190,8 @@ class Region:
         length = self._length(degree(mesh, CONTEXT))
         self.operands: list[Crossing] = []
         for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True):
-            from_end = None if p is None or EXPERT not in self.inner else stored.expert_dim(p)
-            inner = {} if from_end is None else {EXPERT: x.ndim + is_copy + from_end}
+            inner = {} if p is None else stored.inner_dims(p, x.ndim)
+            inner = {axis: dim + is_copy for axis, dim in inner.items() if axis == EXPERT or not is_copy}
             state = None if p is None or is_copy else Shard(p)
             self.operands.append(Crossing(state, is_copy, parameter=name, inner=inner))
         for x in (*call.inputs, *consts):

@@ -14,7 +14,7 @@ from jshard import _compat
 from jshard.engine.partitioner import over_axis_p
 from jshard.engine.rules import Shard, Value
 from jshard.plans.memories import fetched
-from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree, inner_axes
+from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, batch_axes, degree, inner_axes
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement, axes_of
 
@@ -22,16 +22,19 @@ SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
 _JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
 
 
-def gather(value: Value, dtype: Any = None) -> jax.Array:
-    """The whole logical parameter, gathered in a dtype; by default in the shard's."""
+def gather(value: Value, dtype: Any = None, over: tuple[str, ...] = (FSDP,)) -> jax.Array:
+    """The whole logical parameter, gathered in a dtype; by default in the shard's.
+
+    An inner axis is not `over`: who partitions the program over it gathers with this (`InnerPartitioner`).
+    """
     placement, pieces = value.shard.placement, value.shard.pieces
     x = fetched(value.x)
     x = x if dtype is None else x.astype(dtype)
     dim = _dim(x, placement)
     if dim is None:
         return x
-    groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)] if pieces else None
-    run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
+    groups = [list(range(i, i + pieces)) for i in range(0, lax.axis_size(FSDP), pieces)] if pieces else None
+    run = lambda x: lax.all_gather(x, over, axis=dim, tiled=True, axis_index_groups=groups)
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
 
 
@@ -60,7 +63,7 @@ def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tu
     return [full[i] for i in range(len(xs))]
 
 
-def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh, over: tuple[str, ...] = (FSDP,)) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
     It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and with it over `expert` and
@@ -68,20 +71,20 @@ def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array
     """
     if _dim(x, placement) is None:
         return sum_replicas(x.astype(placement.reduce_dtype), mesh, but="").astype(x.dtype)
-    return sum_replicas(reduce_scatter(x, placement, mesh), mesh).astype(x.dtype)
+    return sum_replicas(reduce_scatter(x, placement, over), mesh).astype(x.dtype)
 
 
 def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
     """Whether a gradient is reduced over shards, then over replicas."""
-    others = [a for a in (*batch_axes(mesh), *inner_axes(mesh)) if a != FSDP]
+    others = [a for a in (*batch_axes(mesh), EXPERT) if a != FSDP]
     return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in others)
 
 
-def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+def reduce_scatter(x: jax.Array, placement: Placement, over: tuple[str, ...] = (FSDP,)) -> jax.Array:
     """The first step: the sum over the shards, each with its part, in the reduce dtype."""
     dim = _dim(x, placement)
     assert dim is not None, "who asks has a dim to scatter along"
-    run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
+    run = lambda x: lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
     x = _with_padding(x.astype(placement.reduce_dtype), placement)
     return _keep_other_axes(run, x, placement)(x)
 
@@ -115,8 +118,8 @@ def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, fi
             found |= {i: part.reshape(xs[i].shape) for i, part in zip(at, parts, strict=True)}
     for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
         if i not in found:
-            run = reduce_scatter if first_step and has_two_steps(x, one, mesh) else reduce_gradient
-            found[i] = run(x, one, mesh)
+            in_part = first_step and has_two_steps(x, one, mesh)
+            found[i] = reduce_scatter(x, one) if in_part else reduce_gradient(x, one, mesh)
     return [found[i] for i in range(len(xs))]
 
 
@@ -129,15 +132,16 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     if dim is None:
         return x
     x = _with_padding(x, placement)
-    size = x.shape[dim] // (pieces or placement.degree)
+    size = x.shape[dim] // (pieces or lax.axis_size(FSDP))
     index = lax.axis_index(FSDP) % pieces if pieces else lax.axis_index(FSDP)
     return lax.dynamic_slice_in_dim(x, index * size, size, dim)
 
 
-def expert_dim(placement: Placement) -> int | None:
-    """The dim of a parameter that its experts are along, counted from the end; None if it is not one of experts."""
-    found = (i for i, entry in enumerate(placement.spec) if EXPERT in axes_of(entry))
-    return next((i - len(placement.spec) for i in found), None)
+def inner_dims(placement: Placement, ndim: int) -> dict[str, int]:
+    """The dims along which a stored parameter, or a row or a stack of such, is split over inner axes."""
+    more = ndim - len(placement.spec)
+    found = {axis: i + more for i, entry in enumerate(placement.spec) for axis in axes_of(entry) if axis in INNER_AXES}
+    return {axis: dim for axis, dim in found.items() if dim >= 0}
 
 
 def without_padding(x: Any, placement: Placement) -> Any:

@@ -12,7 +12,7 @@ from jshard._text import folded_names, human_bytes
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES
+from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES, shard_axes, shard_degree
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
 
@@ -53,7 +53,7 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
     placement = leaf.placement
     if not placement.gathered:
         return  # what it sends is the model's own
-    fsdp, same = degrees[FSDP], copied_over(placement, degrees)
+    over, fsdp, same = shard_axes(degrees), shard_degree(degrees), copied_over(placement, degrees)
     num_same = math.prod(degrees[a] for a in same)
     reduce, gather = placement.reduce_dtype, placement.gathered_dtype
     full = placement.gathered_bytes
@@ -62,13 +62,13 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
         if same and leaf.trained:
             yield Traffic("all-reduce", same, num_same, reduce, reduced, "gradients of the replicated")
         return
-    yield Traffic("all-gather", (FSDP,), fsdp, gather, full, "parameters for forward")
+    yield Traffic("all-gather", over, fsdp, gather, full, "parameters for forward")
     if reshard is not False:
-        size = fsdp if reshard is True else int(reshard)
-        yield Traffic("all-gather", (FSDP,), size, gather, full, "parameters for backward")
+        axes, size = (over, fsdp) if reshard is True else ((FSDP,), int(reshard))
+        yield Traffic("all-gather", axes, size, gather, full, "parameters for backward")
     if not leaf.trained:
         return
-    yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
+    yield Traffic("reduce-scatter", over, fsdp, reduce, reduced, "gradients")
     if same:
         yield Traffic("all-reduce", same, num_same, reduce, reduced // fsdp, "gradients, over replicas")
 
@@ -151,11 +151,11 @@ def comparable(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shapes_on_device(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """On one device: of the parameter gathered over `fsdp`, and of its shard."""
+    """On one device: of the parameter gathered over what it is sharded over, and of its shard."""
     degrees = dict(plan.mesh)
     cut = lambda axes: math.prod(degrees[axis] for axis in axes)
     dims = [(n, axes_of(entry)) for n, entry in zip(placement.stored_shape, placement.spec, strict=True)]
-    whole = tuple(n // cut(a for a in axes if a != FSDP) for n, axes in dims)
+    whole = tuple(n // cut(a for a in axes if a not in (FSDP, CONTEXT)) for n, axes in dims)
     return whole, tuple(n // cut(axes) for n, axes in dims)
 
 
@@ -413,7 +413,8 @@ def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
 
 def _gathers(plan: ShardPlan) -> CollectiveKind:
     """Where parameters are gathered."""
-    return CollectiveKind("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
+    degrees = dict(plan.mesh)
+    return CollectiveKind("all-gather", shard_axes(degrees), shard_degree(degrees))
 
 
 def _kind(window: Window) -> CollectiveKind:

@@ -16,7 +16,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
-from jshard.plans.mesh import FSDP, degree
+from jshard.plans.mesh import shard_axes
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
@@ -202,11 +202,17 @@ def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> Non
     """
     placed = tuple((leaf.path, leaf.placement) for leaf in root.members)
     allowed, precision = root.placement.allow_replicated, root.policy.mixed_precision
-    _check_once(name, placed, tuple(allowed), precision, degree(root.mesh, FSDP))
+    _check_once(name, placed, tuple(allowed), precision, _shard_axes(root))
     others = tuple(other for other in others if not is_named(dotted(other.path), allowed))
     held, total = sum(other.bytes for other in others), sum(p.logical_bytes for _, p in placed)
     if held > max(PADDED_FROM_BYTES, _LARGE_SHARE * total):
         _warn_of_others(name, others, held, total)
+
+
+def _shard_axes(root: Unit) -> str:
+    """The axes that parameters are sharded over, with their degrees."""
+    degrees = dict(root.mesh.shape)
+    return " x ".join(f"{axis}={degrees[axis]}" for axis in shard_axes(degrees))
 
 
 @functools.cache
@@ -222,13 +228,12 @@ def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int)
 
 @functools.cache
 def _check_once(
-    name: str, placed: tuple[tuple[str, Placement], ...], allowed: tuple, precision: MixedPrecision, degree: int
+    name: str, placed: tuple[tuple[str, Placement], ...], allowed: tuple, precision: MixedPrecision, axis: str
 ) -> None:
     _check_kept(name, [path for path, _ in placed], precision)
     odd = {path: p for path, p in placed if p.because.startswith(INDIVISIBLE) and not is_named(path, allowed)}
     held, total = (sum(p.logical_bytes for p in some) for some in (odd.values(), dict(placed).values()))
     large = {path: p for path, p in odd.items() if p.logical_bytes >= max(PADDED_FROM_BYTES, _LARGE_SHARE * total)}
-    axis = f"{FSDP}={degree}"
     if large:
         raise AnnotationError(
             f"{len(large)} large parameter(s) of {name} would be replicated.",

@@ -37,10 +37,9 @@ def mesh(
     """Lays the devices out over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
 
     The batch is split over the first three, and its sequences over `context`. Parameters are sharded over `fsdp` and
-    repeated over `replica` and `context`;
-    `expert` and `tensor` split the parameters that the model's own annotations say, and repeat the others. The
-    innermost axes are on the devices with the fastest links: devices are ordered by slice, process and id (on TPU
-    by their place in the torus), so that neighbours share a host.
+    `context` and repeated over `replica`; `expert` and `tensor` split the parameters that the model's own annotations
+    say, and repeat the others. The innermost axes are on the devices with the fastest links: devices are ordered by
+    slice, process and id (on TPU by their place in the torus), so that neighbours share a host.
 
     Args:
         replica: degree of the replica axis; -1 takes the devices that the other axes leave.
@@ -175,6 +174,16 @@ def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The data axes over which nothing but the batch, and what is stored, is split: those without `expert`."""
     return tuple(a for a in data_axes(mesh) if a != EXPERT)
+
+
+def shard_axes(degrees: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes over which parameters are sharded, by the degrees of a mesh."""
+    return tuple(axis for axis in (FSDP, CONTEXT) if degrees.get(axis, 1) > 1) or (FSDP,)
+
+
+def shard_degree(degrees: Mapping[str, int]) -> int:
+    """Into how many shards a parameter is cut."""
+    return math.prod(degrees[axis] for axis in shard_axes(degrees))
 
 
 def inner_axes(mesh: AnyMesh) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jshard import _compat
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR
+from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, TENSOR, shard_axes, shard_degree
 from jshard.plans.policies import MixedPrecision, check_setting
 
 Entry = str | tuple[str, ...] | None
@@ -28,8 +28,8 @@ class Placement:
     shape: tuple[int, ...]  # logical
     dtype: str  # stored
     spec: tuple[Entry, ...]  # mesh axes per dim of the stored array, as in `PartitionSpec`
-    dim: int | None  # sharded over `fsdp`; None if the parameter is replicated over it
-    degree: int  # pieces over `fsdp`; 1 if replicated
+    dim: int | None  # sharded over `fsdp`, and `context` with it; None if the parameter is replicated over them
+    degree: int  # pieces over them; 1 if replicated
     shards: int  # pieces over all axes of `spec`
     gathered_dtype: str  # of the all-gather, and of the copy that the model computes with
     reduce_dtype: str  # of the gradient's reduction
@@ -183,10 +183,11 @@ def place(
     unknown = [n for entry in named for n in axes_of(entry) if n not in rules and n not in {*degrees, *AXES}]
     _check_given(path, shape, named, unknown, given, degrees)
     free = [d for d in range(asked.stacked, len(shape)) if d >= len(given) or given[d] is None]
-    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degrees[FSDP], asked, pads)
+    pieces, over = shard_degree(degrees), shard_axes(degrees)
+    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, pieces, asked, pads)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
-        entries[dim] = FSDP
+        entries[dim] = over if len(over) > 1 else over[0]
     shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
     stored = jnp.dtype(dtype).name
     gathered = stored if precision.keeps(path) else precision.param or stored
@@ -195,13 +196,13 @@ def place(
         dtype=stored,
         spec=tuple(entries),
         dim=dim,
-        degree=1 if dim is None else degrees[FSDP],
+        degree=1 if dim is None else pieces,
         shards=shards,
         gathered_dtype=gathered,
         reduce_dtype=precision.reduce or gathered,
         because=because,
         layers=math.prod(shape[: asked.stacked]),
-        padding=0 if dim is None else -shape[dim] % degrees[FSDP],
+        padding=0 if dim is None else -shape[dim] % pieces,
         offload=asked.offload if math.prod(shape[asked.stacked :]) >= asked.min_size else None,
         gathered=asked.gathered,
     )
@@ -218,9 +219,9 @@ def _ruled(entry: Entry, rules: Mapping[str, Entry]) -> Entry:
 def _kept(entry: Entry, degrees: Mapping[str, int]) -> Entry:
     """What a model's own annotation says for a dim, without axes that split nothing here.
 
-    And without `fsdp`, which public models name: which dim it takes is decided here.
+    And without `fsdp` and `context`, the first of which public models name: which dim they take is decided here.
     """
-    left = tuple(n for n in axes_of(entry) if degrees.get(n, 1) != 1 and n != FSDP)
+    left = tuple(n for n in axes_of(entry) if degrees.get(n, 1) != 1 and n not in (FSDP, CONTEXT))
     return entry if left == axes_of(entry) else left or None
 
 

@@ -47,6 +47,11 @@ def plain():
     return outcome(LLAMA_FILE.build(CONFIG, nnx.Rngs(0)), LLAMA_FILE.loss_fn, BATCH)
 
 
+def test_parameters_are_stored_over_both_axes():
+    parts = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(placed(js.mesh(fsdp=4, context=2)).blocks.mlp)}
+    assert parts == {(2, 32, 8), (2, 8, 32)}
+
+
 def placed(mesh, **settings):
     config = dataclasses.replace(CONFIG, **settings)
     return js.shard_init(lambda: LLAMA_FILE.build(config, nnx.Rngs(0)), lambda model: LLAMA_FILE.annotate(model, mesh))
@@ -97,15 +102,15 @@ B, T, H, G, K = 8, 64, 8, 4, 8
 class Layer(nnx.Module):
     """A unit."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, num_heads=H):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.q, self.k, self.v = linear(H * K, H * K), linear(H * K, G * K), linear(H * K, G * K)
-        self.out = linear(H * K, H * K)
+        self.q, self.k, self.v = linear(H * K, num_heads * K), linear(H * K, G * K), linear(H * K, G * K)
+        self.out = linear(num_heads * K, H * K)
 
     def __call__(self, x_BTD, **how):
         heads = lambda y: y.reshape(*y.shape[:2], -1, K)
         y = js.kernels.attention(heads(self.q(x_BTD)), heads(self.k(x_BTD)), heads(self.v(x_BTD)), **how)
-        return x_BTD + self.out(y.reshape(x_BTD.shape))
+        return x_BTD + self.out(y.reshape(*x_BTD.shape[:2], -1))
 
 
 class Model(nnx.Module):
@@ -141,10 +146,11 @@ def test_queries_keys_values_and_results_are_exchanged_once_each_way(context):
         assert sum(row.executions for row in of_phase) == 4
         assert sum(row.total_bytes for row in of_phase) == (2 * H + 2 * G) * K * B * T // 8 * 4
     assert not found.mixing
-    # Gradients of the shards are summed over the axis, of which the plan knows; nothing else goes over it.
+    # Parameters are gathered, and gradients scattered, over it and `fsdp` at once; nothing else goes over it.
+    assert found.amount("all-gather") == found.amount("reduce-scatter") == 1.0
     others = [row for row in found.rows if "context" in row.over and row not in rows]
-    assert {row.kind for row in others} == {"all-reduce"}
-    assert sum(row.total_bytes for row in others) <= (2 * H + 2 * G) * K * H * K * 4 / (8 // context) + 64
+    assert {row.kind for row in others if row.over == ("fsdp", "context")} == {"all-gather", "reduce-scatter"}
+    assert sum(row.total_bytes for row in others if row.over == ("context",)) <= 64  # the loss
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
@@ -160,7 +166,9 @@ ATTENTION = 2 * B * T * T * H * K / 8  # flops of one product of queries with ke
 def test_in_a_ring_keys_and_values_go_round_and_half_of_the_work_is_left_out(context):
     found = audited("ring", fsdp=8 // context, context=context)
     assert found.ok, found.differences
-    assert {row.kind for row in found.rows if row.over == ("context",)} == {"collective-permute", "all-reduce"}
+    shards = {"all-gather", "reduce-scatter"} if context == 8 else set()
+    kinds = {row.kind for row in found.rows if row.over == ("context",)}
+    assert kinds == {"collective-permute", "all-reduce"} | shards
     forward = [row for row in found.rows if (row.kind, row.phase) == ("collective-permute", "forward")]
     chunks = ((2 * H + 2 * G) * K + H) * B * T // 8 * 4  # q, k, v and the result, in and out of pairs, with its sums
     stay = chunks // 2 if context == 2 else 0  # of two devices, where every other chunk is
@@ -260,11 +268,11 @@ def test_what_does_not_divide_is_an_error():
     model = js.fully_shard(Layer(nnx.Rngs(0)), mesh=mesh)
     with pytest.raises(CallError, match=r"Layer.__call__: float32\[8, 30, 64\](.|\n)*degree 4"):
         model(X[:, :30])
-    three = js.fully_shard(Layer(nnx.Rngs(0)), mesh=js.mesh(fsdp=2, context=3, devices=jax.devices()[:6]))
-    with pytest.raises(KernelError, match=r"heads: q has 8(.|\n)*ring: 6 does not divide 57(.|\n)*--mesh context=1"):
-        three(X[:, :57], is_causal=True)
-    with pytest.raises(KernelError, match=r"heads: q has 8 heads, and 3 does not divide them(.|\n)*--mesh context=1"):
-        three(X[:, :60], is_causal=True, over_context="heads")
+    six = js.fully_shard(Layer(nnx.Rngs(0), num_heads=6), mesh=mesh)
+    with pytest.raises(KernelError, match=r"heads: q has 6(.|\n)*ring: 8 does not divide 36(.|\n)*--mesh context=2"):
+        six(X[:, :36], is_causal=True)
+    with pytest.raises(KernelError, match=r"heads: q has 6 heads, and 4 does not divide them(.|\n)*--mesh context=2"):
+        six(X, is_causal=True, over_context="heads")
     recipe = dataclasses.replace(LLAMA_FILE.recipes["tiny"](), sequence_length=130)
     with pytest.raises(RecipeError, match=r"--set sequence_length=128  # or a smaller mesh: --mesh context=2"):
         check_batch(recipe, mesh)
