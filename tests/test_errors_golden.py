@@ -336,6 +336,10 @@ ERRORS: dict[str, Callable[[], object]] = {
     "mesh: two open axes": lambda: js.mesh(replica=-1),
     "mesh: does not divide": lambda: js.mesh(replica=3),
     "shard_batch: odd batch": lambda: js.shard_batch({"ids": np.zeros((12, 4)), "ok": np.zeros(8)}, js.mesh(replica=2)),
+    "shard_batch: no sequence": lambda: js.shard_batch(
+        {"ids": np.zeros((8, 30)), "ok": np.zeros(8)}, js.mesh(fsdp=2, context=4)
+    ),
+    "call: no sequence": lambda: call(shard(linear(), mesh=js.mesh(fsdp=2, context=4)), jnp.zeros((16, 30, 64))),
     "fully_shard: not a mesh": lambda: shard(linear(), mesh={"fsdp": 8}),
     "fully_shard: mesh without fsdp": lambda: shard(linear(), mesh=Mesh(np.array(jax.devices()), ("data",))),
     "fully_shard: no such strategy": lambda: shard(linear(), mesh=js.mesh(), strategy="zero4"),
