@@ -88,7 +88,9 @@ def attention(
     how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
     run: Callable[..., jax.Array]
     if goes_round:
-        settings = RingSettings(is_causal, scale or q.shape[-1] ** -0.5, queries_at_once or q.shape[1])
+        settings = RingSettings(
+            is_causal, q.shape[-1] ** -0.5 if scale is None else scale, queries_at_once or q.shape[1]
+        )
         run = functools.partial(ring_attention, settings)
     elif form == "cudnn":
         how["bias"] = None if bias is None else bias.astype(q.dtype)
@@ -134,6 +136,11 @@ def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool
             where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
             why="\n".join(f"{one}: {reason}" for one in tried for reason in reasons[one]),
             do=f"--mesh context={fitting}  # a degree that divides the heads",
+        )
+    if how == "auto" and heads_not and _is_16_bits(q) and not _device_reasons(place()):
+        _compat.warn_user(
+            f"attention goes round over {CONTEXT_AXIS}={over} in plain form, without cuDNN: {heads_not[0]}"
+            ' js.kernels.attention(over_context="ring") says that this is meant.'
         )
     return next(one for one in tried if not reasons[one]) == "ring"
 

@@ -121,9 +121,9 @@ def _blocks(num: int, how: RingSettings, step: int) -> list[tuple[Side, Side, bo
         return [(0, 0, how.is_causal)]
     if step == 0:
         return [(0, 0, True), (1, 0, False), (1, 1, True)]
-    is_later = (
-        lax.axis_index(CONTEXT) >= step
-    )  # than the device that the keys are of: both chunks look at its early one
+    # Keys are of the device `step` places before. Where that is an earlier one, both chunks look at its early chunk;
+    # else the late one looks at both of its chunks.
+    is_later = lax.axis_index(CONTEXT) >= step
     return [(1, 0, False), (is_later, is_later, False)]
 
 

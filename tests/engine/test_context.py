@@ -199,6 +199,7 @@ def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
             found = js.audit(program, model=model)
             assert [use.form for use in found.schedule.kernels] == ["cudnn"]
             assert not found.mixing  # else it was gathered
+            assert "all-gather" not in {row.kind for row in found.rows if row.over == ("tensor",)}
             alike = outcome(model, run, js.shard_batch(X, mesh))
             wanted = outcome(Layer(nnx.Rngs(0)), functools.partial(squared, is_causal=True), X)
             assert max(worst(alike[k], wanted[k]) for k in wanted) < 0.05
