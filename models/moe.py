@@ -10,6 +10,8 @@ the tokens travel to them and back. `js.parallel.to_experts` and `from_experts` 
 
 A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token that finds none
 passes that expert by. As places are counted in each sequence by itself, it does not matter how the batch is split.
+With capacity=0 no token is dropped: tokens are sorted by expert and multiplied by `jax.lax.ragged_dot`. The devices along
+`expert` then gather each other's tokens. XLA:GPU of jax 0.10 multiplies each row by every expert there: for TPUs, or few experts.
 
 Names end in the dims of the array they hold:
 
@@ -166,7 +168,7 @@ class MoE(nnx.Module):
         self.shared = Shared(config, rngs=rngs) if config.n_shared else None
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The mixture; of each expert the share of the tokens and the mean score; and the size of what the router says."""
+        """The mixture; of each expert the share of the tokens and the mean score; and how large the logits are."""
         logit_BTE = self.router(x_BTD).astype(jnp.float32)
         score_BTE = jax.nn.softmax(logit_BTE)
         weight_BTn, chosen_BTn = jax.lax.top_k(score_BTE, self.config.top_k)
@@ -339,7 +341,7 @@ def mixtral_8x7b() -> Recipe:
 
 
 def deepseek_moe_16b() -> Recipe:
-    """The size of DeepSeekMoE 16B: 16.9B parameters, 2.8B of them for each token; all its layers have experts."""
+    """The size of DeepSeekMoE 16B: 16.9B parameters, 2.6B of them for each token; all layers have experts."""
     return Recipe(
         model=MoEConfig(
             vocab_size=102_400,
@@ -351,7 +353,6 @@ def deepseek_moe_16b() -> Recipe:
             n_expert=64,
             top_k=6,
             n_shared=2,
-            capacity=0,
             balance=0.001,
             z_loss=0.001,
             rotary_base=1e4,

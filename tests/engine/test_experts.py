@@ -214,6 +214,37 @@ def test_a_checkpoint_is_restored_onto_other_degrees(tmp_path):
                 np.testing.assert_array_equal(other[path], x, err_msg=path)
 
 
+# ---- Without places ------------------------------------------------------------------------------
+
+DROPLESS = dataclasses.replace(MICRO_MOE, n_layer=1, capacity=0, n_shared=1, z_loss=0.01)
+
+
+def test_without_places_it_is_one_device():
+    """With four experts a place, and with one, to which a token goes once at most."""
+    build = lambda: build_moe(DROPLESS)
+    alone = train(build(), moe.loss_fn, (BATCH,))
+    for degrees in ({"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 1, "expert": 8}):
+        assert_parity(build, moe_annotator(js.mesh(**degrees)), moe.loss_fn, (BATCH,), wanted=alone)
+
+
+def test_without_places_tokens_are_gathered_and_results_are_scattered():
+    """And no parameters of experts are gathered over the axis."""
+    model = js.abstract_init(lambda: build_moe(DROPLESS), moe_annotator(js.mesh(fsdp=2, expert=4)))
+    step = nnx.jit(lambda model, batch: nnx.value_and_grad(moe.loss_fn)(model, batch))
+    audit = js.audit(compile_to_read(step.lower(model, BATCH).lowered), model=model)
+    assert audit.ok, audit.differences
+    found = {}
+    for row in audit.mixing:
+        if row.over == ("expert",) and row.total_bytes >= 16 // 2 * 16 * DROPLESS.d_model * 4:
+            found[row.kind, row.phase] = found.get((row.kind, row.phase), 0) + row.executions
+    assert found == {
+        ("all-gather", "forward"): 1,
+        ("all-gather", "backward"): 2,  # forward again, and the gradient of its result
+        ("reduce-scatter", "forward"): 1,
+        ("reduce-scatter", "backward"): 1,
+    }
+
+
 # ---- The model itself ----------------------------------------------------------------------------
 
 
@@ -229,13 +260,15 @@ call_layer = nnx.jit(lambda layer, x: layer(x))
 
 def test_with_room_for_all_it_is_the_mixture_of_the_best_experts():
     layer, x_BTD = mixture(MICRO_MOE.n_expert / MICRO_MOE.top_k)
-    found, (share_E, score_E) = call_layer(layer, x_BTD)
+    found, (share_E, score_E, _) = call_layer(layer, x_BTD)
     every_EBTD = call_layer(layer.experts, jnp.broadcast_to(x_BTD, (MICRO_MOE.n_expert, *x_BTD.shape)))
     score_BTE = jax.nn.softmax(layer.router(x_BTD))
     best_BTE = jnp.where(score_BTE >= jnp.sort(score_BTE)[..., -MICRO_MOE.top_k, None], score_BTE, 0)
     wanted = jnp.einsum("bte,ebtd->btd", best_BTE / best_BTE.sum(-1, keepdims=True), every_EBTD)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-8)
     np.testing.assert_allclose([share_E.sum(), score_E.sum()], 1, rtol=1e-6)
+    layer.config = dataclasses.replace(MICRO_MOE, capacity=0)  # without places, the same
+    np.testing.assert_allclose(call_layer(layer, x_BTD)[0], found, rtol=1e-5, atol=1e-8)
 
 
 def test_places_go_to_first_choices_and_to_earlier_tokens():
