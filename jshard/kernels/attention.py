@@ -151,7 +151,7 @@ def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool
             why="\n".join(f"{one}: {reason}" for one in tried for reason in reasons[one]),
             do=f"--mesh context={fitting}  # a degree that divides the heads",
         )
-    if how == "auto" and heads_not and _is_16_bits(q) and not _device_reasons(place()):
+    if how == "auto" and heads_not and _is_16_bits(q) and not _cudnn_reasons(place(), q, k, None)[0]:
         _compat.warn_user(
             f"attention goes round over {CONTEXT_AXIS}={over} in plain form, without cuDNN: {heads_not[0]}"
             ' js.kernels.attention(over_context="ring") says that this is meant.'
