@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import flax.linen as nn
@@ -28,6 +29,7 @@ from jshard.api.fully_shard import revise
 from jshard.api.gradients import LossScale
 from jshard.engine.rules import RULES
 from jshard.errors import MeshError
+from jshard.plans.mesh import _in_torus
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers
@@ -335,6 +337,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "mesh: not numbers": lambda: js.mesh(replica="2", fsdp=2.0),
     "mesh: two open axes": lambda: js.mesh(replica=-1),
     "mesh: does not divide": lambda: js.mesh(replica=3),
+    "mesh: slices of TPUs": lambda: _in_torus([SimpleNamespace(slice_index=i // 3) for i in range(12)], (3, 5)),
     "shard_batch: odd batch": lambda: js.shard_batch({"ids": np.zeros((12, 4)), "ok": np.zeros(8)}, js.mesh(replica=2)),
     "shard_batch: no sequence": lambda: js.shard_batch(
         {"ids": np.zeros((8, 30)), "ok": np.zeros(8)}, js.mesh(fsdp=2, context=4)

@@ -158,7 +158,7 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
 
     @functools.wraps(fn)
     def apart(examples: Any, experts: Any) -> jax.Array:
-        held = lambda x: exchanged(x, 0, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x  # its gradient, too
+        held = lambda x: exchanged(x, EXPERT, 0, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x  # its gradient, too
         return held(sum_of_parts(fn, jax.tree.map(held, examples), experts))
 
     @functools.wraps(fn)
