@@ -2,6 +2,7 @@
 
     jshard train llama                                             # the tiny recipe, minutes on a laptop
     jshard train llama --mesh replica=2,fsdp=2,tensor=2            # the same, sharded in three dimensions
+    jshard train llama --mesh fsdp=4,context=2                     # sequences split over two devices each
     jshard train llama --recipe llama3_8b --init-from llama3/      # begins with Hugging Face's weights
     jshard plan llama --recipe llama3_405b --topology h100:64x8    # without a GPU
 
