@@ -268,14 +268,8 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
     if config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=config.compute_dtype, reduce=config.reduce_dtype)
     for block in [model.blocks] if config.scan else model.blocks:
-        stacked = 1 if config.scan else 0
-        js.fully_shard(
-            block,
-            mesh=mesh,
-            mixed_precision=precision,
-            remat=config.remat,
-            placement=js.ShardPlacement(stacked=stacked),
-        )
+        placement = js.ShardPlacement(stacked=1 if config.scan else 0)
+        js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=placement)
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)
