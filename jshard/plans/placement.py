@@ -194,11 +194,7 @@ def place(
     dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degree, asked, pads)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
-<<<<<<< HEAD
         entries[dim] = axes if len(axes) > 1 else axes[0]
-=======
-        entries[dim] = over[0] if len(over) == 1 else over
->>>>>>> w/context
     shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
     stored = jnp.dtype(dtype).name
     gathered = stored if precision.keeps(path) else precision.param or stored
