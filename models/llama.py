@@ -2,6 +2,7 @@
 
     jshard train llama                                             # the tiny recipe, minutes on a laptop
     jshard train llama --mesh replica=2,fsdp=2,tensor=2            # the same, sharded in three dimensions
+    jshard train llama --mesh fsdp=4,context=2                     # sequences split over two devices each
     jshard train llama --recipe llama3_8b --init-from llama3/      # begins with Hugging Face's weights
     jshard plan llama --recipe llama3_405b --topology h100:64x8    # without a GPU
 
@@ -267,14 +268,8 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
     if config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=config.compute_dtype, reduce=config.reduce_dtype)
     for block in [model.blocks] if config.scan else model.blocks:
-        stacked = 1 if config.scan else 0
-        js.fully_shard(
-            block,
-            mesh=mesh,
-            mixed_precision=precision,
-            remat=config.remat,
-            placement=js.ShardPlacement(stacked=stacked),
-        )
+        placement = js.ShardPlacement(stacked=1 if config.scan else 0)
+        js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=placement)
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)

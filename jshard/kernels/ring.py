@@ -165,8 +165,8 @@ def _gradients_around(num: int, how: RingSettings, q: list, k: list, v: list, y:
     dq, dk, dv = ([jnp.zeros(x.shape, jnp.float32) for x in parts] for parts in (q, k, v))
     for step in range(num):
         for mine, theirs, is_diagonal in _blocks(num, how, step):
-            given = [_of(parts, mine) for parts in (q, dy, sums, along)]
-            grads = _gradients(how, *given, _of(k, theirs), _of(v, theirs), is_diagonal)
+            given = [_of(parts, mine) for parts in (q, dy, sums, along)] + [_of(parts, theirs) for parts in (k, v)]
+            grads = _gradients(how, is_diagonal, *given)
             for parts, side, grad in zip((dq, dk, dv), (mine, theirs, theirs), grads, strict=True):
                 _set(parts, side, _of(parts, side) + grad)
         dk, dv = _pass_on(num, (dk, dv))
@@ -216,13 +216,13 @@ def _looked(how: RingSettings, q: jax.Array, k: jax.Array, v: jax.Array, is_diag
 
 def _gradients(
     how: RingSettings,
+    is_diagonal: bool,
     q: jax.Array,
     dy: jax.Array,
     sums: jax.Array,
     along: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    is_diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What some keys add to the gradient of queries, and the queries to those of keys and values."""
     (B, T, H, _), G, dqs = q.shape, k.shape[2], []

@@ -175,7 +175,7 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
 def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
     """Raises a `RecipeError` unless a recipe's batches split over a mesh, each microbatch and each sequence evenly."""
     length, over = recipe.sequence_length, degree(mesh, CONTEXT)
-    if length % over:
+    if length > 1 and length % over:  # of 1, samples are no sequences of tokens
         raise RecipeError(
             "The sequences do not split over the context axis of the mesh.",
             where=[f"sequence_length={length}", f"mesh {CONTEXT}={over}"],
