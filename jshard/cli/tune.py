@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         remark(str(warning.message))
     mesh, path = open_mesh(request.sizes, devices=num_devices(request.sizes)), args.cache or default_path()
     with abstract(request, mesh, own_data(request)) as (model, batch):
-        asked = (model, request.model_file.loss_fn, batch)
+        asked = (model, request.model_file.loss, batch)
         if is_here:
             report = tune(*asked, device=device, comm=comm, path=path, again=args.again, say=remark)
             remark(f"kept in {path}")

@@ -183,7 +183,7 @@ class Costs:
         units = {"reshard_after_forward": True} | ({"remat": remat} if remat else {})
         model = self._revised((*_TRACED, *beside), units)
         batch = batch_of(self.model_file, self.recipe, 2 * rows)
-        return saved_arrays(model, self.model_file.loss_fn, batch, wrt=self.model_file.wrt)
+        return saved_arrays(model, self.model_file.loss, batch, wrt=self.model_file.wrt)
 
     # ---- times ---------------------------------------------------------------------------------------------------
 

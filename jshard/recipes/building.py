@@ -97,7 +97,7 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[
 def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
     module = _annotated_linen(model_file, recipe, mesh)
     rows = recipe.batch_size // recipe.accumulate
-    model = _held(module, model_file.loss_fn, batch_of(model_file, recipe, rows), recipe.seed, place)
+    model = _held(module, model_file.loss, batch_of(model_file, recipe, rows), recipe.seed, place)
     if model_file.units:
         revise(model, model_file.units)
     return model

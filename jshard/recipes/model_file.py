@@ -8,7 +8,7 @@ A *model file* is an ordinary Python file. Three names in it are needed:
 
 and six are optional:
 
-    loss_fn(model, batch)      the mean loss over the global batch, a scalar;
+    loss_fn(model, batch)      the mean loss over the global batch, a scalar; or (loss, metrics), a dict of scalars;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
     data(recipe)               a `jshard.data.Data` instead of text
     generate(model, prompt, num_tokens, *, key)
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import shlex
@@ -51,7 +52,8 @@ from jshard.recipes import model_path, shipped_folder, shipped_models
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
-LossFn = Callable[[Any, Any], jax.Array]
+LossFn = Callable[[Any, Any], Any]
+"""Of a model and a batch: the loss, or the loss and a dict of metrics."""
 
 _NEEDED = ("RECIPES", "build", "annotate")
 _OPTIONAL = ("loss_fn", "data", "generate", "flops", "hf_names")
@@ -66,6 +68,43 @@ def next_token_loss(model: Any, batch: Batch) -> jax.Array:
     check_is_text(batch, where="batch of next_token_loss")
     logits = model(batch["inputs"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+# What a line of the record has beside the loss: no name for a metric.
+_TAKEN = frozenset(
+    "step loss grad_norm param_norm learning_rate loss_scale skipped_steps step_s last_step_s tokens_per_s"
+    " samples_per_s tokens_seen samples_seen elapsed_s mfu peak_bytes used_bytes time".split()
+)
+
+
+def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]:
+    """A loss function that always returns the loss and its metrics, which are none where it returns the loss alone."""
+
+    @functools.wraps(loss_fn)
+    def run(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        found = loss_fn(model, batch)
+        loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        _check_metrics(loss_fn, metrics)
+        return loss, dict(metrics)
+
+    return run
+
+
+def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        why = f"the second of the two is {_kind(metrics)}, not a dict."
+    elif wrong := [f"{k!r} {jnp.shape(x)}" for k, x in metrics.items() if not isinstance(k, str) or jnp.ndim(x)]:
+        why = f"a metric is a scalar with a name: {', '.join(wrong)}."
+    elif taken := sorted(k for k in metrics if k in _TAKEN or k.startswith(("val_", "slow_"))):
+        why = f"{', '.join(map(repr, taken))}: the record has fields of that name."
+    else:
+        return
+    raise ModelFileError(
+        "The metrics of a loss function cannot be recorded.",
+        where=getattr(loss_fn, "__qualname__", repr(loss_fn)),
+        why=why,
+        do='return loss, {"accuracy": (scores.argmax(-1) == labels).mean()}',
+    )
 
 
 def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
@@ -104,7 +143,7 @@ class ModelFile:
         recipes: `RECIPES`.
         build: makes the model of a config.
         annotate: says what is sharded; of a Linen module it returns the annotated copy.
-        loss_fn: the mean loss over the global batch.
+        loss_fn: the mean loss over the global batch, or that and a dict of metrics.
         data: makes the data of a recipe; None for text.
         generate: continues prompts; None for no sample.
         flops: of a step, with their formula; None for those of a dense transformer.
@@ -124,6 +163,12 @@ class ModelFile:
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
     wrt: Any = nnx.Param
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def loss(self) -> Callable[[Any, Any], jax.Array]:
+        """`loss_fn` without metrics."""
+        run = with_metrics(self.loss_fn)
+        return functools.wraps(self.loss_fn)(lambda model, batch: run(model, batch)[0])
 
     @property
     def name(self) -> str:

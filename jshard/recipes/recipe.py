@@ -119,6 +119,12 @@ class Recipe:
             end_value=self.learning_rate / 10,
         )
 
+    @property
+    def recorded_rate(self) -> optax.Schedule | None:
+        """`schedule`, to be recorded; None where an `optimizer` of its own may not go by it."""
+        own = type(self).optimizer is not Recipe.optimizer and type(self).schedule is Recipe.schedule
+        return None if own else self.schedule()
+
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW behind a clip of the global gradient norm."""
         adamw = optax.adamw(

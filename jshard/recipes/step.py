@@ -27,7 +27,7 @@ from jshard.facts.devices import peak_of
 from jshard.plans.memories import to_device
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
-from jshard.recipes.model_file import LossFn
+from jshard.recipes.model_file import LossFn, with_metrics
 
 Scalars = dict[str, jax.Array]
 M = TypeVar("M", bound=nnx.Module)
@@ -41,12 +41,14 @@ class TrainStep:
     here, for the shapes and shardings of `batch` and of the state; it is never traced again.
 
     Args:
-        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
+        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch; or `(loss, metrics)`, a dict of scalars
+            that are means over the batch, too.
         model: an annotated model, its arrays on the mesh.
         optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state is on the mesh. What it does
             not update is frozen, and with a `LossScale` around it the loss is scaled.
         batch: a batch as the calls will get it (`js.shard_batch`); only shapes and shardings are read.
-        accumulate: microbatches that a batch is cut into.
+        accumulate: microbatches that a batch is cut into; metrics are the means over them.
+        learning_rate: the schedule that the optimizer goes by, to be recorded.
         compiler_options: of the compiler, as `js.compiler_options()` gives them; none by default.
 
     Raises:
@@ -66,6 +68,7 @@ class TrainStep:
         batch: Any,
         *,
         accumulate: int = 1,
+        learning_rate: optax.Schedule | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._objects = (model, optimizer)
@@ -73,7 +76,8 @@ class TrainStep:
         self._graphdef, state = nnx.split(self._objects)
         self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self.mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
-        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self.mesh, accumulate)
+        how = {"accumulate": accumulate, "learning_rate": learning_rate}
+        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self.mesh, **how)
         self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
 
     def __call__(self, batch: Any) -> Scalars:
@@ -83,8 +87,9 @@ class TrainStep:
             batch: of the shapes and shardings that the step was made for.
 
         Returns:
-            The scalars "loss" and "grad_norm" (before clipping), on the devices; with a loss scale also "loss_scale"
-            and "skipped_steps", after the step.
+            The scalars "loss", "grad_norm" (before clipping), "param_norm" (after the update; not of parameters in
+            host memory), "learning_rate" if the schedule is known, and the metrics of the loss, on the devices; with a
+            loss scale also "loss_scale" and "skipped_steps", after the step.
         """
         self._leaves, scalars = self._program(self._leaves, batch)
         return scalars
@@ -143,21 +148,36 @@ def trace_step(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
         for leaf in leaves
     ]
-    return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate)
+    return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate=accumulate, learning_rate=None)
 
 
 def _traced(
-    loss_fn: LossFn, graphdef: Any, tree: Any, leaves: list[Any], batch: Any, mesh: Mesh, accumulate: int
+    loss_fn: LossFn,
+    graphdef: Any,
+    tree: Any,
+    leaves: list[Any],
+    batch: Any,
+    mesh: Mesh,
+    *,
+    accumulate: int,
+    learning_rate: optax.Schedule | None,
 ) -> jax.stages.Traced:
     before = _paths(jax.tree.unflatten(tree, leaves))
 
     def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
         model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-        loss, grads = scaled_value_and_grad(loss_fn, optimizer, accumulate=accumulate)(model, batch)
+        rate = {} if learning_rate is None else {"learning_rate": learning_rate(optimizer.step[...])}
+        run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, has_aux=True)
+        (loss, metrics), grads = run(model, batch)
+        if accumulate > 1:
+            metrics = jax.tree.map(lambda x: x.mean(0), metrics)
         optimizer.update(model, grads)
+        params = nnx.state(model, optimizer.wrt)
         state = nnx.state((model, optimizer))
         _check_unchanged(before, _paths(state))
-        scalars = {"loss": loss, "grad_norm": optax.tree.norm(to_device(grads))}
+        scalars = {"loss": loss, "grad_norm": optax.tree.norm(to_device(grads)), **rate, **metrics}
+        if not any(map(_compat.on_host, jax.tree.leaves(params))):
+            scalars["param_norm"] = optax.tree.norm(params)
         if (found := loss_scale_of(optimizer)) is not None:
             scalars |= {"loss_scale": found.scale, "skipped_steps": found.skipped}
         return jax.tree.leaves(state), scalars
@@ -180,7 +200,7 @@ def _check_unchanged(before: set[str], after: set[str]) -> None:
 
 
 class EvalStep:
-    """The loss without gradients, dropout off, statistics fixed: compiled once, for the arrays of a `TrainStep`.
+    """Loss and metrics without gradients, dropout off, statistics fixed: compiled once, for a `TrainStep`'s arrays.
 
     Args:
         loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
@@ -189,21 +209,22 @@ class EvalStep:
 
     Example:
         >>> evaluate = train.EvalStep(loss_fn, step, batch)
-        >>> loss = evaluate(step.model_leaves, batch)
+        >>> scalars = evaluate(step.model_leaves, batch)
     """
 
     def __init__(self, loss_fn: LossFn, step: TrainStep, batch: Any) -> None:
         graphdef, state = nnx.split(inference_view(step.model))
         leaves, tree = jax.tree.flatten(state)
 
-        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> jax.Array:
-            return loss_fn(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch)
+        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> Scalars:
+            loss, metrics = with_metrics(loss_fn)(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch)
+            return {"loss": loss, **metrics}
 
         everywhere = NamedSharding(step.mesh, PartitionSpec())
         self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
 
-    def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> jax.Array:
-        """The loss, on the devices, without waiting for it."""
+    def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> Scalars:
+        """The "loss" and the metrics, on the devices, without waiting for them."""
         return self._program(list(leaves), batch)
 
 
@@ -348,3 +369,10 @@ def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int,
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
     measured = [peak for peak in peaks if peak is not None]
     return (max(measured), "measured") if measured else (compiled_bytes, "compiled")
+
+
+def used_bytes(devices: Sequence[jax.Device]) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
+    """The most memory that a device of this process has in use, in bytes; None where the backend does not count."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    found = [(device.memory_stats() or {}).get("bytes_in_use") for device in local]
+    return max((n for n in found if n is not None), default=None)

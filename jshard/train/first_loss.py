@@ -94,7 +94,7 @@ def _failed_check(
     Returns:
         What the check says, the place, and what was computed.
     """
-    loss_fn, wrt = model_file.loss_fn, model_file.wrt
+    loss_fn, wrt = model_file.loss, model_file.wrt
     graphdef, state = nnx.split(model)
 
     def loss(state: Any, batch: Any) -> Any:

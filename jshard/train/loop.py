@@ -200,8 +200,8 @@ def _end(thread: threading.Thread, ready: queue.Queue) -> None:
         thread.join(0.01)
 
 
-def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> float:
-    """Mean loss over batches of one size, dropout off.
+def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> dict[str, float]:
+    """Mean "loss" and metrics over batches of one size, dropout off.
 
     Args:
         step: holds the parameters.
@@ -209,19 +209,20 @@ def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> fl
         batches: this process's rows of each batch.
 
     Returns:
-        The mean; it waits for the devices.
+        The means; it waits for the devices.
     """
-    leaves, losses = step.model_leaves, []
+    leaves, found = step.model_leaves, []
     doing(stall.DATA)
     with contextlib.closing(to_devices(batches, step.mesh)) as arriving:
         for batch in arriving:
             doing(stall.EVALUATION)
-            losses.append(eval_step(leaves, batch))
-            if len(losses) > _AHEAD:
-                losses[-1 - _AHEAD].block_until_ready()  # else every batch is in flight at once
+            found.append(eval_step(leaves, batch))
+            if len(found) > _AHEAD:
+                found[-1 - _AHEAD]["loss"].block_until_ready()  # else every batch is in flight at once
             doing(stall.DATA)
     doing(stall.EVALUATION)
-    return sum(map(float, jax.device_get(losses))) / len(losses)
+    found = jax.device_get(found)
+    return {name: sum(float(scalars[name]) for scalars in found) / len(found) for name in found[0]}
 
 
 def fit(
@@ -249,7 +250,7 @@ def fit(
         tracker: takes the scalars of every step and evaluation. None where nothing is recorded, as in all
             processes but the first.
         meter: measures; its figures are among the scalars.
-        evaluation: its `do` returns the validation loss.
+        evaluation: its `do` returns what `evaluate` does.
         checkpoint: its `do` saves. Also done when the run is asked to stop, and in a single process when the data
             fail.
         copies: its `do` copies the state to memory. Not after the last step, nor when the run is asked to stop.
@@ -388,10 +389,11 @@ class _Loop:
         if evaluates:
             assert self.evaluation is not None
             doing(stall.EVALUATION)
-            self.val_loss = val_loss = float(self.evaluation.do(step))
+            found = {f"val_{name}": float(value) for name, value in self.evaluation.do(step).items()}
+            self.val_loss = found["val_loss"]
             doing(stall.OTHER)
             if self.tracker is not None:
-                self.tracker.log(step, {"val_loss": val_loss})
+                self.tracker.log(step, found)
         # After the evaluation: whoever continues from here finds its result in the record.
         if copies and self.stopped_by is None:
             self._do_saving(self.copies, step)

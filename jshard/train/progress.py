@@ -29,8 +29,11 @@ class Meter:
     Args:
         tokens_per_step: tokens that a step trains on; or
         samples_per_step: samples, where the data are no tokens.
+        start_step: steps that were done before.
+        seen: tokens, or samples, that those have trained on.
         mfu: how the share of the devices' peak is computed; None leaves it out.
         peak_bytes: bytes per device that were needed at most; None leaves them out.
+        used_bytes: bytes per device that are in use; None, or what it returns where nobody counts, leaves them out.
         window: steps that the shown time is averaged over.
         clock: gives seconds.
     """
@@ -40,29 +43,39 @@ class Meter:
         *,
         tokens_per_step: int | None = None,
         samples_per_step: int | None = None,
+        start_step: int = 0,
+        seen: int = 0,
         mfu: Mfu | None = None,
         peak_bytes: Callable[[], int] | None = None,
+        used_bytes: Callable[[], int | None] | None = None,
         window: int = 50,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._per_step = {"tokens_per_s": tokens_per_step, "samples_per_s": samples_per_step}
-        self._mfu, self._peak_bytes, self._clock = mfu, peak_bytes, clock
+        per_step = {"tokens": tokens_per_step, "samples": samples_per_step}
+        self._per_step = {name: number for name, number in per_step.items() if number is not None}
+        self._mfu, self._peak_bytes, self._used_bytes, self._clock = mfu, peak_bytes, used_bytes, clock
+        self._begin_s, self._start_step, self._seen = clock(), start_step, seen
         self._spans: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
         self._since: tuple[float, int] | None = None
 
     def done(self, step: int) -> Mapping[str, float]:
-        """Notes that a step, and all before it, are done; returns what is known: nothing before the second one."""
+        """Notes that a step, and all before it, are done; returns what is known: times after the second one."""
         now_s, since = self._clock(), self._since
         self._since = now_s, step
         if since is not None and step > since[1]:
             self._spans.append((now_s - since[0], step - since[1]))
+        scalars = {"elapsed_s": now_s - self._begin_s}
+        steps = step - self._start_step
+        scalars |= {f"{name}_seen": self._seen + number * steps for name, number in self._per_step.items()}
+        used = None if self._used_bytes is None else self._used_bytes()
+        scalars |= {} if used is None else {"used_bytes": used}
         if not self._spans:
-            return {}
+            return scalars
         step_s = sum(took_s for took_s, _ in self._spans) / sum(steps for _, steps in self._spans)
-        scalars = {"step_s": step_s}
+        scalars["step_s"] = step_s
         if self._spans[-1][1] == 1:
             scalars["last_step_s"] = self._spans[-1][0]
-        scalars |= {name: number / step_s for name, number in self._per_step.items() if number is not None}
+        scalars |= {f"{name}_per_s": number / step_s for name, number in self._per_step.items()}
         if self._mfu is not None:
             scalars["mfu"] = self._mfu.of(step_s)
         if self._peak_bytes is not None:
@@ -123,7 +136,8 @@ class Progress:
             if step == self._num_steps or self._clock() >= self._next_s:
                 self._show()
         if "val_loss" in scalars:
-            self.note(f"step {step}: validation loss {scalars['val_loss']:.4f}")
+            others = (f"{name[4:]} {value:.4f}" for name, value in scalars.items() if name not in ("val_loss", "time"))
+            self.note(", ".join([f"step {step}: validation loss {scalars['val_loss']:.4f}", *others]))
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""

@@ -37,7 +37,7 @@ from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_state, batch_like, check_source
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, inference_view, peak_bytes
+from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, inference_view, peak_bytes, used_bytes
 from jshard.train.compile_cache import keep_programs
 from jshard.train.expected import ExpectedStep
 from jshard.train.first_loss import explained
@@ -243,8 +243,9 @@ class _Job:
         self.checkpoints.is_begun = True
         like = batch_like(self.data, self.recipe.batch_size, self.mesh)
         how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
+        rate = self.recipe.recorded_rate
         with self._at_work("compiling the step"):
-            step = TrainStep(self.model_file.loss_fn, model, optimizer, like, **how)
+            step = TrainStep(self.model_file.loss_fn, model, optimizer, like, learning_rate=rate, **how)
         if self.expect is not None:
             planned = as_traced(plan(step.model, wrt=self.model_file.wrt))
             found = audit(step.compiled, plan=planned, accumulate=self.recipe.accumulate)
@@ -261,10 +262,10 @@ class _Job:
         start_sample = self.folder.samples_before(start_step)
         batches = loader.train(recipe.num_steps, start_step=start_step, start_sample=start_sample)
 
-        def evaluated(done: int) -> float:
-            val_loss = evaluate(step, eval_step, eval_loader.held_out(recipe.eval_sequences))
-            checkpoints.worth(done, val_loss)
-            return val_loss
+        def evaluated(done: int) -> dict[str, float]:
+            found = evaluate(step, eval_step, eval_loader.held_out(recipe.eval_sequences))
+            checkpoints.worth(done, found["loss"])
+            return found
 
         self.folder.trains()
         try:
@@ -275,7 +276,7 @@ class _Job:
                     num_steps=recipe.num_steps,
                     start_step=start_step,
                     tracker=tracker,
-                    meter=self._meter(step),
+                    meter=self._meter(step, start_step, start_sample),
                     evaluation=Every(steps=recipe.eval_every, do=evaluated),
                     checkpoint=Every(
                         steps=recipe.checkpoint_every,
@@ -325,20 +326,26 @@ class _Job:
             note(said)
         return StepProfile(self.folder.path, left, program=step.compiled.as_text, say=note) if left else None
 
-    def _meter(self, step: TrainStep) -> Meter:
+    def _meter(self, step: TrainStep, start_step: int, start_sample: int) -> Meter:
         tokens, batch_size = self.data.tokens_per_sample, self.recipe.batch_size
         mfu = self._mfu(step, tokens) if self.folder.is_primary else None
         return Meter(
             tokens_per_step=None if tokens is None else batch_size * tokens,
             samples_per_step=batch_size if tokens is None else None,
+            start_step=start_step,
+            seen=start_sample * (tokens or 1),
             mfu=mfu,
             peak_bytes=lambda: peak_bytes(self._devices, step.peak_bytes)[0],
+            used_bytes=lambda: used_bytes(self._devices),
         )
 
     def _mfu(self, step: TrainStep, tokens: int | None) -> Mfu | None:
         """How the share of the peak is computed. One process asks: several on a host would take each other's cores."""
         peak = device_peak(self._devices)
-        if peak is None or (self.model_file.flops is None and tokens is None):
+        if peak is not None and self.model_file.flops is None and tokens is None:
+            self.say("no MFU: the data say no tokens_per_sample, and the model file has no flops(recipe).")
+            return None
+        if peak is None:
             return None
         planned = plan(step.model, wrt=self.model_file.wrt)
         mfu = Mfu(*self.model_file.step_flops(self.recipe, planned, tokens), peak)

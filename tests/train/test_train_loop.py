@@ -67,7 +67,7 @@ def run(number=6, *, losses=None, start_step=0, on_log=lambda entry: None, **set
     log = Log()
     recorder = Recorder(log)
     do = {
-        "evaluation": lambda step: log.append(f"evaluate {step}") or 0.5,
+        "evaluation": lambda step: log.append(f"evaluate {step}") or {"loss": 0.5},
         "checkpoint": lambda step: log.append(f"save {step}"),
     }
     parts = {name: Every(steps=settings.pop(name), do=do[name]) for name in do if name in settings}
@@ -308,7 +308,7 @@ def profiled(number, steps, losses=None, **settings):
 
 
 def test_profiled_steps_are_whole_and_what_the_profiler_takes_is_no_steps_time():
-    log = profiled(6, range(3, 5), evaluation=Every(steps=4, do=lambda step: 0.5))
+    log = profiled(6, range(3, 5), evaluation=Every(steps=4, do=lambda step: {"loss": 0.5}))
     begin, end = log.index("profile begins"), log.index("profile ends")
     assert log[begin - 1 : begin + 4] == ["log 2 loss", "profile begins", "pause", "mark 3", "start 3"]
     assert log[end - 1 : end + 2] == ["log 4 loss", "profile ends", "pause"]

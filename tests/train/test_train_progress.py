@@ -186,11 +186,13 @@ def test_a_reader_that_is_gone_does_not_end_the_run():
     ],
 )
 def test_times_leave_out_the_first_step_and_pauses(clock, window, steps, step_s, last_s):
-    meter = Meter(tokens_per_step=6, window=window, clock=clock)
+    first = min(steps) - 1
+    meter = Meter(tokens_per_step=6, start_step=first, seen=100, window=window, clock=clock)
     for number, (step, (took_s, pause_s)) in enumerate(steps.items()):
         clock.now_s += pause_s
         meter.pause()
         clock.now_s += took_s
         scalars = meter.done(step)
-        assert number or scalars == {}
+        assert number or scalars == {"elapsed_s": took_s + pause_s, "tokens_seen": 106}
     assert (scalars["step_s"], scalars.get("last_step_s"), scalars["tokens_per_s"]) == (step_s, last_s, 6 / step_s)
+    assert scalars["tokens_seen"] == 100 + 6 * (max(steps) - first)

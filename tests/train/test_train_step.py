@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.errors import AnnotationError
+from jshard.errors import AnnotationError, ShardingError
 from jshard.recipes.building import create
 from jshard.train import EvalStep, Meter, Progress, Trackers, TrainStep, evaluate, fit, load_model_file
 from jshard.train.records import Jsonl
@@ -148,7 +148,7 @@ def test_no_flax_code_runs_in_the_loop(pair, eval_step, tmp_path):
 
 def test_evaluation_has_no_dropout_and_leaves_the_model_alone(pair, eval_step):
     step, _, _ = pair
-    losses = [evaluate(step, eval_step, host_batches(2)) for _ in range(2)]
+    losses = [evaluate(step, eval_step, host_batches(2))["loss"] for _ in range(2)]
     assert losses[0] == losses[1]
     model = step.model
     assert not model.dropout.deterministic
@@ -189,13 +189,47 @@ def test_evaluation_keeps_the_statistics(mesh):
     step(batch)
     mean = np.asarray(step.model.norm.mean)
     assert np.abs(mean).max() > 0  # training moves them
-    loss = EvalStep(square, step, batch)(step.model_leaves, batch)
+    loss = EvalStep(square, step, batch)(step.model_leaves, batch)["loss"]
     np.testing.assert_array_equal(step.model.norm.mean, mean)
     assert not step.model.norm.use_running_average
     still = nnx.with_attributes(step.model, use_running_average=True)
     np.testing.assert_allclose(loss, square(still, batch), rtol=1e-5)
     step(batch)
     assert np.abs(np.asarray(step.model.norm.mean) - mean).max() > 0  # and goes on doing so
+
+
+def with_size(model, batch):
+    y = model(batch["x"])
+    return jnp.mean(y**2), {"size": jnp.abs(y).mean(), "share": (y > 0).mean()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_metrics_of_the_loss_are_means_over_the_batch_and_stand_beside_it(mesh, accumulate):
+    model, optimizer, batch = normed(mesh, use_running_average=True)
+    loss, metrics = with_size(model, batch)
+    schedule = optax.linear_schedule(0.5, 0.0, 10)
+    step = TrainStep(with_size, model, optimizer, batch, accumulate=accumulate, learning_rate=schedule)
+    scalars = step(batch)
+    for name, value in {"loss": loss, **metrics}.items():
+        np.testing.assert_allclose(scalars[name], value, rtol=1e-5, err_msg=name)
+    assert float(scalars["learning_rate"]) == 0.5 and float(step(batch)["learning_rate"]) == pytest.approx(0.45)
+    norm = optax.tree.norm(nnx.state(step.model, nnx.Param))
+    np.testing.assert_allclose(step(batch)["param_norm"], norm, rtol=0.1)  # one update later
+    assert set(evaluate(step, EvalStep(with_size, step, batch), [{"x": np.ones((8, 4), np.float32)}])) == {
+        "loss",
+        "size",
+        "share",
+    }
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [({"rows": jnp.ones(3)}, r"'rows' \(3,\)"), ({"val_x": 1.0}, "'val_x'"), ({"mfu": 1.0}, "'mfu'"), (1.0, "a float")],
+)
+def test_metrics_that_cannot_be_recorded_are_refused(mesh, metrics, why):
+    model, optimizer, batch = normed(mesh)
+    with pytest.raises(ShardingError, match=f"metrics of a loss function(.|\n)*{why}"):
+        TrainStep(lambda model, batch: (square(model, batch), metrics), model, optimizer, batch)
 
 
 def test_an_array_on_other_devices_is_refused_before_compilation(mesh):
