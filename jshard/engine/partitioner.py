@@ -381,7 +381,7 @@ class ExpertPartitioner(Partitioner):
             return Value(self.sum(value.x)) if value.is_partial else value
         if not self.divides(self.full_shape(value)[dim]):
             return value
-        self.is_quiet = not value.is_partial
+        self.is_quiet = True
         try:
             return self.split(value, dim)
         finally:
