@@ -11,7 +11,7 @@ the tokens travel to them and back. `js.parallel.to_experts` and `from_experts` 
 A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token that finds none
 passes that expert by. As places are counted in each sequence by itself, it does not matter how the batch is split.
 With capacity=0 no token is dropped: tokens are sorted by expert, `jax.lax.ragged_dot` multiplies them, and the devices
-along `expert` gather each other's tokens. For TPUs: XLA:GPU of jax 0.10 multiplies each row by all experts there.
+along `expert` gather each other's tokens. Not for GPUs yet: XLA of jax 0.10 multiplies each row by all experts there.
 
 Names end in the dims of the array they hold:
 

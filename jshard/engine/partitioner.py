@@ -408,7 +408,7 @@ class InnerPartitioner(Partitioner):
             return Value(self.sum(value.x)) if value.is_partial else value
         if not self.divides(self.full_shape(value)[dim]):
             return value
-        self.is_quiet, self._beside = not value.is_partial, beside
+        self.is_quiet, self._beside = True, beside
         try:
             return self.split(value, dim)
         finally:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
@@ -155,11 +154,7 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
     Example:
         >>> linear = js.parallel.by_experts(lambda rows, w_EDF: jnp.einsum("be,bd,edf->bf", *rows, w_EDF))
     """
-
-    @functools.wraps(fn)
-    def apart(examples: Any, experts: Any) -> jax.Array:
-        held = lambda x: exchanged(x, EXPERT, 0, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x  # its gradient, too
-        return held(sum_of_parts(fn, jax.tree.map(held, examples), experts))
+    apart = functools.wraps(fn)(functools.partial(sum_of_parts, fn))
 
     @functools.wraps(fn)
     def call(examples: Any, experts: Any) -> jax.Array:
