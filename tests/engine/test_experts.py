@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.errors import CallError
@@ -195,6 +196,15 @@ def test_in_other_settings_it_is_one_device(one_device, degrees, settings, accum
     grad = lambda loss_fn: js.value_and_grad(loss_fn, **accumulate)
     annotate = annotator(js.mesh(**degrees), **settings)
     assert_parity(build, annotate, loss_fn, (IDS,), grad=grad, wanted=one_device)
+
+
+def test_beside_context_it_is_one_device():
+    """Stored over all three axes, experts over two and `expert`."""
+    mesh, ids = js.mesh(fsdp=2, expert=2, context=2), IDS[:, :14]
+    assert_parity(build, annotator(mesh), loss_fn, (ids,))
+    model = js.abstract_init(build, annotator(mesh))
+    assert model.layers[1].shared.kernel.sharding.spec == P(("fsdp", "expert", "context"))
+    assert model.layers[1].up.sharding.spec == P("expert", None, ("fsdp", "context"))
 
 
 def test_a_checkpoint_is_restored_onto_other_degrees(tmp_path):
