@@ -6,13 +6,11 @@ A *model file* is an ordinary Python file. Three names in it are needed:
     build(config, rngs)        the Flax model for `recipe.model`
     annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; of a Linen module it returns the copy
 
-and six are optional:
+and five are optional:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
     data(recipe)               a `jshard.data.Data` instead of text
-    generate(model, prompt, num_tokens, *, key)
-                               continues prompts, (batch, length) token ids; a run then ends with a sample
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
     hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
     wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
@@ -54,7 +52,7 @@ Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]
 
 _NEEDED = ("RECIPES", "build", "annotate")
-_OPTIONAL = ("loss_fn", "data", "generate", "flops", "hf_names")
+_OPTIONAL = ("loss_fn", "data", "flops", "hf_names")
 
 
 class ModelFileError(ShardingError):
@@ -106,7 +104,6 @@ class ModelFile:
         annotate: says what is sharded; of a Linen module it returns the annotated copy.
         loss_fn: the mean loss over the global batch.
         data: makes the data of a recipe; None for text.
-        generate: continues prompts; None for no sample.
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: what Hugging Face calls each parameter; None where nobody said.
         wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
@@ -119,7 +116,6 @@ class ModelFile:
     annotate: Callable[[Any, Mesh | AbstractMesh], Any]
     loss_fn: LossFn = next_token_loss
     data: Callable[[Any], Any] | None = None
-    generate: Callable[..., jax.Array] | None = None
     flops: Callable[[Any], tuple[float, str]] | None = None
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
     wrt: Any = nnx.Param
