@@ -23,7 +23,7 @@ from jshard._processes import is_primary
 from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
-from jshard.data import Data, DataError, Loader, local_rows
+from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.engine.mixing import as_traced
 from jshard.errors import FourPartError, RunError
 from jshard.inspect.audit import audit
@@ -32,7 +32,7 @@ from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_state, batch_like, check_source
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes
+from jshard.recipes.step import EvalStep, HeldModel, Mfu, TrainStep, device_peak, peak_bytes
 from jshard.train.compile_cache import keep_programs
 from jshard.train.expected import ExpectedStep
 from jshard.train.first_loss import explained
@@ -126,7 +126,7 @@ def run_recipe(
     check_names(track)
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
-    _check_vocabulary(recipe, data)
+    check_vocabulary(recipe, data.tokenizer)
     if expect is not None:
         expect.check_request(recipe, mesh)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
@@ -378,14 +378,22 @@ def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: in
     return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
 
 
-def _check_vocabulary(recipe: Recipe, data: Data) -> None:
-    if data.tokenizer is None:
+def evaluated(model_file: ModelFile, recipe: Recipe, held: HeldModel, data: Data) -> float:
+    """The mean loss over the held-out samples, as a run reckons it between its steps. All processes call it."""
+    loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, held.mesh)
+    eval_step = EvalStep(model_file.loss_fn, held, batch_like(data, loader.batch_size, held.mesh))
+    return evaluate(held, eval_step, loader.held_out(recipe.eval_sequences))
+
+
+def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
+    """Checks that the model has a row for every id of the tokenizer."""
+    if tokenizer is None:
         return
-    has, needs = getattr(recipe.model, "vocab_size", None), data.tokenizer.vocab_size
+    has, needs = getattr(recipe.model, "vocab_size", None), tokenizer.vocab_size
     if isinstance(has, int) and has < needs:
         raise DataError(
             "The model's vocabulary is smaller than the tokenizer's.",
             where=f"{type(recipe.model).__name__}.vocab_size = {has}",
-            why=f"the tokenizer ({data.tokenizer.name}) gives ids up to {needs - 1}.",
+            why=f"the tokenizer ({tokenizer.name}) gives ids up to {needs - 1}.",
             do=f"--set model.vocab_size={needs}",
         )

@@ -128,10 +128,9 @@ def _decoded(model: Any, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.
     return jax.lax.dynamic_slice_in_dim(model(past), at, 1, axis=1), past
 
 
-def writes_text(model_file: ModelFile, model: Any, data: Data) -> bool:
-    """Whether a model of text is known to be a decoder: it has `decode`, or the loss is that of the next token."""
-    is_decoder = hasattr(model, "decode") or model_file.loss_fn is next_token_loss
-    return data.tokenizer is not None and is_decoder
+def is_decoder(model_file: ModelFile, model: Any) -> bool:
+    """Whether a model is known to score next tokens: it has `decode`, or the loss is that of the next token."""
+    return hasattr(model, "decode") or model_file.loss_fn is next_token_loss
 
 
 def sample_text(
@@ -151,7 +150,7 @@ def sample_text(
         Prompt and continuation as text; None where the data have no tokenizer, or the model is not known to be a
         decoder.
     """
-    if data.tokenizer is None or not writes_text(model_file, model, data):
+    if data.tokenizer is None or not is_decoder(model_file, model):
         return None
     draw, num_ids = Draw(seed=recipe.seed), data.tokenizer.vocab_size
     sampler = Sampler(model, mesh, window=recipe.sequence_length, num_ids=num_ids, draw=draw)
