@@ -282,6 +282,8 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
     """Where Hugging Face's GPT-2 keeps each parameter; a tied head is no array of its own there either."""
     if config.positions != "learned":
         raise ValueError(f"GPT-2 learns its positions; positions={config.positions!r} have no place in it")
+    if config.head_dim not in (0, config.d_model // config.n_head):
+        raise ValueError(f"GPT-2's heads are d_model / n_head wide, and head_dim={config.head_dim}")
     names: dict[str, str | Stored] = {
         "tokens/embedding": "transformer.wte.weight",
         "positions/embedding": "transformer.wpe.weight",
@@ -299,6 +301,26 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)  # torch's Linear is (out, in)
     return names
+
+
+def hf_config(config: GPTConfig) -> dict[str, Any]:
+    """What `config.json` says of such a GPT-2."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.block_size,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.d_model,
+        "n_inner": config.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout),
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": config.tied,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the tokenizer knows them
+    }
 
 
 # ---- Recipes: a whole run as a value --------------------------------------------------------------

@@ -322,6 +322,27 @@ def hf_names(config: LlamaConfig) -> dict[str, str | Stored]:
     return names
 
 
+def hf_config(config: LlamaConfig) -> dict[str, Any]:
+    """What `config.json` says of such a Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.block_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_width,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the tokenizer knows them
+    }
+
+
 # ---- Recipes: a whole run as a value --------------------------------------------------------------
 
 

@@ -6,13 +6,14 @@ A *model file* is an ordinary Python file. Three names in it are needed:
     build(config, rngs)        the Flax model for `recipe.model`
     annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; of a Linen module it returns the copy
 
-and five are optional:
+and six are optional:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
     data(recipe)               a `jshard.data.Data` instead of text
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
     hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
+    hf_config(config)          what its config.json says of such a model, for `jshard ckpt export`
     wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
                                their paths, such as "*/lora_*"; all by default
 
@@ -52,7 +53,7 @@ Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]
 
 _NEEDED = ("RECIPES", "build", "annotate")
-_OPTIONAL = ("loss_fn", "data", "flops", "hf_names")
+_OPTIONAL = ("loss_fn", "data", "flops", "hf_names", "hf_config")
 
 
 class ModelFileError(ShardingError):
@@ -106,6 +107,7 @@ class ModelFile:
         data: makes the data of a recipe; None for text.
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: what Hugging Face calls each parameter; None where nobody said.
+        hf_config: what its config.json says; None where nobody said.
         wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
         units: settings of the units that a command line changes, by name; see `jshard.api.fully_shard.revise`.
     """
@@ -118,6 +120,7 @@ class ModelFile:
     data: Callable[[Any], Any] | None = None
     flops: Callable[[Any], tuple[float, str]] | None = None
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
+    hf_config: Callable[[Any], Mapping[str, Any]] | None = None
     wrt: Any = nnx.Param
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
