@@ -93,11 +93,11 @@ def residual_std(config: GPTConfig) -> float:
     return 0.02 / math.sqrt(2 * config.n_layer)
 
 
-def rotate(x_BTHK: jax.Array) -> jax.Array:
-    """Rotary positions: turns each pair of features by an angle that grows with the position."""
+def rotate(x_BTHK: jax.Array, at: Any) -> jax.Array:
+    """Rotary positions, from `at` on: turns each pair of features by an angle that grows with the position."""
     T, K = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency_k = 10_000.0 ** (-jnp.arange(K // 2) / (K // 2))
-    angle_TK = jnp.arange(T)[:, None] * frequency_k[None]
+    angle_TK = (at + jnp.arange(T))[:, None] * frequency_k[None]
     cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
@@ -116,16 +116,24 @@ class Attention(nnx.Module):
         self.qkv = nnx.LinearGeneral(D, (3, width), kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
         self.out = linear(width, D, std=residual_std(config), rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
+        """The mixture, and the keys and values that later tokens look at; with those of a `past` for one token."""
         B, T, _ = x_BTD.shape
         qkv_BT3D = checkpoint_name(self.qkv(x_BTD), "qkv_proj")  # names are for remat policies
         qkv_BT3HK = qkv_BT3D.reshape(B, T, 3, self.n_head, -1)
         q_BTHK, k_BTHK, v_BTHK = jnp.unstack(js.parallel.hold(qkv_BT3HK, None, None, None, "tensor"), axis=2)
         if self.rotary:
-            q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
-        y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, backend=self.backend)
+            q_BTHK, k_BTHK = rotate(q_BTHK, at), rotate(k_BTHK, at)
+        if past is None:
+            y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, backend=self.backend)
+        else:
+            k_BTHK, v_BTHK = (
+                jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=1)
+                for old, new in zip(past, (k_BTHK, v_BTHK), strict=True)
+            )
+            y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, lengths=jnp.full(B, at + 1), backend="xla")
         y_BTD = js.parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, -1)
-        return checkpoint_name(self.out(y_BTD), "out_proj")
+        return checkpoint_name(self.out(y_BTD), "out_proj"), (k_BTHK, v_BTHK)
 
 
 class MLP(nnx.Module):
@@ -157,8 +165,13 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = js.parallel.hold(x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD))), *self.along)
-        return js.parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *self.along)
+        return self.decode(x_BTD)[0]
+
+    def decode(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
+        along = self.along if past is None else (None,)  # one token cannot be split
+        y_BTD, past = self.attention(self.attention_norm(x_BTD), past, at)
+        x_BTD = js.parallel.hold(x_BTD + self.dropout(y_BTD), *along)
+        return js.parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *along), past
 
 
 def all_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
@@ -190,44 +203,42 @@ class GPT(nnx.Module):
             self.head = nnx.Linear(D, V, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        if tokens_BT.shape[1] > self.config.block_size:
-            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
-        x_BTD = self.tokens(tokens_BT)
-        if self.config.positions == "learned":
-            x_BTD += self.positions(jnp.arange(tokens_BT.shape[1]))[None]
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self._embedded(tokens_BT)
         if self.config.scan:
             x_BTD = js.scan_layers(self.blocks, x_BTD)
         else:
             for block in self.blocks:
                 x_BTD = block(x_BTD)
+        return self._scores(x_BTD)
+
+    def decode(self, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
+        """The scores, and the keys and values of each block: the past of the tokens to come.
+
+        Without a past `tokens_BT` is the beginning of a text, with it the one token that is at a position of that.
+        """
+        x_BTD = self._embedded(tokens_BT, at)
+        if self.config.scan:  # outside of it the past has its batch first, as all arrays that are split have
+            layers = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), past)
+            x_BTD, layers = js.scan_layers(self.blocks, x_BTD, xs=layers, collect=True, method="decode", at=at)
+            past = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), layers)
+        else:
+            before, past = past or [None] * len(self.blocks), []
+            for block, kept in zip(self.blocks, before, strict=True):
+                x_BTD, kept = block.decode(x_BTD, kept, at)
+                past.append(kept)
+        return self._scores(x_BTD), past
+
+    def _embedded(self, tokens_BT: jax.Array, at: Any = 0) -> jax.Array:
+        if tokens_BT.shape[1] > self.config.block_size:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
+        x_BTD = self.tokens(tokens_BT)
+        if self.config.positions == "learned":
+            x_BTD += self.positions(at + jnp.arange(tokens_BT.shape[1]))[None]
+        return self.dropout(x_BTD)
+
+    def _scores(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = self.norm(x_BTD)
         return self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
-
-
-@nnx.jit(static_argnames=("num_tokens", "temperature"))
-def generate(
-    model: GPT, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array, temperature: float = 0.8
-) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens, drawn one after another.
-
-    Every token runs the whole model over a window of `block_size` positions. That is slow, and
-    clear: what is behind the last token cannot be seen from it, so one window serves every length.
-    """
-    length = prompt_BT.shape[1]
-    block_size = model.config.block_size
-    text_BT = jnp.pad(prompt_BT, ((0, 0), (0, max(num_tokens, block_size - length))))
-    graphdef, state = nnx.split(model)  # the loop below is JAX's: it takes arrays
-
-    def draw(position: jax.Array, text_BT: jax.Array) -> jax.Array:
-        start = jnp.maximum(position - block_size, 0)
-        window_BT = jax.lax.dynamic_slice_in_dim(text_BT, start, block_size, axis=1)
-        logits_BTV = nnx.merge(graphdef, state)(window_BT).astype(jnp.float32)
-        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, position - start - 1, axis=1, keepdims=False)
-        token_B = jax.random.categorical(jax.random.fold_in(key, position), logits_BV / temperature)
-        return text_BT.at[:, position].set(token_B.astype(text_BT.dtype))
-
-    return jax.lax.fori_loop(length, length + num_tokens, draw, text_BT)[:, : length + num_tokens]
 
 
 # ---- What `jshard train` asks of a model file ---------------------------------------------------
@@ -271,6 +282,8 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
     """Where Hugging Face's GPT-2 keeps each parameter; a tied head is no array of its own there either."""
     if config.positions != "learned":
         raise ValueError(f"GPT-2 learns its positions; positions={config.positions!r} have no place in it")
+    if config.head_dim not in (0, config.d_model // config.n_head):
+        raise ValueError(f"GPT-2's heads are d_model / n_head wide, and head_dim={config.head_dim}")
     names: dict[str, str | Stored] = {
         "tokens/embedding": "transformer.wte.weight",
         "positions/embedding": "transformer.wpe.weight",
@@ -288,6 +301,26 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)  # torch's Linear is (out, in)
     return names
+
+
+def hf_config(config: GPTConfig) -> dict[str, Any]:
+    """What `config.json` says of such a GPT-2."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.block_size,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.d_model,
+        "n_inner": config.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout),
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": config.tied,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the tokenizer knows them
+    }
 
 
 # ---- Recipes: a whole run as a value --------------------------------------------------------------

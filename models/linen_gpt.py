@@ -15,7 +15,6 @@ Dims of arrays, as suffixes of their names:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -71,22 +70,6 @@ class GPT(nn.Module):
         for layer in range(config.n_layer):
             x_BTD = Block(config, name=f"block_{layer}")(x_BTD)
         return table.attend(nn.LayerNorm(name="norm")(x_BTD))
-
-
-def generate(model: Any, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens, drawn one after another, each from a whole window."""
-    length, window = prompt_BT.shape[1], model.config.block_size
-    text_BT = jnp.pad(prompt_BT, ((0, 0), (0, max(num_tokens, window - length))))
-    graphdef, state = nnx.split(model)  # a run hands over its model with its parameters, as an nnx module
-
-    def draw(position: jax.Array, text_BT: jax.Array) -> jax.Array:
-        start = jnp.maximum(position - window, 0)
-        logits_BTV = nnx.merge(graphdef, state)(jax.lax.dynamic_slice_in_dim(text_BT, start, window, axis=1))
-        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, position - start - 1, axis=1, keepdims=False)
-        token_B = jax.random.categorical(jax.random.fold_in(key, position), logits_BV / 0.8)
-        return text_BT.at[:, position].set(token_B.astype(text_BT.dtype))
-
-    return jax.lax.fori_loop(length, length + num_tokens, draw, text_BT)[:, : length + num_tokens]
 
 
 # ---- What `jshard train` asks of a model file ---------------------------------------------------

@@ -98,15 +98,15 @@ def residual_std(config: LlamaConfig) -> float:
     return 0.02 / math.sqrt(2 * config.n_layer)
 
 
-def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions: turns each pair of features by an angle that grows with the position.
+def rotate(x_BTHK: jax.Array, theta: float, at: Any) -> jax.Array:
+    """Rotary positions, from `at` on: turns each pair of features by an angle that grows with the position.
 
     A pair is a feature of the first half of a head and the one at its place in the second, as in Hugging Face's
     checkpoints; Meta's own pair neighbours. (What Llama 3.1 does to reach beyond 8,192 positions is left out.)
     """
     T, K = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency_k = theta ** (-jnp.arange(K // 2) / (K // 2))
-    angle_TK = jnp.arange(T)[:, None] * frequency_k[None]
+    angle_TK = (at + jnp.arange(T))[:, None] * frequency_k[None]
     cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
@@ -128,18 +128,27 @@ class Attention(nnx.Module):
         self.v = linear(D, config.n_kv_head * K, rngs=rngs)
         self.out = linear(config.n_head * K, D, std=residual_std(config), rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
+        """The mixture, and the keys and values that later tokens look at; with those of a `past` for one token."""
         (B, T, _), K = x_BTD.shape, self.config.head_width
         H, G, theta = self.config.n_head, self.config.n_kv_head, self.config.rope_theta
         q_BTQ, k_BTE, v_BTE = (  # names are for remat policies
             checkpoint_name(project(x_BTD), name)
             for project, name in ((self.q, "query_proj"), (self.k, "key_proj"), (self.v, "value_proj"))
         )
-        q_BTHK, k_BTGK = rotate(q_BTQ.reshape(B, T, H, K), theta), rotate(k_BTE.reshape(B, T, G, K), theta)
-        how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
-        how["over_context"] = self.config.over_context
-        y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTE.reshape(B, T, G, K), is_causal=True, **how)
-        return checkpoint_name(self.out(y_BTHK.reshape(B, T, H * K)), "out_proj")
+        q_BTHK, k_BTGK = rotate(q_BTQ.reshape(B, T, H, K), theta, at), rotate(k_BTE.reshape(B, T, G, K), theta, at)
+        v_BTGK = v_BTE.reshape(B, T, G, K)
+        if past is None:
+            how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
+            how["over_context"] = self.config.over_context
+            y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **how)
+        else:
+            k_BTGK, v_BTGK = (
+                jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=1)
+                for old, new in zip(past, (k_BTGK, v_BTGK), strict=True)
+            )
+            y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTGK, lengths=jnp.full(B, at + 1), backend="xla")
+        return checkpoint_name(self.out(y_BTHK.reshape(B, T, H * K)), "out_proj"), (k_BTGK, v_BTGK)
 
 
 class MLP(nnx.Module):
@@ -169,8 +178,12 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return self.decode(x_BTD)[0]
+
+    def decode(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
+        y_BTD, past = self.attention(self.attention_norm(x_BTD), past, at)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), past
 
 
 def all_blocks(config: LlamaConfig, rngs: nnx.Rngs) -> Any:
@@ -198,37 +211,36 @@ class Llama(nnx.Module):
             self.head = linear(config.d_model, config.vocab_size, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        if tokens_BT.shape[1] > self.config.block_size:
-            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
-        x_BTD = self.tokens(tokens_BT)
+        x_BTD = self._embedded(tokens_BT)
         if self.config.scan:
             x_BTD = js.scan_layers(self.blocks, x_BTD)
         else:
             for block in self.blocks:
                 x_BTD = block(x_BTD)
+        return self._scores(x_BTD)
+
+    def decode(self, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
+        """The scores, and the past of the tokens to come, as in gpt.py."""
+        x_BTD = self._embedded(tokens_BT)
+        if self.config.scan:
+            layers = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), past)
+            x_BTD, layers = js.scan_layers(self.blocks, x_BTD, xs=layers, collect=True, method="decode", at=at)
+            past = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), layers)
+        else:
+            before, past = past or [None] * len(self.blocks), []
+            for block, kept in zip(self.blocks, before, strict=True):
+                x_BTD, kept = block.decode(x_BTD, kept, at)
+                past.append(kept)
+        return self._scores(x_BTD), past
+
+    def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
+        if tokens_BT.shape[1] > self.config.block_size:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
+        return self.tokens(tokens_BT)
+
+    def _scores(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = self.norm(x_BTD)
         return self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
-
-
-@nnx.jit(static_argnames=("num_tokens", "temperature"))
-def generate(
-    model: Llama, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array, temperature: float = 0.8
-) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens, drawn one after another; slow and clear, as in gpt.py."""
-    length = prompt_BT.shape[1]
-    block_size = model.config.block_size
-    text_BT = jnp.pad(prompt_BT, ((0, 0), (0, max(num_tokens, block_size - length))))
-    graphdef, state = nnx.split(model)  # the loop below is JAX's: it takes arrays
-
-    def draw(position: jax.Array, text_BT: jax.Array) -> jax.Array:
-        start = jnp.maximum(position - block_size, 0)
-        window_BT = jax.lax.dynamic_slice_in_dim(text_BT, start, block_size, axis=1)
-        logits_BTV = nnx.merge(graphdef, state)(window_BT).astype(jnp.float32)
-        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, position - start - 1, axis=1, keepdims=False)
-        token_B = jax.random.categorical(jax.random.fold_in(key, position), logits_BV / temperature)
-        return text_BT.at[:, position].set(token_B.astype(text_BT.dtype))
-
-    return jax.lax.fori_loop(length, length + num_tokens, draw, text_BT)[:, : length + num_tokens]
 
 
 # ---- What `jshard train` asks of a model file ---------------------------------------------------
@@ -305,6 +317,27 @@ def hf_names(config: LlamaConfig) -> dict[str, str | Stored]:
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)
     return names
+
+
+def hf_config(config: LlamaConfig) -> dict[str, Any]:
+    """What `config.json` says of such a Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.block_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_width,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the tokenizer knows them
+    }
 
 
 # ---- Recipes: a whole run as a value --------------------------------------------------------------

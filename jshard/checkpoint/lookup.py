@@ -132,10 +132,6 @@ def _nearby(path: Place) -> tuple[str, Place | None]:
     for above in path.parents:
         if is_committed(above):
             return "it is a part of a checkpoint, and none itself.", above
-    for folder in (path, path / OF_A_RUN):
-        if steps := steps_in(folder):
-            what = "a folder of checkpoints, of steps" if folder == path else "the folder of a run, with steps"
-            return f"it is {what} {_list(steps)}.", folder / str(steps[-1])
     if not path.exists():
         steps = steps_in(path.parent)
         if steps:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jshard._processes import all_or_none
+from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
@@ -23,7 +23,7 @@ from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
 from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.layout import size_of
-from jshard.checkpoint.lookup import place_of
+from jshard.checkpoint.lookup import checkpoint_at, place_of
 from jshard.checkpoint.manifest import Sums, add, held_parts, sums_of
 from jshard.checkpoint.matching import check_fits, finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
@@ -56,8 +56,8 @@ def restore(
     warning lists them.
 
     Args:
-        path: what `save` was given; or what plain Orbax, PyTorch's distributed checkpoints (DCP), DeepSpeed's
-            ZeRO-3 or safetensors wrote.
+        path: what `save` was given; the folder of a run, or of checkpoints, whose newest counts; or what plain Orbax,
+            PyTorch's distributed checkpoints (DCP), DeepSpeed's ZeRO-3 or safetensors wrote.
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, but for objects with `set_state()`, which are set. Names that it leaves out are not read.
         only: "params" reads the parameters (the `nnx.Param`s of modules, and what is below a name `params`), and the
@@ -90,7 +90,11 @@ def restore(
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
     options = {"only": only, "rename": rename, "missing": missing, "extra": extra, "read_once": read_once, "map": map}
-    return _restoring(path, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
+    found = checkpoint_at(path)
+    if found != place_of(path):  # of a series one step is read by all processes, whatever each of them sees
+        step = exchange(f"newest of {found.parent.name}", found.name, timeout_s=timeout_s)[0]
+        found = found.with_name(step)
+    return _restoring(found, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
 
 
 def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = None, **options: Any) -> Forecast:
@@ -112,11 +116,11 @@ def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = N
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
-    return _restoring(path, like, names=names, **options).forecast
+    return _restoring(checkpoint_at(path), like, names=names, **options).forecast
 
 
-def _restoring(path: Any, like: Any, *, names: Names | None, verify: bool = True, **options: Any) -> Restoring:
-    opened = open_checkpoint(place_of(path), names=names, verify=verify)
+def _restoring(path: Place, like: Any, *, names: Names | None, verify: bool = True, **options: Any) -> Restoring:
+    opened = open_checkpoint(path, names=names, verify=verify)
     if options.get("rename") is None:
         options["rename"] = _without_the_one_name(opened, like)
     return Restoring(opened, like, **options)

@@ -23,6 +23,8 @@ from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingEr
 
 COMMANDS = {
     "train": "train a recipe of a model file, or of a model that comes with jshard",
+    "sample": "text that the model of a run writes",
+    "eval": "the loss of a run's model over held-out samples",
     "init": "copy a model that comes with jshard, to change it",
     "plan": "what a recipe needs, compiled for a cluster that you need not own",
     "trace": "what a profile of a run says: computing, communicating, both, idle",

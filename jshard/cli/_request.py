@@ -17,7 +17,8 @@ from jshard.checkpoint.buckets import BucketPath
 from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
 from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse_mesh, parse_steps
 from jshard.cluster.compile import Variant, as_text
-from jshard.data import Data
+from jshard.data import Data, Tokenizer
+from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
 from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
 from jshard.plans.mesh import AnyMesh
@@ -218,19 +219,43 @@ def _settings(before: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
     return (*(setting for setting in before if _key(setting) not in {*map(_key, later)}), *later)
 
 
-def own_data(request: Request) -> Data | None:
+def own_data(model_file: ModelFile, recipe: Recipe) -> Data | None:
     """What the model file calls its data; None where it brings none."""
-    if request.model_file.data is None:
+    if model_file.data is None:
         return None
-    data = request.model_file.data(request.recipe)
+    data = model_file.data(recipe)
     if not isinstance(data, Data):
         raise ShardingError(
             "The model file's `data` gives no data.",
-            where=f"{request.model_file.path}: data(recipe)",
+            where=f"{model_file.path}: data(recipe)",
             why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
             do="return jshard.data.Data(train=..., held_out=..., description=..., fingerprint=...).",
         )
     return data
+
+
+def data_of(model_file: ModelFile, recipe: Recipe, paths: Sequence[Path], tokenizer: Path | None) -> Data:
+    """What the model file brings, or text."""
+    if model_file.data is not None and (paths or tokenizer):
+        raise ShardingError(
+            "The model file brings its own data.",
+            where=f"--data and --tokenizer, {model_file.path}: data(recipe)",
+            why="they are read as text only where the file has no `data`.",
+            do="leave the options away, or take `data` out of the file.",
+        )
+    if (data := own_data(model_file, recipe)) is not None:
+        return data
+    return load_text(paths, sequence_length=recipe.sequence_length, tokenizer=tokenizer_of(tokenizer))
+
+
+def tokenizer_of(path: Path | None) -> Tokenizer:
+    """That of a file; without one every byte is a token."""
+    return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
+
+
+def loss_unit(model_file: ModelFile, tokenizer: Path | None) -> str:
+    """What the loss is counted in; nothing where only the model file knows."""
+    return "" if model_file.data is not None else " nats per byte" if tokenizer is None else " nats per token"
 
 
 @contextlib.contextmanager
@@ -252,6 +277,6 @@ def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tup
 def explained(request: Request, mesh: AnyMesh, data: Data | None = None) -> Explanation:
     """The plan of a recipe on a mesh, which need not have devices, and its memory; with data that were read already."""
     model_file = request.model_file
-    with abstract(request, mesh, data or own_data(request)) as (model, batch):
+    with abstract(request, mesh, data or own_data(model_file, request.recipe)) as (model, batch):
         optimizer = request.recipe.optimizer()
         return js.explain(model, optimizer=optimizer, loss=model_file.loss, batch=batch, wrt=model_file.wrt)

@@ -15,10 +15,7 @@ import jshard as js
 from jshard import launch
 from jshard._processes import exchange
 from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, simulate_devices
-from jshard.cli._request import Request, explained, own_data, request_of
-from jshard.data import Data
-from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
-from jshard.errors import ShardingError
+from jshard.cli._request import Request, data_of, explained, loss_unit, request_of
 from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
@@ -50,7 +47,8 @@ def _train(request: Request) -> int:
     assert isinstance(mesh, Mesh)  # devices were not given as a number
     check_batch(request.recipe, mesh)
     expect = None if args.expect is None else ExpectedStep.read(args.expect, within=args.expect_within)
-    data = _data(request)  # before the plan: what cannot be read should not wait for it
+    # Before the plan: what cannot be read should not wait for it.
+    data = data_of(request.model_file, request.recipe, args.data, args.tokenizer)
     say = show if jax.process_index() == 0 else (lambda *text: None)
     say(_devices())
     compiler_options = js.compiler_options(None if args.options == "none" else args.options)
@@ -105,28 +103,17 @@ def _devices() -> str:
     return line if jax.process_count() == 1 else f"{line}, {jax.process_count()} processes"
 
 
+def printable_text(text: str) -> str:
+    """A text that a model wrote, without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def _say_result(request: Request, finished: Finished, say: Any) -> None:
     if finished.sample is not None:
-        shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in finished.sample)
-        say(f"\na sample; its first words are of held-out text:\n{textwrap.indent(shown, '    ')}")
+        shown = textwrap.indent(printable_text(finished.sample), "    ")
+        say(f"\na sample; its first words are of held-out text:\n{shown}")
     names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
     if finished.val_loss is not None:
-        unit = " nats per byte" if request.args.tokenizer is None else " nats per token"
-        unit = "" if request.model_file.data is not None else unit  # only its file knows what the loss is
+        unit = loss_unit(request.model_file, request.args.tokenizer)
         say(f"\nvalidation loss {finished.val_loss:.4f}{unit} after {finished.step} steps")
     say(f"{finished.out}/: {'  '.join(names)}")
-
-
-def _data(request: Request) -> Data:
-    args, recipe = request.args, request.recipe
-    if request.model_file.data is not None and (args.data or args.tokenizer):
-        raise ShardingError(
-            "The model file brings its own data.",
-            where=f"--data and --tokenizer, {request.model_file.path}: data(recipe)",
-            why="they are read as text only where the file has no `data`.",
-            do="leave the options away, or take `data` out of the file.",
-        )
-    if (data := own_data(request)) is not None:
-        return data
-    tokenizer = ByteTokenizer() if args.tokenizer is None else HuggingFaceTokenizer(args.tokenizer)
-    return load_text(args.data, sequence_length=recipe.sequence_length, tokenizer=tokenizer)

@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     for warning in caught:
         remark(str(warning.message))
     mesh, path = open_mesh(request.sizes, devices=num_devices(request.sizes)), args.cache or default_path()
-    with abstract(request, mesh, own_data(request)) as (model, batch):
+    with abstract(request, mesh, own_data(request.model_file, request.recipe)) as (model, batch):
         asked = (model, request.model_file.loss, batch)
         if is_here:
             report = tune(*asked, device=device, comm=comm, path=path, again=args.again, say=remark)

@@ -11,10 +11,9 @@ and six are optional:
     loss_fn(model, batch)      the mean loss over the global batch, a scalar; or (loss, metrics), a dict of scalars;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
     data(recipe)               a `jshard.data.Data` instead of text
-    generate(model, prompt, num_tokens, *, key)
-                               continues prompts, (batch, length) token ids; a run then ends with a sample
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
     hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
+    hf_config(config)          what its config.json says of such a model, for `jshard ckpt export`
     wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
                                their paths, such as "*/lora_*"; all by default
 
@@ -56,7 +55,7 @@ LossFn = Callable[[Any, Any], Any]
 """Of a model and a batch: the loss, or the loss and a dict of metrics."""
 
 _NEEDED = ("RECIPES", "build", "annotate")
-_OPTIONAL = ("loss_fn", "data", "generate", "flops", "hf_names")
+_OPTIONAL = ("loss_fn", "data", "flops", "hf_names", "hf_config")
 
 
 class ModelFileError(ShardingError):
@@ -145,9 +144,9 @@ class ModelFile:
         annotate: says what is sharded; of a Linen module it returns the annotated copy.
         loss_fn: the mean loss over the global batch, or that and a dict of metrics.
         data: makes the data of a recipe; None for text.
-        generate: continues prompts; None for no sample.
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: what Hugging Face calls each parameter; None where nobody said.
+        hf_config: what its config.json says; None where nobody said.
         wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
         units: settings of the units that a command line changes, by name; see `jshard.api.fully_shard.revise`.
     """
@@ -158,9 +157,9 @@ class ModelFile:
     annotate: Callable[[Any, Mesh | AbstractMesh], Any]
     loss_fn: LossFn = next_token_loss
     data: Callable[[Any], Any] | None = None
-    generate: Callable[..., jax.Array] | None = None
     flops: Callable[[Any], tuple[float, str]] | None = None
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
+    hf_config: Callable[[Any], Mapping[str, Any]] | None = None
     wrt: Any = nnx.Param
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -199,12 +199,29 @@ def _check_unchanged(before: set[str], after: set[str]) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldModel:
+    """A model that is not trained, as a `TrainStep` holds its own."""
+
+    model: Any
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh it was annotated for."""
+        return _mesh(self.model)
+
+    @property
+    def model_leaves(self) -> Sequence[jax.Array]:
+        """Its arrays, in the order of its state."""
+        return jax.tree.leaves(nnx.state(self.model))
+
+
 class EvalStep:
     """Loss and metrics without gradients, dropout off, statistics fixed: compiled once, for a `TrainStep`'s arrays.
 
     Args:
         loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
-        step: the step whose model is evaluated.
+        step: the step whose model is evaluated, or a model that is not trained.
         batch: a batch as the calls will get it.
 
     Example:
@@ -212,7 +229,7 @@ class EvalStep:
         >>> scalars = evaluate(step.model_leaves, batch)
     """
 
-    def __init__(self, loss_fn: LossFn, step: TrainStep, batch: Any) -> None:
+    def __init__(self, loss_fn: LossFn, step: TrainStep | HeldModel, batch: Any) -> None:
         graphdef, state = nnx.split(inference_view(step.model))
         leaves, tree = jax.tree.flatten(state)
 

@@ -26,7 +26,8 @@ _MOVED = {
     "jshard.train.records": "Jsonl TensorBoard WeightsAndBiases plot_loss read_metrics",
     "jshard.train.loop": "Fitted",
     "jshard.train.progress": "StepProfile",
-    "jshard.train.run": "Finished sample_text",
+    "jshard.train.run": "Finished",
+    "jshard.train.sampling": "sample_text",
 }
 
 __getattr__, __dir__, __all__ = _attach(__name__, __file__, moved=_MOVED)

@@ -29,7 +29,7 @@ from jshard._processes import exchange
 from jshard.errors import RunError
 from jshard.launch import StopSignal, doing, note, stall, step_done
 from jshard.plans.mesh import num_processes, shard_batch
-from jshard.recipes.step import EvalStep, Scalars, TrainStep
+from jshard.recipes.step import EvalStep, HeldModel, Scalars, TrainStep
 from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
 
@@ -200,7 +200,7 @@ def _end(thread: threading.Thread, ready: queue.Queue) -> None:
         thread.join(0.01)
 
 
-def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> dict[str, float]:
+def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable[Any]) -> dict[str, float]:
     """Mean "loss" and metrics over batches of one size, dropout off.
 
     Args:

@@ -14,10 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jshard import launch
@@ -26,18 +23,16 @@ from jshard._processes import is_primary
 from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
-from jshard.data import Data, DataError, Loader, local_rows
-from jshard.engine.context import global_view
+from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.engine.mixing import as_traced
 from jshard.errors import FourPartError, RunError
 from jshard.inspect.audit import audit
 from jshard.launch import StopSignal, stall
-from jshard.plans.mesh import CONTEXT, data_degree, degree, shard_batch
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_state, batch_like, check_source
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, inference_view, peak_bytes, used_bytes
+from jshard.recipes.step import EvalStep, HeldModel, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
 from jshard.train.compile_cache import keep_programs
 from jshard.train.expected import ExpectedStep
 from jshard.train.first_loss import explained
@@ -48,6 +43,7 @@ from jshard.train.records import Jsonl, Tracker, Trackers, check_names, open_tra
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunRecord
+from jshard.train.sampling import sample_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +100,7 @@ def run_recipe(
         track: further trackers, "tensorboard" and "wandb".
         options: what the command line was given; a resumed run finds it in run.json.
         workers: processes that read the data; see `Loader`.
-        sample_tokens: tokens that the model writes in the end, if its file says how; 0 for none.
+        sample_tokens: tokens that the model writes in the end, if it is known to be a decoder of text; 0 for none.
         profile: numbers of steps to profile, such as range(11, 16); see `StepProfile`.
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
         expect: what the compiled step should be; see `ExpectedStep`.
@@ -130,7 +126,7 @@ def run_recipe(
     check_names(track)
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
-    _check_vocabulary(recipe, data)
+    check_vocabulary(recipe, data.tokenizer)
     if expect is not None:
         expect.check_request(recipe, mesh)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
@@ -361,8 +357,8 @@ class _Job:
         if fitted.stopped_by is not None or self.sample_tokens <= 0:
             return None
         launch.doing(stall.SAMPLE)
-        how = {"num_tokens": self.sample_tokens, "seed": self.recipe.seed}
-        return sample_text(self.model_file, model, self.data, self.mesh, **how)
+        asked = self.model_file, self.recipe, model, self.data, self.mesh
+        return sample_text(*asked, num_tokens=self.sample_tokens)
 
     def _finish(self, sample: str | None, fitted: Fitted) -> Finished:
         folder = self.folder
@@ -389,49 +385,22 @@ def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: in
     return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
 
 
-def _check_vocabulary(recipe: Recipe, data: Data) -> None:
-    if data.tokenizer is None:
+def evaluated(model_file: ModelFile, recipe: Recipe, held: HeldModel, data: Data) -> dict[str, float]:
+    """Mean "loss" and metrics over the held-out samples, as a run reckons it between its steps. All processes call it."""
+    loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, held.mesh)
+    eval_step = EvalStep(model_file.loss_fn, held, batch_like(data, loader.batch_size, held.mesh))
+    return evaluate(held, eval_step, loader.held_out(recipe.eval_sequences))
+
+
+def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
+    """Checks that the model has a row for every id of the tokenizer."""
+    if tokenizer is None:
         return
-    has, needs = getattr(recipe.model, "vocab_size", None), data.tokenizer.vocab_size
+    has, needs = getattr(recipe.model, "vocab_size", None), tokenizer.vocab_size
     if isinstance(has, int) and has < needs:
         raise DataError(
             "The model's vocabulary is smaller than the tokenizer's.",
             where=f"{type(recipe.model).__name__}.vocab_size = {has}",
-            why=f"the tokenizer ({data.tokenizer.name}) gives ids up to {needs - 1}.",
+            why=f"the tokenizer ({tokenizer.name}) gives ids up to {needs - 1}.",
             do=f"--set model.vocab_size={needs}",
         )
-
-
-# Text that a trained model writes, for the eye.
-
-_PROMPT_TOKENS = 32
-
-
-def sample_text(model_file: ModelFile, model: Any, data: Data, mesh: Mesh, *, num_tokens: int, seed: int) -> str | None:
-    """The first tokens of the held-out text and how the model goes on.
-
-    Every data shard writes one continuation, as a batch of one cannot be split; the first is taken. All processes
-    call it.
-
-    Args:
-        model_file: its `generate` does the work.
-        model: with the trained parameters.
-        data: its tokenizer reads the tokens back, and its held-out text begins the sample.
-        mesh: the mesh of the model.
-        num_tokens: tokens to write after the prompt.
-        seed: of the draw.
-
-    Returns:
-        Prompt and continuation as text; None where the file has no `generate` or the data no tokenizer.
-    """
-    if model_file.generate is None or data.tokenizer is None:
-        return None
-    start = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
-    rows = local_rows(data_degree(mesh), mesh)
-    over = degree(mesh, CONTEXT)  # text of any length does not split over it
-    start = start[: over * max(1, len(start) // over)]
-    prompts = shard_batch(np.tile(start, (len(rows), 1)).astype(np.int32), mesh)
-    with global_view() if over > 1 else contextlib.nullcontext():
-        text = model_file.generate(inference_view(model), prompts, num_tokens, key=jax.random.key(seed))
-    text = text if jax.process_count() == 1 else multihost_utils.process_allgather(text, tiled=True)
-    return data.tokenizer.decode(np.asarray(text)[0])

@@ -183,6 +183,11 @@ class RunFolder:
         self.close()
 
     @staticmethod
+    def record(path: str | Path) -> dict[str, Any]:
+        """What run.json in a folder holds."""
+        return _read(Path(path))
+
+    @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
         """The options that the run in a folder was last started with."""
         return _read(Path(path))["options"]

@@ -70,7 +70,7 @@ class RunRecord:
         Raises:
             ShardingError: the model, the samples or the seed differ: all of it in one error.
         """
-        found = list(_differences(stored["recipe"], self.recipe))
+        found = list(differences(stored["recipe"], self.recipe))
         fixed = [(key, *values) for key, *values in found if key.split(".")[0] in _FIXED]
         bad = [f"{key}  stored {_text(before)}  wanted {_text(now)}" for key, before, now in fixed]
         if stored["data"]["fingerprint"] != self.data["fingerprint"]:
@@ -85,7 +85,7 @@ class RunRecord:
             )
         free = [line for line in found if line[0].split(".")[0] not in _FIXED]
         own = {key: stored.get(key) for key in ("name", "model_file")}
-        free += _differences(own, {"name": self.name, "model_file": self.model_file})
+        free += differences(own, {"name": self.name, "model_file": self.model_file})
         return [f"{key} is {_text(now)}, was {_text(before)}" for key, before, now in free]
 
     def said(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None
     bad = [
         f"{key}  process {process} on {hosts[process]} {_text(theirs)}  process 0 on {hosts[0]} {_text(ours)}"
         for process, one in enumerate(said)
-        for key, ours, theirs in _differences(said[0], one)
+        for key, ours, theirs in differences(said[0], one)
     ]
     if bad:
         raise ShardingError(
@@ -109,21 +109,21 @@ def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None
         )
 
 
-_NOTHING = object()  # where a setting is not there
+NOTHING = object()  # where a setting is not there
 
 
-def _differences(stored: Any, wanted: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted key, stored and wanted value of each setting that differs."""
+def differences(stored: Any, wanted: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key, stored and wanted value of each setting that differs; NOTHING where there is none."""
     if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
         for key in dict.fromkeys([*stored, *wanted]):
             below = f"{path}.{key}" if path else key
-            yield from _differences(stored.get(key, _NOTHING), wanted.get(key, _NOTHING), below)
+            yield from differences(stored.get(key, NOTHING), wanted.get(key, NOTHING), below)
     elif stored != wanted or isinstance(stored, bool) != isinstance(wanted, bool):
         yield path, stored, wanted
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "nothing" if value is _NOTHING else repr(value)
+    return value if isinstance(value, str) else "nothing" if value is NOTHING else repr(value)
 
 
 def _data_text(data: Mapping[str, str]) -> str:

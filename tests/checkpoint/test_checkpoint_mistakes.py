@@ -118,8 +118,6 @@ def other_dtype(run):
 MISTAKES = {
     "path: no such folder": lambda run: restore(run, path="../ran/checkpoints/200"),
     "path: no such step": lambda run: restore(run, path="checkpoints/300"),
-    "path: of the run": lambda run: restore(run, path=""),
-    "path: of all checkpoints": lambda run: restore(run, path="checkpoints"),
     "path: inside of a checkpoint": lambda run: restore(run, path="checkpoints/200/arrays"),
     "path: of one checkpoint, for a series": lambda run: Checkpointer(run / "checkpoints" / "200").restore(state()),
     "path: of the run, for a series": lambda run: Checkpointer(run).restore(state()),

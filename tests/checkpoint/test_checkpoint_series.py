@@ -69,6 +69,15 @@ def test_steps_latest_and_equal_bytes(tmp_path):
     assert raw(ckpt.restore(like=state(9), step=9)) == raw(state(9))
 
 
+def test_a_run_and_a_series_stand_for_their_newest_checkpoint(tmp_path):
+    ckpt = Checkpointer(tmp_path / "run" / "checkpoints")
+    for step in (9, 10):
+        ckpt.save(step, state(step))
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", str(tmp_path / "run")):
+        assert raw(js.checkpoint.restore(path, like=state(10))) == raw(state(10))
+    assert js.checkpoint.forecast(tmp_path / "run", like=state(10)).wanted_bytes > 0
+
+
 def test_the_newest_stay(tmp_path):
     ckpt = Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 3):

@@ -16,12 +16,6 @@ from jshard.train.records import read_metrics
 from tests.compiling import environment
 from tests.micro_gpt import MODELS, USERS_FILE
 
-# As a user's file that can also write.
-MODEL = f"""{USERS_FILE}
-from jshard.train import load_model_file
-generate = load_model_file({str(MODELS / "gpt.py")!r}).generate
-"""
-
 SMALL = ["--set", "model.n_layer=1"]  # compiles sooner
 
 
@@ -32,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delenv("JSHARD_DEBUG", raising=False)
     (tmp_path / "text.txt").write_text("abcdefgh" * 2000)
-    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "my_model.py").write_text(USERS_FILE)
     return tmp_path
 
 

@@ -203,7 +203,7 @@ def test_beside_context_it_is_one_device():
     mesh, ids = js.mesh(fsdp=2, expert=2, context=2), IDS[:, :14]
     assert_parity(build, annotator(mesh), loss_fn, (ids,))
     model = js.abstract_init(build, annotator(mesh))
-    assert model.layers[1].shared.kernel.sharding.spec == P(("fsdp", "expert", "context"))
+    assert model.layers[1].shared.kernel.sharding.spec == P(("fsdp", "expert", "context"), None)
     assert model.layers[1].up.sharding.spec == P("expert", None, ("fsdp", "context"))
 
 

@@ -99,18 +99,6 @@ def test_kernels_of_pallas_leave_the_loss_as_it_is():
         np.testing.assert_array_equal(found_grads[path], x, err_msg=path)
 
 
-def test_generate_continues_past_the_block_size():
-    model = build()
-    prompt = tokens((2, 30))
-    text = gpt.generate(model, prompt, 5, key=jax.random.key(0))
-    assert text.shape == (2, 35)
-    np.testing.assert_array_equal(text[:, :30], prompt)
-    np.testing.assert_array_equal(text, gpt.generate(model, prompt, 5, key=jax.random.key(0)))
-    # Cold, it is the model's first choice: the padding behind the text must not be seen.
-    cold = gpt.generate(model, prompt, 1, key=jax.random.key(0), temperature=1e-6)
-    np.testing.assert_array_equal(cold[:, 30], call(model, prompt)[:, -1].argmax(-1))
-
-
 @pytest.mark.parametrize(("scan", "fsdp"), [(False, 1), (True, 8)])
 def test_every_product_is_in_the_dtype_of_computation(scan, fsdp):
     """The table that scores the tokens too, which Flax would hold to the dtype it was built with."""

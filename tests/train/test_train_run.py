@@ -20,12 +20,12 @@ from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.launch import StallWatch
 from jshard.recipes.building import create_from, restore
-from jshard.train import load_model_file, run_recipe
+from jshard.train import load_model_file, run, run_recipe
 from jshard.train.records import read_metrics
 from tests.micro_gpt import MODELS, micro
 
 GPT = load_model_file(MODELS / "gpt.py")
-MODEL_FILE = dataclasses.replace(load_model_file(Path(__file__).parents[1] / "micro_gpt.py"), generate=GPT.generate)
+MODEL_FILE = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")
 DROPOUT = dataclasses.replace(micro().model, n_layer=1, dropout=0.1)
 RECIPE = dataclasses.replace(
     micro(), model=DROPOUT, num_steps=8, learning_rate=1e-2, eval_every=4, checkpoint_every=3, keep_checkpoints=2
@@ -112,16 +112,12 @@ def test_a_run_leaves_its_record(whole):
     assert any(line.startswith("MFU = flops per step / step time / peak") for line in lines)
 
 
-def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path):
+def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path, monkeypatch):
     shutil.copytree(whole[0].out, tmp_path / "run")
     watch, seen = StallWatch(), []
-
-    def generate(model, prompt, num_tokens, *, key):
-        seen.append((watch.phase, watch.deadline()[0]))
-        return prompt
-
-    file = dataclasses.replace(MODEL_FILE, generate=generate)
-    run_recipe(file, RECIPE, mesh=js.mesh(), data=data, out=tmp_path / "run", resume=True, watch=watch, sample_tokens=8)
+    monkeypatch.setattr(run, "sample_text", lambda *_, **__: seen.append((watch.phase, watch.deadline()[0])))
+    how = {"mesh": js.mesh(), "resume": True, "watch": watch, "sample_tokens": 8}
+    run_recipe(MODEL_FILE, RECIPE, data=data, out=tmp_path / "run", **how)
     assert seen == [("writing the sample", 1800.0)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -209,28 +210,31 @@ def write_safetensors(
     source: ArraySource,
     *,
     max_shard_bytes: float = 5e9,
+    beside: Mapping[str, str] = types.MappingProxyType({}),
     on_written: Callable[[int], object] = lambda num_bytes: None,
 ) -> list[Path]:
     """Writes arrays as `model.safetensors`; or, if they do not fit one file, as several with an index.
 
     One array is in memory at a time; one that is larger than a file is to be has a file of its own. Files that are
-    there already are never replaced.
+    there already are never replaced. `beside` are texts of further files, by their names.
     """
     folder, leaves = Path(folder).absolute(), source.leaves
-    there = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
+    there = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX), *filter(Path.exists, map(folder.joinpath, beside))]
     check_export("safetensors", sorted(there), source, list(leaves), _NAMES)
     shards = _shards(leaves, max_shard_bytes)
     parts = [f"model-{number + 1:05}-of-{len(shards):05}" for number in range(len(shards))]
     names = [part + SUFFIX for part in (parts if len(shards) > 1 else ["model"])]
     index = {leaf: name for shard, name in zip(shards, names, strict=True) for leaf in shard}
     table = {"metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())}, "weight_map": index}
-    names += [INDEX] if len(shards) > 1 else []
+    texts = {INDEX: json.dumps(table, indent=2, sort_keys=True) + "\n"} if len(shards) > 1 else {}
+    texts |= beside
+    names += texts
     with finished_together("safetensors", folder, names) as drafts:
         for shard, draft in zip(shards, drafts, strict=False):
             with draft.open("wb") as stream:
                 _write_file(stream, source, shard, on_written)
-        if len(shards) > 1:
-            drafts[-1].write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+        for text, draft in zip(texts.values(), drafts[len(shards) :], strict=True):
+            draft.write_text(text)
     return [folder / name for name in names]
 
 

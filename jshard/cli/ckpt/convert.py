@@ -31,13 +31,15 @@ from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
-from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, simulate_devices
+from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, remark, simulate_devices
+from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.building import abstract_state
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
+from jshard.train.run_folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,9 +185,9 @@ def _other_model(args: ImportArgs | ExportArgs, count: int, what: str, lines: Se
 class ExportArgs(_ModelArgs):
     """Writes the parameters of a checkpoint as safetensors, or as a distributed checkpoint of PyTorch, array by array.
 
-    With --model they have the names and the orientation of Hugging Face, layer by layer also where a run had them
-    stacked. The checkpoint is verified first. Exit codes: 0 done, 1 damaged, or writing failed, 2 the request was
-    wrong.
+    Of a run, or with --model, they have the names and the orientation of Hugging Face, layer by layer also where a run
+    had them stacked, and a config.json is beside them, as far as the model file knows these. The checkpoint is verified
+    first. Exit codes: 0 done, 1 damaged, or writing failed, 2 the request was wrong.
     """
 
     path: tyro.conf.Positional[Path]
@@ -201,14 +203,43 @@ class ExportArgs(_ModelArgs):
     """What to do with leaves of that part that the model lacks, such as more layers: refuse, or leave them out."""
     max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
     """Most of a file, in 10^9 bytes."""
+    own_names: bool = False
+    """Keep the names that the model has here."""
     no_verify: bool = False
     """Do not read everything first to compare it with its sums."""
+
+    def loaded(self) -> Model | None:
+        """The model that is asked for, or that of the run that has saved the checkpoint, if it has names elsewhere."""
+        if self.own_names and (self.model is not None or self.recipe is not None or self.set):
+            raise ShardingError(
+                "Two kinds of names are asked for.",
+                where="--own-names --model",
+                why="a model file gives the arrays the names that others have for them.",
+                do="leave out --own-names; or --model, --recipe and --set.",
+            )
+        place = self.path.absolute()
+        run = next((folder for folder in (place, *place.parents[:2]) if RunFolder.holds_run(folder)), None)
+        if run is None or self.recipe is not None or self.set:
+            return super().loaded()
+        if self.own_names or (self.model is None and (self.format, self.part) != ("safetensors", "model")):
+            return None
+        try:
+            stored = StoredRun.read(run, model=self.model)
+            model = Model(stored.model_file, stored.recipe)
+            model.names()
+        except ShardingError as error:
+            if self.model is not None:
+                raise
+            remark(f"under the names that the model has here: {error.why}")
+            return None
+        return model
 
 
 def run_export(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt export`."""
     args = parse(ExportArgs, argv, command="jshard ckpt export")
     model = args.loaded()
+    args = args if model is None else dataclasses.replace(args, model=model.file.path)
     path = checkpoint_at(args.path)
     ours = own_checkpoint(path)
     if not args.no_verify:
@@ -223,9 +254,9 @@ def run_export(argv: Sequence[str]) -> int:
             values = {path.removeprefix(begin): x for path, x in values.items() if path.startswith(begin)}
             files = write_dcp(local_path(args.out), source, values=values, on_written=note)
         else:
-            files = write_safetensors(
-                local_path(args.out), source, max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
-            )
+            beside = {} if model is None else model.beside()
+            how = {"max_shard_bytes": args.max_shard_gb * 1e9, "beside": beside, "on_written": note}
+            files = write_safetensors(local_path(args.out), source, **how)
     if args.json:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
@@ -279,6 +310,11 @@ class Model:
                 "Without --model all leaves keep their names.",
             )
         return names
+
+    def beside(self) -> dict[str, str]:
+        """The files beside its arrays that others want, by name."""
+        make = self.file.hf_config
+        return {} if make is None else {"config.json": as_json(make(self.recipe.model)) + "\n"}
 
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""

@@ -1,0 +1,123 @@
+"""A run by its folder: the recipe that it was trained by, and the model of its newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from jax.sharding import Mesh
+
+from jshard import checkpoint, launch
+from jshard.cli._arguments import open_mesh, parse_mesh, simulate_devices
+from jshard.cli._request import data_of, tokenizer_of
+from jshard.data import Tokenizer
+from jshard.errors import ShardingError
+from jshard.recipes.building import abstract_model
+from jshard.recipes.model_file import ModelFile, load_model_file
+from jshard.recipes.overrides import override, parse_units
+from jshard.recipes.recipe import Recipe, tree
+from jshard.recipes.step import HeldModel
+from jshard.train.run import check_vocabulary
+from jshard.train.run_folder import RunFolder
+from jshard.train.run_record import NOTHING, differences
+
+
+@dataclasses.dataclass(frozen=True)
+class RunArgs:
+    """What the commands that take a run share."""
+
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of a run. Its newest checkpoint is read."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, where it is not where the run had it."""
+    tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A Hugging Face tokenizer.json, where it is not where the run had it."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
+    """Degrees of the mesh axes, e.g. replica=2,fsdp=4. By default fsdp takes all devices; without accelerators 8 are
+    simulated. It need not be that of the run."""
+
+    def open_mesh(self) -> Mesh:
+        """The mesh over the devices that there are; the first thing that asks for them."""
+        sizes, cluster = parse_mesh(self.mesh), launch.detect()
+        simulate_devices(sizes, processes=1 if cluster is None else cluster.num_processes)
+        if launch.is_worker():
+            launch.start_worker()
+        mesh = open_mesh(sizes)
+        assert isinstance(mesh, Mesh)  # devices were not given as a number
+        return mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredRun:
+    """What a run was asked to do, as its folder has it.
+
+    Attributes:
+        path: its folder.
+        options: those of its command line.
+        data: "description" and "fingerprint" of what it learned from.
+        model_file: the model file as it is now, with the run's settings of the units.
+        recipe: with the values that the run had, whatever the file says now.
+    """
+
+    path: Path
+    options: Mapping[str, Any]
+    data: Mapping[str, str]
+    model_file: ModelFile
+    recipe: Recipe
+
+    @classmethod
+    def read(cls, path: Path, *, model: Path | None = None) -> StoredRun:
+        """Reads the record of a run, and its model file, or another one."""
+        if not RunFolder.holds_run(path):
+            raise ShardingError(
+                "There is no run.",
+                where=str(path),
+                why="it has no run.json." if path.is_dir() else f"no such folder, seen from {Path.cwd()}.",
+                do="name the folder that `jshard train` wrote: runs/gpt-tiny",
+            )
+        record = RunFolder.record(path)
+        file = load_model_file(model or Path(record["model_file"]))
+        _, recipe = file.recipe(record["name"] if record["name"] in file.recipes else None)
+        found = [(key, then) for key, then, _ in differences(record["recipe"], tree(recipe)) if then is not NOTHING]
+        return cls(
+            path=path,
+            options=record["options"],
+            data=record["data"],
+            model_file=file.with_units(parse_units(record["options"].get("unit", ()))),
+            recipe=override(recipe, [f"{key}={_as_setting(then)}" for key, then in found]),
+        )
+
+    def held(self, mesh: Mesh) -> tuple[HeldModel, int]:
+        """The model of the newest checkpoint, and the steps that it has seen. All processes call it."""
+        like = {"model": abstract_model(self.model_file, self.recipe, mesh), "step": 0}
+        found = checkpoint.restore(self.options.get("checkpoints") or self.path, like=like)
+        return HeldModel(found["model"]), int(found["step"])
+
+    def tokenizer_file(self, given: Path | None) -> Path | None:
+        """The tokenizer's file: one that is given, or that of the run; None for bytes."""
+        stored = self.options.get("tokenizer")
+        return given if given is not None or stored is None else Path(stored)
+
+    def tokenizer(self, given: Path | None = None) -> Tokenizer:
+        """What turns text into the tokens that the model knows."""
+        if self.model_file.data is None:
+            found = tokenizer_of(self.tokenizer_file(given))
+        else:
+            found = data_of(self.model_file, self.recipe, (), given).tokenizer
+        if found is None:
+            raise ShardingError(
+                "The run is not one over text.",
+                where=f"{self.path}: {self.data['description']}",
+                why=f"data(recipe) of {self.model_file.path} has no tokenizer.",
+                do="Data(..., tokenizer=...)  # in the model file, where its samples are tokens of text",
+            )
+        check_vocabulary(self.recipe, found)
+        return found
+
+
+def _as_setting(value: Any) -> str:
+    """A value of run.json as --set takes it."""
+    return ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)

@@ -1,0 +1,69 @@
+"""`jshard eval RUN`: the loss of a run's model over held-out samples, of its own data or of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from jshard.cli._arguments import parse
+from jshard.cli._request import data_of, loss_unit
+from jshard.cli._stored import RunArgs, StoredRun
+from jshard.cli.ckpt import as_json
+from jshard.errors import ShardingError
+from jshard.recipes.recipe import check_batch
+from jshard.train.run import check_vocabulary, evaluated
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalArgs(RunArgs):
+    """Prints the loss of a run's model over held-out samples, as the run reckons it between its steps.
+
+    Over its own data that is what the run has printed in the end. Exit codes: 0 done, 1 the checkpoint is damaged, 2
+    the request was wrong.
+    """
+
+    data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
+    """Other text files, or folders of them; the part of them counts that a run would hold out."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard eval`."""
+    args = parse(EvalArgs, argv, command="jshard eval")
+    stored = StoredRun.read(args.path, model=args.model)
+    model_file, recipe, tokenizer = stored.model_file, stored.recipe, stored.tokenizer_file(args.tokenizer)
+    own = [Path(path) for path in stored.options.get("data", ())]
+    data = data_of(model_file, recipe, args.data or own, tokenizer)
+    if not args.data and data.fingerprint != stored.data["fingerprint"]:
+        raise ShardingError(
+            "The data are not those of the run.",
+            where=[f"the run's  {stored.data['description']} ({stored.data['fingerprint']})"]
+            + [f"here  {data.description} ({data.fingerprint})"],
+            why="the files have changed, or the run did not have them from its command line.",
+            do=f"jshard eval {args.path} --data PATH  # says which are meant",
+        )
+    check_vocabulary(recipe, data.tokenizer)
+    mesh = args.open_mesh()
+    check_batch(recipe, mesh)
+    held, step = stored.held(mesh)
+    scalars, unit, more = evaluated(model_file, recipe, held, data), loss_unit(model_file, tokenizer), ""
+    loss = scalars["loss"]
+    found = {"step": step, "data": data.description} | {f"val_{name}": value for name, value in scalars.items()}
+    if unit.endswith("byte"):
+        found["bits_per_byte"] = loss / math.log(2)
+        more = f", {found['bits_per_byte']:.4f} bits per byte"
+    elif unit:
+        found["perplexity"] = math.exp(min(loss, 700.0))
+        more = f", perplexity {found['perplexity']:.2f}"
+    more += "".join(f", {name} {value:.4f}" for name, value in scalars.items() if name != "loss")
+    if jax.process_index() == 0:
+        line = f"{data.description}\nvalidation loss {loss:.4f}{unit}{more} after {step} steps"
+        print(as_json(found) if args.json else line)
+    return 0

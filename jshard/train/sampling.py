@@ -1,0 +1,161 @@
+"""Text that a model writes: a prompt is read at once, and then a token at a time, by what is kept of those before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard.data import Data
+from jshard.engine.context import global_view
+from jshard.errors import ShardingError
+from jshard.plans.mesh import CONTEXT, data_degree, degree
+from jshard.recipes.model_file import ModelFile, next_token_loss
+from jshard.recipes.recipe import Recipe
+from jshard.recipes.step import inference_view
+
+_PROMPT_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draw:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divides the scores; 0 takes the likeliest token.
+        top_k: of so many of the likeliest one is drawn; 0 for all.
+        seed: of the draw.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0 or self.top_k < 0:
+            raise ShardingError(
+                "So no token can be drawn.",
+                where=f"--temperature {self.temperature} --top-k {self.top_k}",
+                why="neither may be below 0; temperature 0 takes the likeliest token, and top-k 0 is no limit.",
+                do="--temperature 0.8",
+            )
+
+    def token(self, scores_V: jax.Array, number: Any) -> jax.Array:
+        """The token with a number in the text."""
+        if not self.temperature:
+            return scores_V.argmax().astype(jnp.int32)
+        if 0 < self.top_k < scores_V.size:
+            scores_V = jnp.where(scores_V < jax.lax.top_k(scores_V, self.top_k)[0][-1], -jnp.inf, scores_V)
+        key = jax.random.fold_in(jax.random.key(self.seed), number)
+        return jax.random.categorical(key, scores_V / self.temperature).astype(jnp.int32)
+
+
+class Sampler:
+    """Continues texts: one program reads a beginning, another a token more. All processes call it.
+
+    Of a model with a method `decode(tokens, past, at)` each token looks at what is kept of those before it (for
+    attention, keys and values); any other runs over the whole window for each. The text of a seed is the same on every
+    mesh, up to rounding: every data shard writes the same one.
+
+    Args:
+        model: from tokens (batch, length) to scores (batch, length, vocabulary); annotated, its arrays on the mesh.
+        mesh: of the model.
+        window: length of the sequences that it reads. When a text has filled it, the last half is read again.
+        num_ids: ids that may be drawn, from 0 on.
+        draw: how the next token is chosen.
+
+    Example:
+        >>> sampler = Sampler(model, mesh, window=128, num_ids=256, draw=Draw(temperature=0.0))
+        >>> sampler.continued(np.array([1, 2, 3]), 2)
+        array([  1,   2,   3, 201,  17], dtype=int32)
+    """
+
+    def __init__(self, model: nnx.Module, mesh: Mesh, *, window: int, num_ids: int, draw: Draw) -> None:
+        graphdef, state = nnx.split(inference_view(model))
+        self._leaves, tree = jax.tree.flatten(state)
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._window, rows = window, data_degree(mesh)
+
+        def scores_of(leaves: list[jax.Array], tokens_T: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
+            model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+            with global_view() if degree(mesh, CONTEXT) > 1 else contextlib.nullcontext():  # a token does not split
+                scores_BTV, past = _decoded(model, jnp.broadcast_to(tokens_T, (rows, tokens_T.size)), past, at)
+            return scores_BTV[0, :, :num_ids].astype(jnp.float32), past
+
+        def begin(leaves: list[jax.Array], tokens_T: jax.Array, length: Any, number: Any) -> tuple[jax.Array, Any]:
+            scores_TV, past = scores_of(leaves, tokens_T, None, 0)
+            return draw.token(jax.lax.dynamic_index_in_dim(scores_TV, length - 1, keepdims=False), number), past
+
+        def go_on(leaves: list[jax.Array], past: Any, token: jax.Array, at: Any, number: Any) -> tuple[jax.Array, Any]:
+            scores_TV, past = scores_of(leaves, token[None], past, at)
+            return draw.token(scores_TV[0], number), past
+
+        self._begin, self._go_on = jax.jit(begin, out_shardings=(self._everywhere, None)), go_on
+
+    def continued(self, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
+        """The prompt, at least one token, and so many more."""
+        text = [int(token) for token in prompt]
+        end, length = len(text) + num_tokens, self._window
+        kept, step = text[-length:], None
+        while len(text) < end:
+            padded = np.zeros(length, np.int32)  # a decoder does not see what comes after
+            padded[: len(kept)] = kept
+            token, past = self._begin(self._leaves, padded, np.int32(len(kept)), np.int32(len(text)))
+            text.append(int(token))
+            step = step or self._step_for(past)
+            for at in range(len(kept), min(length, len(kept) + end - len(text))):
+                token, past = step(self._leaves, past, token, np.int32(at), np.int32(len(text)))
+                text.append(int(token))
+            kept = text[-max(1, length // 2) :]
+        return np.array(text, np.int32)
+
+    def _step_for(self, past: Any) -> Any:
+        """A step takes the memory of the past, and leaves it where it was: so it is compiled once."""
+        places = jax.tree.map(lambda x: x.sharding, past)
+        return jax.jit(self._go_on, donate_argnums=1, out_shardings=(self._everywhere, places))
+
+
+def _decoded(model: Any, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
+    """The scores of the tokens, and what is kept of them: of a model without `decode` the tokens themselves."""
+    if hasattr(model, "decode"):
+        return model.decode(tokens_BT, past, at)
+    if past is None:
+        return model(tokens_BT), tokens_BT
+    past = jax.lax.dynamic_update_slice_in_dim(past, tokens_BT, at, axis=1)
+    return jax.lax.dynamic_slice_in_dim(model(past), at, 1, axis=1), past
+
+
+def is_decoder(model_file: ModelFile, model: Any) -> bool:
+    """Whether a model is known to score next tokens: it has `decode`, or the loss is that of the next token."""
+    return hasattr(model, "decode") or model_file.loss_fn is next_token_loss
+
+
+def sample_text(
+    model_file: ModelFile, recipe: Recipe, model: Any, data: Data, mesh: Mesh, *, num_tokens: int
+) -> str | None:
+    """The first tokens of the held-out text and how the model goes on, for the eye. All processes call it.
+
+    Args:
+        model_file: of the model.
+        recipe: its sequences are the window of the sample, and its seed is that of the draw.
+        model: with the trained parameters.
+        data: its tokenizer reads the tokens back, and its held-out text begins the sample.
+        mesh: the mesh of the model.
+        num_tokens: tokens to write after the prompt.
+
+    Returns:
+        Prompt and continuation as text; None where the data have no tokenizer, or the model is not known to be a
+        decoder.
+    """
+    if data.tokenizer is None or not is_decoder(model_file, model):
+        return None
+    draw, num_ids = Draw(seed=recipe.seed), data.tokenizer.vocab_size
+    sampler = Sampler(model, mesh, window=recipe.sequence_length, num_ids=num_ids, draw=draw)
+    start = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
+    return data.tokenizer.decode(sampler.continued(start, num_tokens))
