@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +13,9 @@ import tyro
 from jax.sharding import Mesh
 
 from jshard import checkpoint, launch
-from jshard.cli._arguments import open_mesh, parse_mesh, simulate_devices
+from jshard.cli._arguments import Count, open_mesh, parse_mesh, simulate_devices
 from jshard.cli._request import data_of, tokenizer_of
+from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
@@ -38,6 +41,22 @@ class RunArgs:
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """Degrees of the mesh axes, e.g. replica=2,fsdp=4. By default fsdp takes all devices; without accelerators 8 are
     simulated. It need not be that of the run."""
+
+    processes: Count = 1
+    """Work as N processes on this machine, which share its devices, as a cluster would. Not for clusters."""
+
+    def started(self, command: str, argv: Sequence[str]) -> int | None:
+        """Starts the processes that do the work, and gives their exit code; None in those, and where there is one."""
+        if launch.is_worker():
+            return None
+        line = ["jshard", command, *argv]
+        cluster = launch.detect(command=shlex.join(line))
+        if cluster is None and self.processes == 1:
+            return None
+        check_processes(self, cluster)
+        processes = self.processes if cluster is None else None
+        how = {"processes": processes, "cluster": cluster, "again": shlex.join(line)}
+        return launch.supervise([sys.executable, "-m", *line], **how)
 
     def open_mesh(self) -> Mesh:
         """The mesh over the devices that there are; the first thing that asks for them."""

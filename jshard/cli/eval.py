@@ -37,6 +37,8 @@ class EvalArgs(RunArgs):
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard eval`."""
     args = parse(EvalArgs, argv, command="jshard eval")
+    if (code := args.started("eval", argv)) is not None:
+        return code
     stored = StoredRun.read(args.path, model=args.model)
     model_file, recipe, tokenizer = stored.model_file, stored.recipe, stored.tokenizer_file(args.tokenizer)
     own = [Path(path) for path in stored.options.get("data", ())]

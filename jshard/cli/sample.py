@@ -40,6 +40,8 @@ class SampleArgs(RunArgs):
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard sample`."""
     args = parse(SampleArgs, argv, command="jshard sample")
+    if (code := args.started("sample", argv)) is not None:
+        return code
     draw = Draw(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     stored = StoredRun.read(args.path, model=args.model)
     tokenizer = stored.tokenizer(args.tokenizer)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jshard import launch
 from jshard.cli import loading
@@ -37,6 +38,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> int:
+    check_processes(args, cluster)
+    return launch.supervise(
+        [sys.executable, "-m", "jshard", "train", *argv],
+        processes=args.processes if cluster is None else None,
+        cluster=cluster,
+        deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
+        again=args.again(),
+        restarts=restarts_of(args, argv, cluster),
+    )
+
+
+def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
+    """Checks that the processes that a command is asked for may be started, and can share the devices of its mesh."""
     if args.processes != 1 and cluster is not None:
         raise ShardingError(
             "There are processes already.",
@@ -52,14 +66,6 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
             why=f"the mesh has {devices} devices, and each process simulates as many as the others.",
             do=f"--processes {next(n for n in range(min(devices, max(args.processes, 1)), 0, -1) if devices % n == 0)}",
         )
-    return launch.supervise(
-        [sys.executable, "-m", "jshard", "train", *argv],
-        processes=args.processes if cluster is None else None,
-        cluster=cluster,
-        deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
-        again=args.again(),
-        restarts=restarts_of(args, argv, cluster),
-    )
 
 
 def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> launch.Restarts | None:

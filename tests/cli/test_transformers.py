@@ -29,7 +29,8 @@ def test_transformers_has_the_logits_of_the_run(name, tied, tmp_path, monkeypatc
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     settings = [*SMALL, *OF[name], f"model.tied={tied}", f"model.scan={tied}"]
     words = [word for setting in settings for word in ("--set", setting)]
-    asked = ["--data", "text.txt", "--steps", "2", "--out", "mine", "--track", "--sample-tokens", "0"]
+    words += ["--set", "learning_rate=0.03"]  # large weights: what differs is seen
+    asked = ["--data", "text.txt", "--steps", "8", "--out", "mine", "--track", "--sample-tokens", "0"]
     assert cli.main(["train", name, *asked, *words]) == 0
     assert cli.main(["ckpt", "export", "mine", "hf"]) == 0
     assert capsys.readouterr().out.endswith(": model.safetensors, config.json\n")
@@ -41,5 +42,5 @@ def test_transformers_has_the_logits_of_the_run(name, tied, tmp_path, monkeypatc
         wanted = theirs(torch.from_numpy(ids)).logits.numpy()
     held, step = StoredRun.read(tmp_path / "mine").held(js.mesh())
     found = nnx.jit(lambda model, ids: model(ids))(held.model, jnp.asarray(ids))
-    assert step == 2 and np.abs(wanted).max() > 0.1
+    assert step == 8 and np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(found, wanted, atol=1e-4)
