@@ -386,7 +386,7 @@ def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: in
 
 
 def evaluated(model_file: ModelFile, recipe: Recipe, held: HeldModel, data: Data) -> dict[str, float]:
-    """Mean "loss" and metrics over the held-out samples, as a run reckons it between its steps. All processes call it."""
+    """Mean "loss" and metrics over the held-out samples, as a run has them between its steps. All processes call it."""
     loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, held.mesh)
     eval_step = EvalStep(model_file.loss_fn, held, batch_like(data, loader.batch_size, held.mesh))
     return evaluate(held, eval_step, loader.held_out(recipe.eval_sequences))
