@@ -2,13 +2,14 @@
 #   make train    train the tiny recipe on real text, minutes on two cores; EXTRAS=train,tensorboard adds its files
 #   make test     the test suite
 #   make check    format, lint, types
+#   make docs     the pages of docs/ as a site, in build/site
 
 PYTHON ?= python3
 EXTRAS ?= train
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check format clean
+.PHONY: train test check docs format clean
 
 train: $(VENV)/stamp-$(EXTRAS)
 	$(BIN)/jshard train models/gpt.py
@@ -22,6 +23,9 @@ check: $(VENV)/stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+docs: $(VENV)/stamp-docs
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/mkdocs.yml
 
 format: $(VENV)/stamp-dev
 	$(BIN)/ruff format .

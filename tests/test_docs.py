@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import jshard as js
 from jshard.cli._arguments import TrainArgs
 from jshard.train import Recipe
 from tests.compiling import environment
@@ -39,6 +40,26 @@ def test_a_page_runs_on_one_device_in_an_empty_folder(page, tmp_path):
     done = subprocess.run([sys.executable, "page.py"], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert [text for text in printed(page) if text not in done.stdout] == []
+
+
+def test_every_public_name_is_in_the_reference_once():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    for module in (js, js.checkpoint, js.kernels, js.train):
+        names = getattr(module, "__all__", None) or [name for name in dir(module) if name[0] != "_"]
+        found = [getattr(module, name) for name in names if name != "Batch"]
+        own = [one for one in found if getattr(one, "__module__", "jshard").startswith("jshard") and callable(one)]
+        missing = [one for one in own if page.count(f"::: {one.__module__}.{one.__name__}\n") != 1]
+        assert not missing
+    own = [name for name, one in vars(js.parallel).items() if getattr(one, "__module__", "") == "jshard.parallel"]
+    assert {f"jshard.parallel.{name}" for name in own if name[0] != "_"} <= set(re.findall("::: (.*)", page))
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "docs" / "mkdocs.yml"]
+    done = subprocess.run([*command, "--site-dir", tmp_path / "site"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "fully_shard" in (tmp_path / "site" / "reference" / "index.html").read_text()
 
 
 def printed(page):
