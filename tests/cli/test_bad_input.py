@@ -149,6 +149,11 @@ CASES: dict[str, str | tuple[str, int]] = {
     "plan: a unit's setting twice": "plan model.py --unit remat=full --unit remat=dots",
     "processes: do not divide": "train model.py --processes 3",
     "processes: no time to meet": "train model.py --processes 2 --init-timeout 0",
+    "sample: no run": "sample thesis",
+    "sample: no prompt": "sample run --prompt ''",
+    "sample: no such draw": "sample run --temperature -1",
+    "eval: not the data of the run": "eval run --tokenizer words.json",
+    "export: two kinds of names": "ckpt export run hf --model model.py --own-names",
 }
 
 

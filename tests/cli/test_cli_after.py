@@ -2,13 +2,16 @@
 
 import json
 import math
+import subprocess
 import sys
 
 import pytest
 
 from jshard import cli
 from jshard.train.records import read_metrics
+from tests.compiling import environment
 from tests.micro_gpt import USERS_FILE
+from tests.wide import wide
 
 MESHES = [[], ["--mesh", "replica=2,fsdp=2,tensor=2"]]
 
@@ -66,3 +69,28 @@ def test_eval_is_what_the_run_has_printed(run, folder):
         assert abs(json.loads(run("eval", "mine", "--json", *mesh)[1])["val_loss"] - printed) < 1e-5
     (folder / "other.txt").write_text("hgfedcba" * 2000)
     assert json.loads(run("eval", "mine", "--json", "--data", "other.txt")[1])["val_loss"] > printed + 1
+
+
+@pytest.mark.parametrize("how", [["--mesh", "fsdp=1"], wide(["--processes", "2"])])
+def test_sample_in_processes_of_its_own(folder, how):
+    asked = ["sample", "mine", "--prompt", "abcdefg", "--tokens", "9", "--temperature", "0", *how]
+    command = [sys.executable, "-m", "jshard", *asked]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=800)
+    assert (done.returncode, done.stdout) == (0, "abcdefghabcdefgh\n"), done.stderr
+
+
+def test_what_the_run_had_counts_and_not_what_its_file_says_now(run, tmp_path):
+    now = """
+import dataclasses
+made = RECIPES["micro"]()
+RECIPES = {"micro": lambda: dataclasses.replace(made, model=dataclasses.replace(made.model, n_head=4))}
+"""
+    (tmp_path / "other.py").write_text(USERS_FILE + now)
+    asked = ["eval", "mine", "--json"]
+    assert run(*asked, "--model", tmp_path / "other.py") == run(*asked)
+
+
+def test_export_knows_the_run(run, folder):
+    code, text = run("ckpt", "export", "mine", "own")  # rotary positions: GPT-2 has none
+    assert code == 0 and text.endswith(": model.safetensors\n")
+    assert not (folder / "own" / "config.json").exists()
