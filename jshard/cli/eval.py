@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
             where=[f"the run's  {stored.data['description']} ({stored.data['fingerprint']})"]
             + [f"here  {data.description} ({data.fingerprint})"],
             why="the files have changed, or the run did not have them from its command line.",
-            do=f"{shlex.join(['jshard', 'eval', str(args.path), '--data', *map(str, own or ['FOLDER'])])}  # as they are now",
+            do=shlex.join(["jshard", "eval", str(args.path), "--data", *map(str, own or ["FOLDER"])]),
         )
     check_vocabulary(recipe, data.tokenizer)
     mesh = args.open_mesh()
