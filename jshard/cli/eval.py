@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -50,8 +49,7 @@ def run(argv: Sequence[str]) -> int:
             where=[f"the run's  {stored.data['description']} ({stored.data['fingerprint']})"]
             + [f"here  {data.description} ({data.fingerprint})"],
             why="the files have changed, or the run did not have them from its command line.",
-            do=shlex.join(["jshard", "eval", str(args.path), "--data", *map(str, own or ["FOLDER"])])
-            + "  # as they are now",
+            do="put the files back as the run had them; or name those that are meant, with --data.",
         )
     check_vocabulary(recipe, data.tokenizer)
     mesh = args.open_mesh()

@@ -43,6 +43,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from jshard import _compat
 from jshard.data.worker_pool import MODEL_FILE
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.plan import ShardPlan
@@ -355,6 +356,10 @@ def _pick(module: Any, path: Path) -> ModelFile:
             where=str(path),
             why="`jshard train` needs RECIPES, build and annotate in it.",
             do="jshard init gpt my_gpt.py  # an example; python -m pydoc jshard.recipes.model_file explains it",
+        )
+    if hasattr(module, "generate"):
+        _compat.warn_user(
+            f"{path}: generate is no longer called; a model writes text by its method `decode`, or whole."
         )
     named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
     named = {name: value for name, value in named.items() if value is not None}

@@ -31,6 +31,7 @@ def recipe_of(name, **config):
 def sampler_of(name, mesh, draw, **config):
     recipe = recipe_of(name, **config)
     model = new_model(FILES[name], recipe, mesh)
+    nnx.update(model, jax.tree.map(lambda x: 5 * x, nnx.state(model, nnx.Param)))  # attention counts for something
     return model, Sampler(model, mesh, window=recipe.sequence_length, num_ids=256, draw=draw)
 
 
@@ -57,7 +58,7 @@ def test_the_likeliest_tokens_are_those_of_the_whole_forward_pass(name, sizes, c
     call = nnx.jit(lambda model, ids: model(ids).astype(jnp.float32))
     scores = np.asarray(call(model, np.tile(text, (8, 1))))[0, 4:-1, :256]
     best = np.take_along_axis(scores, text[5:, None].astype(int), axis=1)[:, 0]
-    slack = 0.02 if config.get("compute_dtype") else 1e-5  # two may be as likely as each other, up to rounding
+    slack = 0.2 if config.get("compute_dtype") else 1e-4  # two may be as likely as each other, up to rounding
     np.testing.assert_allclose(best, scores.max(1), atol=slack)
     assert scores.max(1).min() > np.median(scores) + 5 * slack
 
