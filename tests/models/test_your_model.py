@@ -131,7 +131,7 @@ def test_the_page_is_true(tmp_path):
     assert not {name for name in dry_run.files if name.startswith("runs")}
     out = folder / "runs" / "my_model-small"
     names = {path.name for path in out.iterdir() if path.name[0] != "."}
-    assert names - {"tensorboard"} == {"checkpoints", "loss.png", "metrics.jsonl", "run.json"}
+    assert names - {"tensorboard"} == {"checkpoints", "loss.png", "metrics.jsonl", "run.json", "sample.txt"}
     assert numbers_in(out / "checkpoints") == {20, 30, 40}
 
     # Ctrl-C saves the step at work, and the next run begins there.
