@@ -31,7 +31,8 @@ from jshard.train.run_folder import RunFolder
 
 _RUNS = Path("runs")
 # Options that a resumed run takes over.
-_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "tokenizer", "init_from", "checkpoints")
+_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "held_out", "text_key", "dtype", "tokenizer", "init_from")
+_WHAT += ("checkpoints",)
 _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
 
 
@@ -59,6 +60,7 @@ class Request:
         """The options that say what is trained."""
         absolute = {  # a run may be resumed from another folder
             "data": [path.absolute() for path in self.args.data],
+            "held_out": [path.absolute() for path in self.args.held_out],
             "tokenizer": self.args.tokenizer and self.args.tokenizer.absolute(),
             "init_from": self.args.init_from and str(place_of(self.args.init_from)),
         }
@@ -201,6 +203,7 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     as_path = lambda path: path and Path(path)
     as_given = {
         "data": lambda paths: tuple(map(Path, paths)),
+        "held_out": lambda paths: tuple(map(Path, paths)),
         "tokenizer": as_path,
         "init_from": as_path,
         "unit": tuple,

@@ -92,7 +92,7 @@ def _train(request: Request) -> int:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
         say(whole_line(f"it goes on with: {again}"))
         return launch.stopped_code(finished.stopped_by)
-    _say_result(request, finished, say)
+    _say_result(request, data, finished, say)
     return 0
 
 
@@ -105,28 +105,40 @@ def _devices() -> str:
     return line if jax.process_count() == 1 else f"{line}, {jax.process_count()} processes"
 
 
-def _say_result(request: Request, finished: Finished, say: Any) -> None:
+def _say_result(request: Request, data: Data, finished: Finished, say: Any) -> None:
     if finished.sample is not None:
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in finished.sample)
         say(f"\na sample; its first words are of held-out text:\n{textwrap.indent(shown, '    ')}")
     names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
     if finished.val_loss is not None:
-        unit = " nats per byte" if request.args.tokenizer is None else " nats per token"
+        unit = " nats per byte" if isinstance(data.tokenizer, ByteTokenizer) else " nats per token"
         unit = "" if request.model_file.data is not None else unit  # only its file knows what the loss is
         say(f"\nvalidation loss {finished.val_loss:.4f}{unit} after {finished.step} steps")
     say(f"{finished.out}/: {'  '.join(names)}")
 
 
+_OF_DATA = ("data", "tokenizer", "held_out", "text_key", "dtype")
+
+
 def _data(request: Request) -> Data:
     args, recipe = request.args, request.recipe
-    if request.model_file.data is not None and (args.data or args.tokenizer):
+    given = [f"--{name.replace('_', '-')}" for name in _OF_DATA if getattr(args, name)]
+    if request.model_file.data is not None and given:
         raise ShardingError(
             "The model file brings its own data.",
-            where=f"--data and --tokenizer, {request.model_file.path}: data(recipe)",
+            where=f"{' and '.join(given)}, {request.model_file.path}: data(recipe)",
             why="they are read as text only where the file has no `data`.",
             do="leave the options away, or take `data` out of the file.",
         )
     if (data := own_data(request)) is not None:
         return data
     tokenizer = ByteTokenizer() if args.tokenizer is None else HuggingFaceTokenizer(args.tokenizer)
-    return load_text(args.data, sequence_length=recipe.sequence_length, tokenizer=tokenizer)
+    return load_text(
+        args.data,
+        sequence_length=recipe.sequence_length,
+        tokenizer=tokenizer,
+        held_out=args.held_out,
+        text_key=args.text_key or "text",
+        dtype=args.dtype,
+        vocab_size=getattr(recipe.model, "vocab_size", None),
+    )
