@@ -27,6 +27,7 @@ T = TypeVar("T")
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 Options = Literal["fastest", "memory", "none"]
+Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as of jshard.data.files, which brings numpy
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
 
 
@@ -203,7 +204,14 @@ class TrainArgs(RecipeArgs):
     options: Options = "fastest"
     """Options of the compiler, as of js.compiler_options; on a CPU all are none."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
-    """Text files, or folders of them; by default the sources of Python's standard library."""
+    """Files to train on: text, .jsonl, .parquet, .bin and .npy of token ids, and folders of them or of Hugging Face
+    datasets; as PATH=WEIGHT each gives its part of the samples. By default the sources of Python's standard library."""
+    held_out: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
+    """The same, for the validation loss; by default it is a twentieth of --data."""
+    text_key: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Key, or column, of a document's text; by default text."""
+    dtype: Dtype | None = None
+    """Dtype of the token ids in .bin files."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A Hugging Face tokenizer.json; by default every byte is a token. Needs the extra `hf`."""
     workers: Count = 0

@@ -18,6 +18,7 @@ from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
 from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse_mesh, parse_steps
 from jshard.cluster.compile import Variant, as_text
 from jshard.data import Data, Tokenizer
+from jshard.data.files import Dtype
 from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
 from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
@@ -32,7 +33,8 @@ from jshard.train.run_folder import RunFolder
 
 _RUNS = Path("runs")
 # Options that a resumed run takes over.
-_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "tokenizer", "init_from", "checkpoints")
+_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "held_out", "text_key", "dtype", "tokenizer", "init_from")
+_WHAT += ("checkpoints",)
 _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
 
 
@@ -60,6 +62,7 @@ class Request:
         """The options that say what is trained."""
         absolute = {  # a run may be resumed from another folder
             "data": [path.absolute() for path in self.args.data],
+            "held_out": [path.absolute() for path in self.args.held_out],
             "tokenizer": self.args.tokenizer and self.args.tokenizer.absolute(),
             "init_from": self.args.init_from and str(place_of(self.args.init_from)),
         }
@@ -202,6 +205,7 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     as_path = lambda path: path and Path(path)
     as_given = {
         "data": lambda paths: tuple(map(Path, paths)),
+        "held_out": lambda paths: tuple(map(Path, paths)),
         "tokenizer": as_path,
         "init_from": as_path,
         "unit": tuple,
@@ -234,18 +238,37 @@ def own_data(model_file: ModelFile, recipe: Recipe) -> Data | None:
     return data
 
 
-def data_of(model_file: ModelFile, recipe: Recipe, paths: Sequence[Path], tokenizer: Path | None) -> Data:
-    """What the model file brings, or text."""
-    if model_file.data is not None and (paths or tokenizer):
+def data_of(
+    model_file: ModelFile,
+    recipe: Recipe,
+    data: Sequence[Path],
+    tokenizer: Path | None,
+    *,
+    held_out: Sequence[Path] = (),
+    text_key: str | None = None,
+    dtype: Dtype | None = None,
+) -> Data:
+    """What the model file brings, or what the files of a command line have."""
+    options = {"data": data, "tokenizer": tokenizer, "held_out": held_out, "text_key": text_key, "dtype": dtype}
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if model_file.data is not None and given:
         raise ShardingError(
             "The model file brings its own data.",
-            where=f"--data and --tokenizer, {model_file.path}: data(recipe)",
+            where=f"{' and '.join(given)}, {model_file.path}: data(recipe)",
             why="they are read as text only where the file has no `data`.",
             do="leave the options away, or take `data` out of the file.",
         )
-    if (data := own_data(model_file, recipe)) is not None:
-        return data
-    return load_text(paths, sequence_length=recipe.sequence_length, tokenizer=tokenizer_of(tokenizer))
+    if (own := own_data(model_file, recipe)) is not None:
+        return own
+    return load_text(
+        data,
+        sequence_length=recipe.sequence_length,
+        tokenizer=tokenizer_of(tokenizer),
+        held_out=held_out,
+        text_key=text_key or "text",
+        dtype=dtype,
+        vocab_size=getattr(recipe.model, "vocab_size", None),
+    )
 
 
 def tokenizer_of(path: Path | None) -> Tokenizer:
@@ -253,9 +276,10 @@ def tokenizer_of(path: Path | None) -> Tokenizer:
     return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
 
 
-def loss_unit(model_file: ModelFile, tokenizer: Path | None) -> str:
+def loss_unit(model_file: ModelFile, data: Data) -> str:
     """What the loss is counted in; nothing where only the model file knows."""
-    return "" if model_file.data is not None else " nats per byte" if tokenizer is None else " nats per token"
+    is_bytes = isinstance(data.tokenizer, ByteTokenizer)
+    return "" if model_file.data is not None else " nats per byte" if is_bytes else " nats per token"
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from jshard.cli._arguments import Count, open_mesh, parse_mesh, simulate_devices
 from jshard.cli._request import data_of, tokenizer_of
 from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
+from jshard.data.files import is_tokens, weighted
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFile, load_model_file
@@ -123,7 +124,15 @@ class StoredRun:
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """What turns text into the tokens that the model knows."""
         if self.model_file.data is None:
-            found = tokenizer_of(self.tokenizer_file(given))
+            file, paths = self.tokenizer_file(given), weighted(self.options.get("data", ()))[0]
+            if file is None and paths and all(map(is_tokens, paths)):
+                raise ShardingError(
+                    "What the token ids of the run stand for is not known.",
+                    where=f"{self.path}: {self.data['description']}",
+                    why="it was trained on files of ids, and without a tokenizer.",
+                    do="--tokenizer tokenizer.json  # the one that made the files",
+                )
+            found = tokenizer_of(file)
         else:
             found = data_of(self.model_file, self.recipe, (), given).tokenizer
         if found is None:

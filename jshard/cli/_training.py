@@ -16,6 +16,7 @@ from jshard import launch
 from jshard._processes import exchange
 from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, simulate_devices
 from jshard.cli._request import Request, data_of, explained, loss_unit, request_of
+from jshard.data import Data
 from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
@@ -48,7 +49,8 @@ def _train(request: Request) -> int:
     check_batch(request.recipe, mesh)
     expect = None if args.expect is None else ExpectedStep.read(args.expect, within=args.expect_within)
     # Before the plan: what cannot be read should not wait for it.
-    data = data_of(request.model_file, request.recipe, args.data, args.tokenizer)
+    how = {name: getattr(args, name) for name in ("held_out", "text_key", "dtype")}
+    data = data_of(request.model_file, request.recipe, args.data, args.tokenizer, **how)
     say = show if jax.process_index() == 0 else (lambda *text: None)
     say(_devices())
     compiler_options = js.compiler_options(None if args.options == "none" else args.options)
@@ -90,7 +92,7 @@ def _train(request: Request) -> int:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
         say(whole_line(f"it goes on with: {again}"))
         return launch.stopped_code(finished.stopped_by)
-    _say_result(request, finished, say)
+    _say_result(request, data, finished, say)
     return 0
 
 
@@ -108,12 +110,12 @@ def printable_text(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _say_result(request: Request, finished: Finished, say: Any) -> None:
+def _say_result(request: Request, data: Data, finished: Finished, say: Any) -> None:
     if finished.sample is not None:
         shown = textwrap.indent(printable_text(finished.sample), "    ")
         say(f"\na sample; its first words are of held-out text:\n{shown}")
     names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
     if finished.val_loss is not None:
-        unit = loss_unit(request.model_file, request.args.tokenizer)
+        unit = loss_unit(request.model_file, data)
         say(f"\nvalidation loss {finished.val_loss:.4f}{unit} after {finished.step} steps")
     say(f"{finished.out}/: {'  '.join(names)}")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -41,8 +41,9 @@ def run(argv: Sequence[str]) -> int:
         return code
     stored = StoredRun.read(args.path, model=args.model)
     model_file, recipe, tokenizer = stored.model_file, stored.recipe, stored.tokenizer_file(args.tokenizer)
-    own = [Path(path) for path in stored.options.get("data", ())]
-    data = data_of(model_file, recipe, args.data or own, tokenizer)
+    how: dict[str, Any] = {name: stored.options.get(name) for name in ("text_key", "dtype")}
+    own, apart = ([Path(path) for path in stored.options.get(name, ())] for name in ("data", "held_out"))
+    data = data_of(model_file, recipe, args.data or own, tokenizer, held_out=() if args.data else apart, **how)
     if not args.data and data.fingerprint != stored.data["fingerprint"]:
         raise ShardingError(
             "The data are not those of the run.",
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     mesh = args.open_mesh()
     check_batch(recipe, mesh)
     held, step = stored.held(mesh)
-    scalars, unit, more = evaluated(model_file, recipe, held, data), loss_unit(model_file, tokenizer), ""
+    scalars, unit, more = evaluated(model_file, recipe, held, data), loss_unit(model_file, data), ""
     loss = scalars["loss"]
     found = {"step": step, "data": data.description} | {f"val_{name}": value for name, value in scalars.items()}
     if unit.endswith("byte"):

@@ -4,6 +4,7 @@ from jshard.data.batches import local_rows as local_rows
 from jshard.data.loader import Data as Data
 from jshard.data.loader import DataError as DataError
 from jshard.data.loader import Loader as Loader
+from jshard.data.loader import Mixture as Mixture
 from jshard.data.loader import Sample as Sample
 from jshard.data.loader import Source as Source
 from jshard.data.text import ByteTokenizer as ByteTokenizer

@@ -6,10 +6,14 @@ makes up. A run whose batches have changed their size counts the samples of the 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Generator, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 Sample = dict[str, np.ndarray]
 Spec = dict[str, str]  # key -> shape and dtype in words
 
+_SEEDS = 2**32  # those that Grain takes
+_LONGEST_PERIOD = 100_000
 _NOT_NUMBERS = "OUSMm"  # numpy's kinds of objects, texts and dates
 
 
@@ -73,6 +79,95 @@ class Data:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Sources whose samples come in given proportions: a `Source` itself, of all their samples.
+
+    Of the first `n` samples of a run, for any `n`, a source with the part `w` of all weights has given `n * w`, but for
+    less than one. Each source is shuffled by itself, and begins anew when it is through.
+
+    Attributes:
+        sources: their samples are alike.
+        weights: one for each, above 0; `Fraction("0.1")` is a tenth, and `0.1` almost one. Without them the samples
+            of all are shuffled as those of one source.
+
+    Example:
+        >>> train = Mixture([web, code], [Fraction("0.7"), Fraction("0.3")])
+    """
+
+    sources: Sequence[Source]
+    weights: Sequence[Fraction | int] = ()
+
+    def __post_init__(self) -> None:
+        period = sum(self._whole)
+        if self.weights and not (
+            len(self.weights) == len(self.sources) and min(self._whole) > 0 and all(self._lengths)
+        ):
+            why = "each source has a weight above 0, and at least one sample."
+        elif period > _LONGEST_PERIOD:
+            why = f"the proportions repeat after {period} samples; after {_LONGEST_PERIOD} at the latest they have to."
+        else:
+            return
+        raise DataError(
+            "The sources cannot be mixed.",
+            where=f"weights {', '.join(map(str, self.weights))} of sources of {self._lengths} samples",
+            why=why,
+            do="give each a weight of few digits, such as 0.7 and 0.3.",
+        )
+
+    def __len__(self) -> int:
+        return sum(self._lengths)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        source = bisect.bisect_right(self._ends, index)
+        return self.sources[source][index - self._ends[source] + self._lengths[source]]
+
+    def order(self, seed: int) -> Any:
+        """Numbers of samples in the order of a run, without end."""
+        if not self.weights:
+            return _shuffled(0, len(self), seed)
+        parts = zip(self._ends, self._lengths, strict=True)
+        orders = [_shuffled(end - length, end, seed + i) for i, (end, length) in enumerate(parts)]
+        return _Turns(self._whole, orders)
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        return [len(source) for source in self.sources]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(self._lengths))
+
+    @functools.cached_property
+    def _whole(self) -> list[int]:
+        """The weights as whole numbers without a common divisor."""
+        exact = list(map(Fraction, self.weights))
+        unit = Fraction(math.gcd(*(f.numerator for f in exact)) or 1, math.lcm(*(f.denominator for f in exact)))
+        return [int(weight / unit) for weight in exact]
+
+
+class _Turns:
+    """The sample of any number in the run, of sources that take turns by whole weights, in a period of their sum."""
+
+    def __init__(self, weights: Sequence[int], orders: Sequence[Any]):
+        self._weights, self._orders = weights, orders
+        self._sources, self._before = [], []
+        given = [0] * len(weights)
+        # Of those that would not be ahead of their part by one, the one that would first be behind by one (the earliest
+        # deadline, which meets all). Grain's mix rounds 0.7 and 0.3 to 233 and 100.
+        for n in range(period := sum(weights)):
+            due = (i for i, weight in enumerate(weights) if given[i] * period < (n + 1) * weight)
+            source = min(due, key=lambda i: -(-(given[i] + 1) * period // weights[i]))
+            self._sources.append(source)
+            self._before.append(given[source])
+            given[source] += 1
+
+    def __getitem__(self, number: int) -> int:
+        period, place = divmod(number, len(self._sources))
+        source = self._sources[place]
+        return int(self._orders[source][period * self._weights[source] + self._before[place]])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reader:
     """Makes batches of a source; with it a source travels to worker processes."""
@@ -114,6 +209,8 @@ def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartErro
     where = f"data.{part}[{sample_id}], of a {type(source).__name__}"
     try:
         sample = source[sample_id]
+    except DataError as cause:
+        raise error(cause.what, where=[where, *cause.where], why=cause.why, do=cause.do) from cause
     except Exception as cause:
         raise error(
             "A sample cannot be read.",
@@ -160,7 +257,7 @@ class Loader:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**32:
+        if not 0 <= self.seed < _SEEDS:
             raise DataError(
                 "The seed cannot order the samples.",
                 where=f"seed={self.seed}",
@@ -245,9 +342,15 @@ class Loader:
         return spec_of(read_sample(self.data.train, "train", 0, DataError))
 
     def _order(self) -> Any:
-        import grain  # here: a model file that makes `Data`, or a dry run, does without it
+        train = self.data.train
+        return train.order(self.seed) if isinstance(train, Mixture) else _shuffled(0, len(train), self.seed)
 
-        return grain.MapDataset.range(len(self.data.train)).shuffle(self.seed).repeat()
+
+def _shuffled(start: int, stop: int, seed: int) -> Any:
+    """These numbers without end, in a new order each time round."""
+    import grain  # here: a model file that makes `Data`, or a dry run, does without it
+
+    return grain.MapDataset.range(start, stop).shuffle(seed % _SEEDS).repeat()
 
 
 def read_ahead(batch: Callable[[int], Any], num_batches: int, buffered: int = 2) -> Any:

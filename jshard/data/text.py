@@ -1,20 +1,20 @@
-"""Files of text as data: found, checked, turned into tokens, split into what is trained on and what is held out."""
+"""Files as data: texts turned into tokens, split into what is trained on and what is held out."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
-import os
-import sysconfig
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from jshard.data.loader import Data, DataError, Sample
+from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
+from jshard.data.loader import Data, DataError, Mixture, Sample, Source
 
 # What a tokenizer file may call the token between two texts, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -136,101 +136,41 @@ def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
     raise DataError(what, where=str(path), why=why, do=do) from cause
 
 
-_SHOWN = 10
-
-
-def _read_texts(paths: Sequence[str | Path]) -> dict[str, bytes]:
-    """The texts of files and folders by relative path, in its order; all that cannot be used is one `DataError`."""
-    texts: dict[str, bytes] = {}
-    places: set[Path] = set()
-    bad: dict[Path, str] = {}
-    skipped: dict[Path, str] = {}
-    for root in map(Path, paths):
-        read, others = _texts_in(root)
-        if not any(read.values()):
-            bad |= others or {root: "a folder without text (hidden files are left out)" if root.is_dir() else "empty"}
-            continue
-        skipped |= others
-        for path, text in read.items():
-            if path.resolve() not in places:  # a file that is given twice is read once
-                texts[_name(path, root, texts)] = text
-                places.add(path.resolve())
-    if bad:
-        raise DataError(
-            f"{len(bad)} of the files and folders given cannot be trained on.",
-            where=[f"{path}: {why}" for path, why in bad.items()],
-            why=f"--data takes text files in UTF-8, and folders that hold some; seen from {Path.cwd()}.",
-            do="correct or leave out those paths; iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8.",
-        )
-    if skipped:
-        listed = [f"\n  {path}: {why}" for path, why in skipped.items()]
-        more = f"\n  ... and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        warnings.warn(f"{len(skipped)} file(s) are left out of the text:{''.join(listed[:_SHOWN])}{more}", stacklevel=3)
-    return dict(sorted(texts.items()))
-
-
-def _texts_in(root: Path) -> tuple[dict[Path, bytes], dict[Path, str]]:
-    """The files at or below `root` that are text, and why others are not."""
-    texts: dict[Path, bytes] = {}
-    others: dict[Path, str] = {}
-
-    def unreadable(error: OSError) -> None:
-        others[Path(error.filename)] = f"{(error.strerror or repr(error)).lower()}"
-
-    files = []
-    for folder, folders, names in os.walk(root, onerror=unreadable) if root.is_dir() else ():
-        visible = sorted(name for name in folders if not name.startswith("."))
-        links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
-        others |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
-        folders[:] = [name for name in visible if name not in links]
-        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    for path in files if root.is_dir() else [root]:
-        try:
-            if path.exists() and not path.is_file():
-                raise ValueError("neither a file nor a folder")
-            text = path.read_bytes()
-            text.decode()
-            if b"\0" in text:
-                raise ValueError(f"a zero byte in position {text.index(0)}")
-            texts[path] = text
-        except OSError as error:
-            unreadable(error)
-        except ValueError as error:
-            others[path] = f"not text: {error}"
-    return texts, others
-
-
-def _name(path: Path, root: Path, taken: dict[str, bytes]) -> str:
-    # The last part of what was given stays in the name, so that two folders may hold equal names.
-    name = Path(Path(os.path.abspath(root)).name, path.relative_to(root)).as_posix()
-    return path.as_posix() if name in taken else name
-
-
-# Parts of the standard library that are not there everywhere (packagers split them off), or that
-# are tables and tests and not code that people read.
-_STDLIB_SKIPPED = frozenset(
-    "__pycache__ distutils encodings ensurepip idlelib lib2to3 pydoc_data site-packages "
-    "dist-packages test tests tkinter turtledemo turtle.py".split()
-)
 _HELD_OUT_PER_MILLE = 50
 _FEWEST_FILES_TO_SPLIT_BY = 20
 _BYTES = ByteTokenizer()
 
 
-def load_text(paths: Sequence[str | Path] = (), *, sequence_length: int, tokenizer: Tokenizer = _BYTES) -> Data:
-    """Reads text files, and folders of them recursively, in the order of their relative paths.
+def load_text(
+    paths: Sequence[str | Path] = (),
+    *,
+    sequence_length: int,
+    tokenizer: Tokenizer = _BYTES,
+    held_out: Sequence[str | Path] = (),
+    text_key: str = "text",
+    dtype: Dtype | None = None,
+    vocab_size: int | None = None,
+) -> Data:
+    """Reads files of text, of documents or of token ids, and folders of the first two recursively, by relative paths.
 
     A sample is `sequence_length` consecutive tokens, "inputs", and "targets", the same text one token later, both
     int32. About one file in twenty, picked by a hash of its relative path, is held out: adding a file moves no other
-    one across. With fewer than 20 files it is the last twentieth of each.
+    one across. With fewer than 20 files it is the last twentieth of each. Of documents (`.jsonl` and `.ndjson`, also
+    with `.gz`; `.parquet`; folders of Hugging Face datasets) each counts as a file. Token ids (`.bin`, `.npy`) stay on
+    the disk, and the last twentieth of each file is held out.
 
     Text is UTF-8 without zero bytes. In a folder, hidden files and folders are left out, and what cannot be read as
     text is left out with a warning; a file that was named itself has to be text.
 
     Args:
-        paths: text files or folders of them; none means the sources of the standard library.
+        paths: files or folders; none means the sources of the standard library. As `"PATH=WEIGHT"`, all of them, each
+            gives that part of the samples, see `Mixture`.
         sequence_length: tokens per sample.
         tokenizer: bytes by default.
+        held_out: files or folders to hold out, in place of a part of `paths`.
+        text_key: key, or column, of a document's text.
+        dtype: of the ids in `.bin` files.
+        vocab_size: the model's: larger ids in a file are an error when they are read.
 
     Returns:
         The two parts as windows of tokens, "inputs" and "targets".
@@ -238,36 +178,95 @@ def load_text(paths: Sequence[str | Path] = (), *, sequence_length: int, tokeniz
     Raises:
         DataError: a path is missing, empty, unreadable or not text (all such paths in one message), or the text is
             shorter than a sequence.
+
+    Example:
+        >>> data = load_text(["train.bin"], held_out=["val.bin"], dtype="uint16", sequence_length=1024)
+        >>> data = load_text(["web.jsonl=0.7", "code.parquet=0.3"], sequence_length=1024, tokenizer=tokenizer)
     """
-    texts = _read_texts(paths) if paths else _stdlib_texts()
-    by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
-    train, held_out = _split(_encoded(texts, tokenizer), tokenizer, by_file)
-    origin = ", ".join(map(str, paths)) or "the Python standard library"
-    unit = "MB" if isinstance(tokenizer, ByteTokenizer) else f"M tokens ({tokenizer.name})"
+    files, weights = weighted(paths)
+    apart = list(map(Path, held_out))
+    has_bytes = isinstance(tokenizer, ByteTokenizer)
+    has_text = not files or not all(map(is_tokens, files + apart))
+    limits = {vocab_size, tokenizer.vocab_size if has_text or not has_bytes else None} - {None}
+
+    def read(paths: Sequence[Path], *, per_mille: int) -> list[_Tokenized]:
+        ids = [token_file(path, dtype, min(limits, default=None)) for path in paths if is_tokens(path)]
+        texts = [path for path in paths if not is_tokens(path)]
+        parts = [_token_part(file, per_mille) for file in ids]
+        if not texts and paths:
+            return parts
+        named, noun = read_texts(texts, text_key) if paths else (stdlib_texts(), "file")
+        return [_text_part(named, noun, tokenizer, per_mille), *parts]
+
+    parts, others = [], read(apart, per_mille=0) if apart else []
+    for group in [[path] for path in files] if weights else [files]:
+        parts += read(group, per_mille=0 if apart else _HELD_OUT_PER_MILLE)
+    unit = ("MB" if has_bytes else f"M tokens ({tokenizer.name})") if has_text else "M tokens"
+    train, kept = [part.train for part in parts], [part.train for part in others] or [part.held_out for part in parts]
     description = (
-        f"{len(texts)} file{'s' * (len(texts) > 1)} of {origin}: {train.size / 1e6:.2f} {unit} to train on, "
-        f"{held_out.size / 1e6:.2f} {unit.split()[0]} held out ({'by file' if by_file else 'the end of each file'})"
+        f"{_counted(parts)} of {', '.join(map(str, paths)) or 'the Python standard library'}: "
+        f"{sum(ids.size for ids in train) / 1e6:.2f} {unit} to train on, "
+        f"{sum(ids.size for ids in kept) / 1e6:.2f} {unit.split()[0]} held out "
+        f"({', '.join(map(str, apart)) or ' and '.join(dict.fromkeys(part.held_out_is for part in parts))})"
     )
-    _check_lengths({"to train on": train, "held out": held_out}, sequence_length, description)
+    sizes = (
+        {f"to train on from {path}": ids.size for path, ids in zip(files, train, strict=True)}
+        if weights
+        else {"to train on": max(ids.size for ids in train)}
+    )
+    _check_lengths(sizes | {"held out": max(ids.size for ids in kept)}, sequence_length, description)
+    prints = [_fingerprint(part, tokenizer, sequence_length) for part in parts + others]
     return Data(
-        train=TokenWindows(train, sequence_length),
-        held_out=TokenWindows(held_out, sequence_length),
+        train=_windows(train, sequence_length, weights),
+        held_out=_windows(kept, sequence_length),
         description=description,
-        fingerprint=_fingerprint(train, held_out, tokenizer, sequence_length),
+        fingerprint=" ".join(["text", *map("{}x".format, weights), *prints]),
         tokens_per_sample=sequence_length,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if has_text or not has_bytes else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokenized:
+    """Tokens that are together, on the disk or here."""
+
+    train: Any
+    held_out: Any
+    count: int
+    noun: str
+    held_out_is: str
+
+
+def _counted(parts: Sequence[_Tokenized]) -> str:
+    counts = {noun: sum(part.count for part in parts if part.noun == noun) for noun in {part.noun for part in parts}}
+    return " and ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in sorted(counts.items(), reverse=True))
+
+
+def _text_part(texts: Mapping[str, bytes], noun: str, tokenizer: Tokenizer, per_mille: int) -> _Tokenized:
+    by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
+    train, held_out = _split(_encoded(texts, tokenizer), tokenizer, by_file, per_mille)
+    return _Tokenized(train, held_out, len(texts), noun, f"by {noun}" if by_file else f"the end of each {noun}")
+
+
+def _token_part(file: TokenFile, per_mille: int) -> _Tokenized:
+    cut = file.size * (1000 - per_mille) // 1000
+    return _Tokenized(file.part(0, cut), file.part(cut, file.size), 1, "file", "the end of each file")
+
+
+def _windows(tokens: Sequence[Any], sequence_length: int, weights: Sequence[Fraction] = ()) -> Source:
+    sources = [TokenWindows(ids, sequence_length) for ids in tokens]
+    return sources[0] if len(sources) == 1 else Mixture(sources, weights)
 
 
 class TokenWindows:
     """Tokens as consecutive windows of one more than a sequence: a `Source` of inputs and targets.
 
     Args:
-        tokens: one text after another, of any integer dtype.
+        tokens: one text after another, of any integer dtype; an array or a `TokenFile`.
         sequence_length: length of the inputs.
     """
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int):
+    def __init__(self, tokens: np.ndarray | TokenFile, sequence_length: int):
         self._tokens = tokens
         self._length = sequence_length
 
@@ -280,18 +279,6 @@ class TokenWindows:
         return {"inputs": window[:-1], "targets": window[1:]}
 
 
-def _stdlib_texts() -> dict[str, bytes]:
-    root, texts = Path(sysconfig.get_paths()["stdlib"]), {}
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # site-packages may be very large
-        for name in files:
-            path = Path(folder, name)
-            is_generated = name.startswith("_sysconfigdata")  # different on each machine
-            if path.suffix == ".py" and name not in _STDLIB_SKIPPED and not is_generated:
-                texts[path.relative_to(root).as_posix()] = path.read_bytes()
-    return dict(sorted(texts.items()))
-
-
 def _encoded(texts: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     ending = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
@@ -299,20 +286,20 @@ def _encoded(texts: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, np.n
     return {name: np.concatenate([ids, ending]) for name, ids in zip(texts, encoded, strict=True)}
 
 
-def _split(encoded: Mapping[str, np.ndarray], tokenizer: Tokenizer, by_file: bool) -> tuple[np.ndarray, np.ndarray]:
+def _split(encoded: Mapping[str, np.ndarray], tokenizer: Tokenizer, by_file: bool, per_mille: int) -> tuple[Any, Any]:
     nothing = np.empty(0, np.min_scalar_type(tokenizer.vocab_size - 1))
     train, held_out = [nothing], [nothing]
     for name, tokens in encoded.items():
-        cut = tokens.size * (1000 - _HELD_OUT_PER_MILLE) // 1000
+        cut = tokens.size * (1000 - per_mille) // 1000
         if by_file:
-            cut = 0 if zlib.crc32(name.encode()) % 1000 < _HELD_OUT_PER_MILLE else tokens.size
+            cut = 0 if zlib.crc32(name.encode()) % 1000 < per_mille else tokens.size
         train.append(tokens[:cut])
         held_out.append(tokens[cut:])
     return np.concatenate(train), np.concatenate(held_out)
 
 
-def _check_lengths(parts: Mapping[str, np.ndarray], sequence_length: int, description: str) -> None:
-    short = {part: tokens.size for part, tokens in parts.items() if tokens.size <= sequence_length}
+def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: str) -> None:
+    short = {part: size for part, size in sizes.items() if size <= sequence_length}
     if not short:
         return
     longest = min(short.values()) - 1
@@ -327,8 +314,10 @@ def _check_lengths(parts: Mapping[str, np.ndarray], sequence_length: int, descri
     )
 
 
-def _fingerprint(train: np.ndarray, held_out: np.ndarray, tokenizer: Tokenizer, sequence_length: int) -> str:
+def _fingerprint(part: _Tokenized, tokenizer: Tokenizer, sequence_length: int) -> str:
+    train, held_out = part.train, part.held_out
     digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())
-    digest.update(train.data)
-    digest.update(held_out.data)
-    return f"text {digest.hexdigest()[:16]}"
+    for ids in (train, held_out):
+        for piece in ids.pieces() if isinstance(ids, TokenFile) else [ids]:
+            digest.update(piece.data)
+    return digest.hexdigest()[:16]

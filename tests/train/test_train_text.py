@@ -107,14 +107,14 @@ def test_all_bad_paths_are_named_at_once(tmp_path, book):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "hidden" / ".git").mkdir(parents=True)
     (tmp_path / "hidden" / ".git" / "config").write_text("text")
-    (tmp_path / "zero.bin").write_bytes(b"abc\0def")
+    (tmp_path / "zero.dat").write_bytes(b"abc\0def")
     (tmp_path / "latin1.txt").write_bytes("abcdé".encode("latin1") + b" fgh")
     os.mkfifo(tmp_path / "pipe")
     reasons = {
         "nowhere": "no such file or directory",
         "empty.txt": "empty",
         "hidden": "a folder without text (hidden files are left out)",
-        "zero.bin": "not text: a zero byte in position 3",
+        "zero.dat": "not text: a zero byte in position 3",
         "latin1.txt": "not text: 'utf-8' codec can't decode byte 0xe9 in position 4: invalid continuation byte",
         "pipe": "not text: neither a file nor a folder",
     }

@@ -1,0 +1,370 @@
+"""Files of data: found, checked, and read as texts, as documents with a text each, or as token ids in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import gzip
+import json
+import os
+import shlex
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jshard.data.loader import DataError
+from jshard.errors import FourPartError, MissingExtraError
+
+Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+
+_SHOWN = 10
+_TOKENS = (".bin", ".npy")
+_STRINGS = ("str", "string", "large_string")  # as Python and Arrow call their types
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+# How to make files that can be read of some that cannot; {} is the file.
+_INSTEAD = {
+    ".zst": "zstd -d {}",
+    ".xz": "xz -dk {}",
+    ".bz2": "bzip2 -dk {}",
+    ".gz": "gunzip -k {}",
+    ".zip": "unzip {}",
+    ".tar": "tar -xf {}",
+    ".tgz": "tar -xf {}",
+    ".arrow": "give the folder that `save_to_disk` wrote, and not a file in it: {}",
+    ".npz": "python -c 'import numpy as np, sys; f = np.load(sys.argv[1]); np.save(\"tokens.npy\", f[f.files[0]])' {}",
+}
+# Parts of the standard library that are not there everywhere (packagers split them off), or that
+# are tables and tests and not code that people read.
+_STDLIB_SKIPPED = frozenset(
+    "__pycache__ distutils encodings ensurepip idlelib lib2to3 pydoc_data site-packages "
+    "dist-packages test tests tkinter turtledemo turtle.py".split()
+)
+
+
+def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
+    """The files in `PATH` or `PATH=WEIGHT`, and their weights; none where no file has one."""
+    found, weights = [], []
+    for given in map(str, paths):
+        path, _, text = given.rpartition("=")
+        if not path or os.path.exists(given):
+            found.append(Path(given))
+            continue
+        try:
+            weights.append(Fraction(text))
+        except (ValueError, ZeroDivisionError):
+            weights.append(Fraction(0))
+        if weights[-1] <= 0:
+            why, do = f"{text!r} is not a number above 0.", f"--data {shlex.quote(f'{path}=0.5')}  # or =1/3"
+            raise DataError("A weight cannot be read.", where=f"--data {given}", why=why, do=do)
+        found.append(Path(path))
+    if weights and len(weights) < len(found):
+        raise DataError(
+            "Some of the data have a weight and some have none.",
+            where=f"--data {shlex.join(map(str, paths))}",
+            why=f"{len(weights)} of {len(found)} have one: how often the others come is not said.",
+            do=f"--data {' '.join(shlex.quote(f'{path}=1') for path in found)}",
+        )
+    return found, weights
+
+
+# Texts, and documents.
+
+
+def read_texts(paths: Sequence[Path], text_key: str) -> tuple[dict[str, bytes], str]:
+    """Texts by name, and what one is called; all paths that cannot be used are one `DataError`.
+
+    A file of documents gives one for each, called by the path and a number; another file is a text. Both in the order
+    of their relative paths.
+    """
+    texts: dict[str, list[bytes]] = {}
+    places: set[Path] = set()
+    bad: dict[Path, str] = {}
+    skipped: dict[Path, str] = {}
+    for root in paths:
+        read, others = _texts_in(root, text_key)
+        if not any(map(any, read.values())):
+            bad |= others or {root: "a folder without text (hidden files are left out)" if root.is_dir() else "empty"}
+            continue
+        skipped |= others
+        for path, found in read.items():
+            if path.resolve() not in places:  # a file that is given twice is read once
+                texts[_name(path, root, texts)] = found
+                places.add(path.resolve())
+    if bad:
+        tools = [_INSTEAD[path.suffix].format(path) for path in bad if path.suffix in _INSTEAD and path.is_file()]
+        iconv = "iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8."
+        raise DataError(
+            f"{len(bad)} of the files and folders given cannot be trained on.",
+            where=[f"{path}: {why}" for path, why in bad.items()],
+            why=f"--data takes text in UTF-8, {', '.join(_JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
+            f"Hugging Face datasets; seen from {Path.cwd()}.",
+            do="\n".join(tools) or f"correct or leave out those paths; {iconv}",
+        )
+    if skipped:
+        listed = [f"\n  {path}: {why}" for path, why in skipped.items()]
+        more = f"\n  ... and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+        warnings.warn(f"{len(skipped)} file(s) are left out of the text:{''.join(listed[:_SHOWN])}{more}", stacklevel=4)
+    flat = {
+        name if len(found) == 1 else f"{name}:{number}": text
+        for name, found in sorted(texts.items())
+        for number, text in enumerate(found)
+    }
+    return flat, "file" if len(flat) == len(texts) else "document"
+
+
+def _texts_in(root: Path, text_key: str) -> tuple[dict[Path, list[bytes]], dict[Path, str]]:
+    """The texts in the files at or below `root`, and why other files have none."""
+    texts: dict[Path, list[bytes]] = {}
+    others: dict[Path, str] = {}
+
+    def unreadable(error: OSError) -> None:
+        others[Path(error.filename or root)] = f"{(error.strerror or repr(error)).lower()}"
+
+    files = []
+    is_saved = is_dataset(root)
+    for folder, folders, names in os.walk(root, onerror=unreadable) if root.is_dir() and not is_saved else ():
+        visible = sorted(name for name in folders if not name.startswith("."))
+        links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
+        others |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
+        folders[:] = [name for name in visible if name not in links]
+        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    for path in files if root.is_dir() and not is_saved else [root]:
+        try:
+            if path.exists() and not path.is_file() and not is_saved:
+                raise ValueError("neither a file nor a folder")
+            found = _documents(path, text_key)
+            texts[path] = [_text_of(path)] if found is None else [text for text in found if text]
+        except OSError as error:
+            unreadable(error)
+        except FourPartError:
+            raise
+        except (ValueError, EOFError) as error:
+            others[path] = f"not text: {error}"
+    return texts, others
+
+
+def _text_of(path: Path) -> bytes:
+    text = path.read_bytes()
+    text.decode()
+    if b"\0" in text:
+        raise ValueError(f"a zero byte in position {text.index(0)}")
+    return text
+
+
+def _name(path: Path, root: Path, taken: Mapping[str, Any]) -> str:
+    # The last part of what was given stays in the name, so that two folders may hold equal names.
+    name = Path(Path(os.path.abspath(root)).name, path.relative_to(root)).as_posix()
+    return path.as_posix() if name in taken else name
+
+
+def stdlib_texts() -> dict[str, bytes]:
+    """The sources of Python's standard library."""
+    root, texts = Path(sysconfig.get_paths()["stdlib"]), {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # site-packages may be very large
+        for name in files:
+            path = Path(folder, name)
+            is_generated = name.startswith("_sysconfigdata")  # different on each machine
+            if path.suffix == ".py" and name not in _STDLIB_SKIPPED and not is_generated:
+                texts[path.relative_to(root).as_posix()] = path.read_bytes()
+    return dict(sorted(texts.items()))
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether it is a folder that Hugging Face's `save_to_disk` wrote."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _documents(path: Path, text_key: str) -> Iterator[bytes] | None:
+    """The texts of a file or a dataset of documents; None for another file."""
+    if path.name.lower().endswith(_JSON_LINES):
+        return _json_lines(path, text_key)
+    if path.suffix.lower() == ".parquet":
+        return _column(path, _parquet(path, text_key), text_key)
+    return _column(path, _dataset(path), text_key) if is_dataset(path) else None
+
+
+def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                entry, why = None, f"it is no JSON: {error}."
+            else:
+                why = f"it is no object of keys and values, but a {type(entry).__name__}."
+            if not isinstance(entry, dict):
+                where, do = f"{path}, line {number}", f"sed -n {number}p {shlex.quote(str(path))}  # shows the line"
+                raise DataError("A line cannot be read as a document.", where=where, why=why, do=do)
+            text = entry.get(text_key)
+            if not isinstance(text, str):
+                kinds = {key: type(value).__name__ for key, value in entry.items()}
+                raise _no_text(f"{path}, line {number}", text_key, kinds)
+            yield text.encode(errors="replace")
+
+
+def _parquet(path: Path, text_key: str) -> Iterator[Any]:
+    """Tables of at most some thousand rows, the first of them without any: it has all columns."""
+    file = _pyarrow(path).parquet.ParquetFile(path)
+    yield file.schema_arrow.empty_table()
+    yield from file.iter_batches(columns=[text_key])
+
+
+def _dataset(path: Path) -> Iterator[Any]:
+    """The same of a folder that `save_to_disk` wrote; of several splits the one to train on."""
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        if "train" not in splits:
+            raise DataError(
+                "The dataset has no split to train on.",
+                where=str(path),
+                why=f"its splits are {', '.join(splits)}; 'train' is read by itself.",
+                do=f"--data {shlex.quote(str(path / splits[0]))}",
+            )
+        path = path / "train"
+    pyarrow = _pyarrow(path)
+    for file in json.loads((path / "state.json").read_text())["_data_files"]:
+        with pyarrow.memory_map(str(path / file["filename"])) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+            yield stream.schema.empty_table()
+            yield from stream
+
+
+def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]:
+    for table in tables:
+        kinds = {field.name: str(field.type) for field in table.schema}
+        if kinds.get(text_key) not in _STRINGS:
+            raise _no_text(str(path), text_key, kinds)
+        for text in table.column(text_key).to_pylist():
+            yield (text or "").encode(errors="replace")
+
+
+def _no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
+    strings = [key for key, kind in kinds.items() if kind in _STRINGS]
+    near = difflib.get_close_matches(text_key, strings, n=1, cutoff=0.0)
+    why = f"it has {', '.join(map(repr, kinds)) or 'nothing'}, and no {text_key!r}."
+    if text_key in kinds:
+        why = f"its {text_key!r} is of type {kinds[text_key]}."
+    do = f"--text-key {shlex.quote(near[0])}" if near else "write the texts as strings; token ids as .npy or .bin."
+    return DataError("A document has no text of that name.", where=where, why=why, do=do)
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError(
+            "Parquet and Hugging Face datasets need a package that is not installed.",
+            where=str(path),
+            why=f"{error}.",
+            do="pip install 'jshard[arrow]'",
+        ) from error
+    return pyarrow
+
+
+# Token ids.
+
+_PIECE = 1 << 16  # tokens of a file that are read at once
+_PIECES = 256  # of a large file, spread evenly, that are looked at beforehand
+
+
+def is_tokens(path: Path) -> bool:
+    """Whether a file is one of token ids, by its name."""
+    return path.suffix.lower() in _TOKENS and not path.is_dir()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """The ids `start` to `stop` of a file, which stay on the disk; ids beyond `vocab_size` are an error when read."""
+
+    path: Path
+    dtype: np.dtype
+    start: int
+    stop: int
+    header_bytes: int = 0
+    vocab_size: int | None = None
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, stop, _ = where.indices(self.size)
+        ids = self._mapped[self.start + start : self.start + stop]
+        if self.vocab_size is not None and ids.size and not (ids.min() >= 0 and ids.max() < self.vocab_size):
+            at = int(np.argmax((ids < 0) | (ids >= self.vocab_size)))
+            raise DataError(
+                "A token id is beyond the vocabulary.",
+                where=f"{self.path}: token {self.start + start + at}",
+                why=f"read as {self.dtype} it is {ids[at]}; the vocabulary has the ids 0 to {self.vocab_size - 1}.",
+                do=f"--set model.vocab_size={max(int(ids.max()) + 1, 1)}\nor another --dtype, or the --tokenizer that "
+                "made the file, if text is read beside it.",
+            )
+        return ids
+
+    def part(self, start: int, stop: int) -> TokenFile:
+        """Some of them."""
+        return dataclasses.replace(self, start=self.start + start, stop=self.start + stop)
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """All of a small file; of a large one as many as can be read at once in a moment, spread evenly."""
+        for at in range(0, self.size, max(_PIECE, -(-self.size // _PIECES))):
+            yield self[at : at + _PIECE]
+
+    @functools.cached_property
+    def _mapped(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.header_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_mapped"}  # a worker maps the file itself
+
+
+def token_file(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:
+    """The ids in a `.npy` file, or in a `.bin` file of that dtype without a header."""
+    try:
+        found = _npy(path, vocab_size) if path.suffix.lower() == ".npy" else _bin(path, dtype, vocab_size)
+    except OSError as error:
+        why = f"{(error.strerror or repr(error)).lower()}; seen from {Path.cwd()}."
+        raise _no_tokens(str(path), why, "ls -l *.bin *.npy  # shows those that are here") from error
+    head = found._mapped[: _PIECE // 16]
+    if found.size > 64 and not head[1::2].any() and head[0::2].any():
+        wide = f"uint{found.dtype.itemsize * 16}"
+        why = f"read as {found.dtype}, every second of its first {head.size} ids is 0: it looks like {wide}."
+        raise _no_tokens(str(path), why, f"--dtype {wide}")
+    return found
+
+
+def _bin(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:
+    size = path.stat().st_size
+    if dtype is None:
+        why = f"a .bin file of {size} bytes does not say in which dtype its ids are."
+        raise _no_tokens(str(path), why, "--dtype uint16  # as nanoGPT writes them; or uint8, uint32, int32, int64")
+    count, rest = divmod(size, np.dtype(dtype).itemsize)
+    if rest or not count:
+        why = f"{size} bytes are no whole number of ids of {np.dtype(dtype).itemsize} bytes each, and at least one."
+        raise _no_tokens(f"{path} --dtype {dtype}", why, "--dtype uint8  # or the one that the file was written in")
+    return TokenFile(path, np.dtype(dtype), 0, count, vocab_size=vocab_size)
+
+
+def _npy(path: Path, vocab_size: int | None) -> TokenFile:
+    try:
+        array = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise _no_tokens(str(path), f"it is no .npy file of numbers: {error}.", "numpy.save(path, ids)") from error
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
+        why = f"it has the shape {array.shape} and the dtype {array.dtype}; ids are whole numbers in one dim."
+        raise _no_tokens(str(path), why, 'numpy.save(path, ids.ravel().astype("uint16"))')
+    return TokenFile(path, array.dtype, 0, array.size, array.offset, vocab_size)
+
+
+def _no_tokens(where: str, why: str, do: str) -> DataError:
+    return DataError("The token ids cannot be read.", where=where, why=why, do=do)
