@@ -18,6 +18,7 @@ import tyro
 
 from jshard import launch
 from jshard._live import fitted
+from jshard.cli._config import with_config
 from jshard.errors import MeshError, ShardingError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     twice, of which the parser would take the last, is a `ShardingError`.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
+    argv = with_config(argv, hints) if "config" in hints else argv
     appends = {name for name, hint in hints.items() if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())}
     words = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
     for name, count in collections.Counter(words).items():
@@ -194,6 +196,8 @@ class TrainArgs(RecipeArgs):
     was lost (the same command with --resume goes on), 1 the run failed, 130 stopped by Ctrl-C.
     """
 
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A run as JSON or TOML, as --print-config prints it, or a part of that; what is given here counts instead."""
     steps: Count | None = None
     """Optimizer steps, instead of the recipe's."""
     seed: Count | None = None
@@ -276,11 +280,15 @@ class TrainArgs(RecipeArgs):
         """The arguments, but for --resume."""
         words = [str(self.model)]
         given = dataclasses.replace(self, out=self.out or out, resume=False)
+        base = type(self)(self.model)
+        if self.config is not None:
+            base = parse(type(self), [str(self.model), "--config", str(self.config)], command="jshard train")
+            words += ["--config", str(self.config)]
         for field in dataclasses.fields(given)[1:]:
             value, option = getattr(given, field.name), f"--{field.name.replace('_', '-')}"
             if field.name in ("set", "unit"):
                 words += [word for one in value for word in (option, one)]
-            elif value != field.default:
+            elif field.name != "config" and value != getattr(base, field.name):
                 values = value if isinstance(value, tuple) else () if value is True else (value,)
                 words += [option, *map(str, values)]
         return words

@@ -15,7 +15,8 @@ from flax import nnx
 import jshard as js
 from jshard.checkpoint.buckets import BucketPath
 from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
-from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse_mesh, parse_steps
+from jshard.cli._arguments import TrainArgs, parse_mesh, parse_steps
+from jshard.cli._config import NOT_IN_FILES, as_setting, check_keys, leaves, read_config
 from jshard.cluster.compile import Variant, as_text
 from jshard.data import Data, Tokenizer
 from jshard.data.files import Dtype
@@ -95,27 +96,22 @@ class Request:
         )
 
     def config(self) -> dict[str, Any]:
-        """Everything, as JSON."""
-        args = self.args
-        options = {"workers": args.workers, "processes": args.processes, "init_from": args.init_from}
+        """Everything, as JSON, and as `--config` takes it."""
+        options = {key: value for key, value in vars(self.args).items() if key not in NOT_IN_FILES}
         return {
-            "model_file": str(self.model_file.name),
+            "model_file": str(self.args.model),
             "recipe_name": self.name,
             "recipe": tree(self.recipe),
-            "mesh": dict(open_mesh(self.sizes, devices=num_devices(self.sizes)).shape),
-            "data": [str(path) for path in args.data],
-            "tokenizer": None if args.tokenizer is None else str(args.tokenizer),
-            "out": None if self.out is None else str(self.out),
-            "options": tree({**options, "track": self.track}),
+            **tree(options | {"out": self.out}),
             "versions": versions(),
         }
 
 
 def request_of(args: TrainArgs) -> Request:
     """Reads the model file, and of a run that is resumed its record."""
-    given = args
     _check(args)
     model_file = load_model_file(args.model)
+    given = args = _without_config(args, model_file)
     out = args.out
     if args.resume:
         out = out or RunFolder.newest(_RUNS, f"{model_file.path.stem}-{model_file.recipe(args.recipe)[0]}")
@@ -137,6 +133,20 @@ def request_of(args: TrainArgs) -> Request:
         check_profile(profile, num_steps=recipe.num_steps)
     model_file = model_file.with_units(parse_units(args.unit))
     return Request(args, given, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
+
+
+def _without_config(args: TrainArgs, model_file: ModelFile) -> TrainArgs:
+    """The arguments, with the values of a `--config` that differ from the recipe's as settings."""
+    if args.config is None:
+        return args
+    config, settings = read_config(args.config), []
+    name, recipe = model_file.recipe(args.recipe)
+    if config.get("recipe_name", name) == name:  # another one on the command line brings its own values
+        found, has = leaves(config.get("recipe", {})), leaves(tree(recipe))
+        check_keys(found, has, f"--config {args.config}, recipe")
+        own = {key for option, key in _KEYS.items() if getattr(args, option) is not None}
+        settings = [as_setting(*item) for item in found.items() if item[1] != has[item[0]] and item[0] not in own]
+    return dataclasses.replace(args, config=None, set=_settings(settings, args.set))
 
 
 def _check(args: TrainArgs) -> None:

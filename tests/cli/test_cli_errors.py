@@ -1,5 +1,6 @@
 """How a command ends: exit codes, four parts or a traceback, `--debug`, pipes, Ctrl-C; and `--print-config`."""
 
+import dataclasses
 import enum
 import json
 import os
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from jshard import cli
+from jshard.cli._arguments import TrainArgs, parse
+from jshard.cli._config import NOT_IN_FILES
 from jshard.errors import MeshError, RunError
 from jshard.recipes.recipe import tree, versions
 
@@ -155,14 +158,65 @@ def test_config_is_the_resolved_tree(capsys):
         "--recipe tiny --steps 7 --set model.n_layer=3 --mesh replica=1,fsdp=8 --data text.txt --tokenizer tok.json"
         " --out runs/a --workers 2 --track tensorboard",
     )
-    assert list(read) == "model_file recipe_name recipe mesh data tokenizer out options versions".split()
+    fields = [field.name for field in dataclasses.fields(TrainArgs) if field.name not in NOT_IN_FILES]
+    assert list(read) == ["model_file", "recipe_name", "recipe", *fields, "versions"]
     assert read["recipe"]["class"] == "Recipe"
     assert read["recipe"]["num_steps"] == 7
     assert read["recipe"]["model"]["class"] == "GPTConfig"
     assert read["recipe"]["model"]["n_layer"] == 3
-    assert read["mesh"] == {"replica": 1, "fsdp": 8, "tensor": 1}
+    assert read["mesh"] == "replica=1,fsdp=8"  # as asked: other machines have other devices
     assert (read["data"], read["tokenizer"], read["out"]) == (["text.txt"], "tok.json", "runs/a")
-    assert read["options"] == {"workers": 2, "processes": 1, "init_from": None, "track": ["tensorboard"]}
+    assert (read["workers"], read["init_from"], read["track"]) == (2, None, ["tensorboard"])
+
+
+OPTIONS = (
+    "--recipe tiny --steps 7 --set model.n_layer=3 --mesh fsdp=4 --data a.bin=1/3 b.txt=2/3 --dtype uint16 --track"
+)
+OPTIONS += " --unit remat=full --unit prefetch=2 --expect-within 0.1 --workers 2"
+
+
+def test_what_is_printed_says_the_run_again(capsys, tmp_path):
+    said = config(capsys, OPTIONS)
+    (tmp_path / "run.json").write_text(json.dumps(said))
+    given = f"--config {tmp_path / 'run.json'}"
+    assert cli.main(["train", *given.split(), "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out) == said
+    # The command line counts instead, and so does what is edited; the line of a restart says both.
+    said["recipe"]["learning_rate"] = 0.25
+    (tmp_path / "run.json").write_text(json.dumps(said))
+    words = f"gpt {given} --steps 9 --workers 0 --set model.n_layer=2 --mesh fsdp=2 --print-config"
+    args = parse(TrainArgs, words.split(), command="jshard train")
+    for line in (words.split(), args.words()):
+        assert cli.main(["train", *line]) == 0
+        read = json.loads(capsys.readouterr().out)
+        assert (read["recipe"]["learning_rate"], read["recipe"]["num_steps"]) == (0.25, 9)
+        assert (read["recipe"]["model"]["n_layer"], read["workers"], read["mesh"]) == (2, 0, "fsdp=2")
+        assert read["data"] == said["data"] and read["unit"] == said["unit"]
+
+
+def test_a_config_may_be_a_part_in_toml(capsys, tmp_path):
+    (tmp_path / "run.toml").write_text("mesh = {fsdp = 4}\nworkers = 3\n[recipe.model]\nn_layer = 5\n")
+    read = config(capsys, f"--config {tmp_path / 'run.toml'}")
+    assert (read["recipe"]["model"]["n_layer"], read["workers"], read["mesh"]) == (5, 3, "fsdp=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("worker = 3", ": worker\n*do:    workers, in place of worker; "),
+        ("[recipe]\nlearn_rate = 3", ", recipe: learn_rate\n*do:    learning_rate, in place of learn_rate; "),
+        ("[recipe]\nlearning_rate = 'many'", "learning_rate takes float, not 'many'"),
+        ("mesh", "it is no TOML: "),
+        ("recipe = 3", "it is a table of options"),
+        (None, "no such file"),
+    ],
+)
+def test_a_config_that_cannot_be_meant_is_refused(capsys, tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "run.toml").write_text(text)
+    assert cli.main(["train", "gpt", "--config", str(tmp_path / "run.toml"), "--print-config"]) == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in says.split("*")), said
 
 
 def test_versions():

@@ -1,0 +1,93 @@
+"""A run as a file: `--config` takes what `--print-config` prints, as JSON, or the same in TOML, or a part of it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jshard.errors import ShardingError
+
+_OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys that are not called as their options
+# What a command does now, and what the keys of "recipe" say.
+NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
+
+
+def with_config(argv: Sequence[str], options: Collection[str]) -> list[str]:
+    """The arguments, and those of the file in `--config` that they do not give; `options` are all there are."""
+    path = next((_value(argv, i) for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
+    if path is None:
+        return list(argv)
+    config = read_config(Path(path))
+    check_keys(config, {*_OPTIONS, "recipe", "versions", *options} - (NOT_IN_FILES - {"recipe"}), f"--config {path}")
+    given = {word.partition("=")[0].replace("_", "-") for word in argv}
+    has_model = argv[0][:1] != "-"
+    model = argv[:1] if has_model else [str(config["model_file"])] if "model_file" in config else []
+    words = []
+    for key, value in config.items():
+        option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
+        if key not in ("model_file", "recipe", "versions") and option not in given:
+            words += _words(option, value)
+    return [*model, *words, *argv[has_model:]]
+
+
+def _value(argv: Sequence[str], place: int) -> str | None:
+    _, equals, value = argv[place].partition("=")
+    return value if equals else next(iter(argv[place + 1 : place + 2]), None)
+
+
+def _words(option: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):  # degrees of a mesh
+        value = ",".join(f"{axis}={degree}" for axis, degree in value.items())
+    values = list(map(str, value)) if isinstance(value, list) else [str(value)]
+    return [word for one in values for word in (option, one)] if option == "--unit" else [option, *values]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file, as a tree of dicts."""
+    why = ""
+    try:
+        text = path.read_text()
+        config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
+            why = 'it is a table of options, with another one of settings as "recipe".'
+    except OSError as error:
+        config, why = {}, f"{(error.strerror or repr(error)).lower()}."
+    except ValueError as error:
+        config, why = {}, f"it is no {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}."
+    if why:
+        do = "jshard train gpt --print-config > gpt.json  # writes such a file"
+        raise ShardingError("The configuration cannot be read.", where=f"--config {path}", why=why, do=do)
+    return config
+
+
+def check_keys(found: Collection[str], known: Collection[str], where: str) -> None:
+    """Raises for keys of a file that are none, with the nearest that is."""
+    unknown = [key for key in found if key not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.0)
+        raise ShardingError(
+            "The configuration has keys that there are not.",
+            where=[f"{where}: {key}" for key in unknown],
+            why=f"the keys are {', '.join(sorted(known))}.",
+            do=f"{near[0]}, in place of {unknown[0]}; or leave it out.",
+        )
+
+
+def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a tree, by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def as_setting(key: str, value: Any) -> str:
+    """A value as `--set` takes it."""
+    values = value if isinstance(value, list) else [value]
+    return f"{key}={','.join(str(one).lower() if one is None or isinstance(one, bool) else str(one) for one in values)}"
