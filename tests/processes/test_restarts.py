@@ -202,7 +202,7 @@ def test_a_supervisor_that_is_started_anew_joins_again(lost):
 
 def test_fewer_go_on_without_process_0_and_all_again_when_it_is_back():
     actions = {0: "wait then wait then done", 1: "wait then wait then done", 2: "wait then wait then done"}
-    with ClusterOf(3, actions, meshes={2: "fsdp=4"}, wait_s=3.0) as cluster:
+    with ClusterOf(3, actions, meshes={2: "fsdp=4"}, wait_s=10.0) as cluster:
         for process in range(3):
             cluster.reads(process, f"process {process} is up")
         cluster.kill(0)
