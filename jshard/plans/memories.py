@@ -247,7 +247,10 @@ class _Lazy:
     """A traced function whose results are computed one by one, each with what it needs and was not there."""
 
     def __init__(self, function: Callable[..., list], arguments: Sequence) -> None:
-        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments))
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
+        closed = jax.make_jaxpr(function)(*shapes)
+        if any(map(_is_call, closed.jaxpr.eqns)):  # of a whole tree: all of it would be needed at once
+            closed = jax.make_jaxpr(lambda *xs: _without_calls(closed, xs))(*shapes)
         self._inputs, self._results = closed.jaxpr.invars, closed.jaxpr.outvars
         self._arguments = dict(zip(self._inputs, arguments, strict=True))
         self._known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -288,3 +291,21 @@ class _Lazy:
 
     def _value(self, v: Any) -> Any:
         return v.val if isinstance(v, jex.Literal) else self._known[v]
+
+
+def _is_call(eqn: Any) -> bool:
+    """Whether an equation is a `jax.jit` that asks for nothing but its results."""
+    asked = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return eqn.primitive.name == "jit" and not any(isinstance(x, jax.sharding.Sharding) for x in asked)
+
+
+def _without_calls(closed: Any, arguments: Sequence) -> list:
+    """The results of a program, each function in it that was jitted traced equation by equation."""
+    jaxpr = closed.jaxpr
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
+    value = lambda v: v.val if isinstance(v, jex.Literal) else known[v]
+    for eqn in jaxpr.eqns:
+        values = list(map(value, eqn.invars))
+        found = _without_calls(eqn.params["jaxpr"], values) if _is_call(eqn) else _compat.bind(eqn, values)
+        known |= dict(zip(eqn.outvars, found, strict=True))
+    return list(map(value, jaxpr.outvars))

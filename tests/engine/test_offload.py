@@ -20,6 +20,7 @@ from jshard.api.gradients import LossScale, scaled_value_and_grad
 from jshard.api.init import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
+from jshard.plans import memories
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
@@ -148,6 +149,26 @@ def test_nothing_is_computed_in_host_memory_and_what_is_frozen_is_fetched_for_th
     assert {eqn.primitive.name for eqn in on_host_in(jaxpr)} <= MOVES
     outside = [e for e in jaxpr.eqns if e.primitive.name == "device_put" and _compat.on_host(e.invars[0].aval)]
     assert outside and {e.outvars[0].aval.shape for e in outside} == {(CONFIG.width, CONFIG.hidden)}
+
+
+def test_what_jits_the_whole_tree_is_updated_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """As `optax.adamw` does where jax keeps the calls of `jax.jit(..., inline=True)`."""
+    monkeypatch.setattr(memories, "_PART_BYTES", 1)
+    model = annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="optimizer")
+    decayed = optax.stateless(lambda updates, params: jax.jit(jax.tree.map, static_argnums=0)(jnp.add, updates, params))
+    optimizer = abstract_optimizer(model, optax.chain(optax.trace(0.9), decayed, optax.trace(0.9)))
+    graphdef, state = nnx.split((model, optimizer))
+
+    def step(state: Any) -> Any:
+        model, optimizer = nnx.merge(graphdef, state, copy=True)
+        optimizer.update(model, nnx.state(model, nnx.Param))
+        return nnx.state((model, optimizer))
+
+    eqns = jax.make_jaxpr(step)(state).jaxpr.eqns
+    behind = {v for e in eqns if e.primitive.name == "optimization_barrier" for v in e.outvars}
+    puts = [e for e in eqns if e.primitive.name == "device_put"]
+    fetched = [e.invars[0] for e in puts if e.params["devices"] == (jax.memory.Space.Device,)]
+    assert fetched and behind.issuperset(fetched)
 
 
 def test_activations_go_to_the_host():
