@@ -164,9 +164,9 @@ def series_at(path: Place) -> Place | None:
     return None
 
 
-def checkpoint_at(path: Place, step: int | None = None) -> Place:
+def checkpoint_at(given: str | os.PathLike[str], step: int | None = None) -> Place:
     """The checkpoint that a path means, whether it is damaged or not."""
-    path = place_of(path)
+    path = place_of(given)
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if step is not None:

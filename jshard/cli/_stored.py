@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jshard import checkpoint, launch
 from jshard.cli._arguments import Count, open_mesh, parse_mesh, simulate_devices
+from jshard.cli._config import as_setting
 from jshard.cli._request import data_of, tokenizer_of
 from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
@@ -107,7 +108,7 @@ class StoredRun:
             options=record["options"],
             data=record["data"],
             model_file=file.with_units(parse_units(record["options"].get("unit", ()))),
-            recipe=override(recipe, [f"{key}={_as_setting(then)}" for key, then in found]),
+            recipe=override(recipe, [as_setting(*setting) for setting in found]),
         )
 
     def held(self, mesh: Mesh) -> tuple[HeldModel, int]:
@@ -144,8 +145,3 @@ class StoredRun:
             )
         check_vocabulary(self.recipe, found)
         return found
-
-
-def _as_setting(value: Any) -> str:
-    """A value of run.json as --set takes it."""
-    return ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)

@@ -187,10 +187,11 @@ def load_text(
     apart = list(map(Path, held_out))
     has_bytes = isinstance(tokenizer, ByteTokenizer)
     has_text = not files or not all(map(is_tokens, files + apart))
-    limits = {vocab_size, tokenizer.vocab_size if has_text or not has_bytes else None} - {None}
+    limits = [vocab_size, tokenizer.vocab_size if has_text or not has_bytes else None]
+    limit = min((size for size in limits if size is not None), default=None)
 
     def read(paths: Sequence[Path], *, per_mille: int) -> list[_Tokenized]:
-        ids = [token_file(path, dtype, min(limits, default=None)) for path in paths if is_tokens(path)]
+        ids = [token_file(path, dtype, limit) for path in paths if is_tokens(path)]
         texts = [path for path in paths if not is_tokens(path)]
         parts = [_token_part(file, per_mille) for file in ids]
         if not texts and paths:

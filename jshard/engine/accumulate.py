@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.context import during
-from jshard.engine.partitioner import over_axes
+from jshard.engine.inner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, Value
 from jshard.engine.stored import gather, inner_dims, reduce_gradient
 from jshard.errors import CallError

@@ -21,8 +21,8 @@ from jshard.engine.accumulate import gathered_copies
 from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
+from jshard.engine.inner import over_axis
 from jshard.engine.mixing import batch_size, note_layers, warn_of_whole
-from jshard.engine.partitioner import over_axis
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Gradient, Program, abstract, differentiable, evaluate_jaxpr, picked, trace_call

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.partitioner import JOINED, over_axis_p
+from jshard.engine.inner import FUSED, over_axis_p
 from jshard.engine.rules import Shard, Value
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import FSDP, INNER_AXES, batch_axes, degree, inner_axes
@@ -19,7 +19,7 @@ from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement, axes_of
 
 SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
-_JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
+_SMALL_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
 
 
 def gather(value: Value, dtype: Any = None) -> jax.Array:
@@ -30,7 +30,7 @@ def gather(value: Value, dtype: Any = None) -> jax.Array:
     dim = _dim(x, placement)
     if dim is None:
         return x
-    join = lambda x: x if pieces else _joined(x, placement)  # pieces are of neighbours along `fsdp`
+    join = lambda x: x if pieces else _fused(x, placement)  # pieces are of neighbours along `fsdp`
     groups = [list(range(i, i + pieces)) for i in range(0, lax.axis_size(FSDP), pieces)] if pieces else None
     run = lambda x: lax.all_gather(join(x), FSDP, axis=dim, tiled=True, axis_index_groups=groups)
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
@@ -80,7 +80,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The first step: the sum over the shards, each with its part, in the reduce dtype."""
     dim = _dim(x, placement)
     assert dim is not None, "who asks has a dim to scatter along"
-    run = lambda x: lax.psum_scatter(_joined(x, placement), FSDP, scatter_dimension=dim, tiled=True)
+    run = lambda x: lax.psum_scatter(_fused(x, placement), FSDP, scatter_dimension=dim, tiled=True)
     x = _with_padding(x.astype(placement.reduce_dtype), placement)
     return _keep_other_axes(run, x, placement)(x)
 
@@ -103,7 +103,7 @@ def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, fi
     """
     together: dict[Any, list[int]] = {}
     for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-        if one.shards == 1 and x.size * x.dtype.itemsize < _JOINED_BYTES:
+        if one.shards == 1 and x.size * x.dtype.itemsize < _SMALL_BYTES:
             together.setdefault((x.dtype, one.reduce_dtype), []).append(i)
     found = {}
     for (dtype, reduce_dtype), at in together.items():
@@ -139,10 +139,10 @@ def inner_dims(placement: Placement, ndim: int, *, gathered: bool = False) -> di
     return {axis: dim for axis, dim in found.items() if dim >= 0 and not (gathered and axis in placement.axes)}
 
 
-def _joined(x: jax.Array, placement: Placement) -> jax.Array:
+def _fused(x: jax.Array, placement: Placement) -> jax.Array:
     """An array whose next collective is over inner axes, too, where its parameter is stored over them."""
     for axis in placement.axes:
-        x = over_axis_p.bind(x, axis=axis, dim=JOINED, beside=None) if axis in INNER_AXES else x
+        x = over_axis_p.bind(x, axis=axis, dim=FUSED, beside=None) if axis in INNER_AXES else x
     return x
 
 

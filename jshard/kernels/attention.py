@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard._text import CONTEXT, scope
+from jshard._text import CONTEXT as SAVED
+from jshard._text import scope
 from jshard.engine.context import note_attention, region_mesh
-from jshard.engine.partitioner import exchanged
+from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example
 from jshard.kernels.backend import (
     KernelError,
@@ -29,8 +30,7 @@ from jshard.kernels.backend import (
     place,
 )
 from jshard.kernels.ring import RingSettings, ring_attention
-from jshard.plans.mesh import CONTEXT as CONTEXT_AXIS
-from jshard.plans.mesh import TENSOR, degree
+from jshard.plans.mesh import CONTEXT, TENSOR, degree
 
 AttentionBackend = Literal["auto", "cudnn", "splash", "xla"]
 OverContext = Literal["auto", "heads", "ring"]
@@ -89,39 +89,55 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
-    over = _context_degree()
-    is_alone = bias is None and lengths is None
-    goes_round = over > 1 and _goes_round(
-        over_context, over, q, k, is_causal, is_alone and backend not in ("cudnn", "splash")
-    )
-    if over > 1 and not goes_round:
+    over, is_alone = _context_degree(), bias is None and lengths is None
+    may_go_round = is_alone and backend not in ("cudnn", "splash")
+    goes_round = over > 1 and _goes_round(over_context, over, q, k, is_causal, may_go_round)
+    has_all_positions = over > 1 and not goes_round
+    if has_all_positions:
         q, k, v = _with_all_positions(q, k, v)
     form = "xla" if goes_round else _form(backend, q, k, bias)
-    how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
-    run: Callable[..., jax.Array]
     if goes_round:
-        settings = RingSettings(
-            is_causal, q.shape[-1] ** -0.5 if scale is None else scale, queries_at_once or q.shape[1]
-        )
-        run = functools.partial(ring_attention, settings)
-    elif form == "cudnn":
-        how["bias"] = None if bias is None else bias.astype(q.dtype)
-        run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **how)
-    elif form == "splash":
-        run = _splash(q, is_causal=is_causal, scale=scale, lengths=lengths)
-    elif queries_at_once is None:
-        run = functools.partial(jax.nn.dot_product_attention, **how)
+        settings = RingSettings(is_causal, _factor(scale, q), queries_at_once or q.shape[1])
+        run: Callable[..., jax.Array] = functools.partial(ring_attention, settings)
     else:
-        is_alone = is_alone and is_causal
-        why = "queries_at_once is for causal attention without bias and lengths, of as many queries as keys."
-        check_shapes("attention", {"q": q, "k": k}, {}, [] if is_alone and q.shape[1] == k.shape[1] else [why])
-        run = functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
+        how: dict[str, Any] = {"bias": bias, "lengths": lengths, "is_causal": is_causal, "scale": scale}
+        run = _function(form, q, k, queries_at_once, **how)
     if note_attention():
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
         y = run(q, k, v)
-        y = _moved(y, 2, 1) if over > 1 and not goes_round else y
-        return checkpoint_name(y, CONTEXT) if form == "xla" else y
+        y = _moved(y, 2, 1) if has_all_positions else y
+        return checkpoint_name(y, SAVED) if form == "xla" else y
+
+
+def _function(
+    form: str,
+    q: jax.Array,
+    k: jax.Array,
+    queries_at_once: int | None,
+    *,
+    bias: jax.Array | None,
+    lengths: jax.Array | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Callable[..., jax.Array]:
+    """Of q, k and v, as a form has it."""
+    if form == "splash":
+        return _splash(_factor(scale, q), is_causal=is_causal, lengths=lengths)
+    if form == "xla" and queries_at_once is not None:
+        is_fit = bias is None and lengths is None and is_causal and q.shape[1] == k.shape[1]
+        why = "queries_at_once is for causal attention without bias and lengths, of as many queries as keys."
+        check_shapes("attention", {"q": q, "k": k}, {}, [] if is_fit else [why])
+        return functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
+    by_cudnn = {}
+    if form == "cudnn":
+        by_cudnn, bias = {"implementation": "cudnn"}, None if bias is None else bias.astype(q.dtype)
+    how = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
+    return functools.partial(jax.nn.dot_product_attention, **how, **by_cudnn)
+
+
+def _factor(scale: float | None, q: jax.Array) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 # ---- a sequence that is split over the mesh: each device has all positions of some heads for as long as it takes
@@ -130,7 +146,7 @@ def attention(
 def _context_degree() -> int:
     """Over how many devices the sequences of the model that is traced are split."""
     mesh = region_mesh()
-    return 1 if mesh is None else degree(mesh, CONTEXT_AXIS)
+    return 1 if mesh is None else degree(mesh, CONTEXT)
 
 
 def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool, is_alone: bool) -> bool:
@@ -147,13 +163,13 @@ def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool
         fitting = math.gcd(q.shape[2], over)
         raise KernelError(
             "attention cannot be split over the context axis.",
-            where=[f"mesh axis {CONTEXT_AXIS!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
+            where=[f"mesh axis {CONTEXT!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
             why="\n".join(f"{one}: {reason}" for one in tried for reason in reasons[one]),
             do=f"--mesh context={fitting}  # a degree that divides the heads",
         )
     if how == "auto" and heads_not and _is_16_bits(q) and not _cudnn_reasons(place(), q, k, None)[0]:
         _compat.warn_user(
-            f"attention goes round over {CONTEXT_AXIS}={over} in plain form, without cuDNN: {heads_not[0]}"
+            f"attention goes round over {CONTEXT}={over} in plain form, without cuDNN: {heads_not[0]}"
             ' js.kernels.attention(over_context="ring") says that this is meant.'
         )
     return next(one for one in tried if not reasons[one]) == "ring"
@@ -175,9 +191,9 @@ def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
     assert mesh is not None, "who asks has looked"
     tensor = degree(mesh, TENSOR)
     if tensor == 1 or x.shape[2] % (tensor * _context_degree()) or x.shape[3] % tensor:
-        return exchanged(x, CONTEXT_AXIS, old, new)
+        return exchanged(x, CONTEXT, old, new)
     held = lambda x, *dims: lax.with_sharding_constraint(x, NamedSharding(mesh, P(*dims)))
-    x = exchanged(held(x, None, None, None, TENSOR), CONTEXT_AXIS, old, new, 3)
+    x = exchanged(held(x, None, None, None, TENSOR), CONTEXT, old, new, 3)
     return held(x, None, None, TENSOR, None)
 
 
@@ -201,11 +217,8 @@ def _look_back(scale: float | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK
 _TPU_BLOCKS = 512, 256, 128  # positions of a block, as MaxText has them; the largest that divides the lengths
 
 
-def _splash(
-    q: jax.Array, *, is_causal: bool, scale: float | None, lengths: jax.Array | None
-) -> Callable[..., jax.Array]:
+def _splash(factor: float, *, is_causal: bool, lengths: jax.Array | None) -> Callable[..., jax.Array]:
     """JAX's splash attention: on the examples of a shard, and on a part of the heads over a `tensor` axis."""
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
 
     def examples(q_BHTK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, *real_B: jax.Array) -> jax.Array:
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds  # slow to import
@@ -239,15 +252,17 @@ def _splash_kernel(T: int, S: int, H: int, *, is_causal: bool) -> Callable[..., 
 
     one = splash_attention_mask.CausalMask((T, S), S - T) if is_causal else splash_attention_mask.FullMask((T, S))
     t, s = _tpu_block(T), _tpu_block(S)
-    return splash_attention_kernel.make_splash_mha(
+    assert t and s, "who asks has looked"
+    kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([one] * H),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=t, block_kv=s, block_q_dkv=t, block_kv_dkv=s, block_q_dq=t, block_kv_dq=s
         ),
         head_shards=1,
         q_seq_shards=1,
-        residual_checkpoint_name=CONTEXT,
+        residual_checkpoint_name=SAVED,
     )
+    return kernel
 
 
 def _tpu_block(length: int) -> int | None:

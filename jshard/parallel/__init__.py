@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard.engine.context import region_mesh
-from jshard.engine.partitioner import exchanged
+from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, degree

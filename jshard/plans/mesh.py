@@ -82,7 +82,7 @@ def mesh(
     return Mesh(np.array(ordered).reshape(sizes), axes, axis_types=types)
 
 
-def _in_torus(devices: Sequence[jax.Device], sizes: Sequence[int]) -> np.ndarray:
+def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """TPUs by their places in the torus of their slice; the outermost axes go over the slices, which share no torus."""
     slices = left = len({getattr(d, "slice_index", 0) for d in devices})
     over = []

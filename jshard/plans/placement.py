@@ -189,12 +189,12 @@ def place(
     _check_given(path, shape, named, unknown, given, degrees)
     free = [d for d in range(asked.stacked, len(shape)) if d >= len(given) or given[d] is None]
     taken = {n for entry in given for n in axes_of(entry)}
-    axes = tuple(a for a in (FSDP, *INNER_AXES) if degrees.get(a, 1) > 1 and a not in taken) or (FSDP,)
+    axes = [a for a in (FSDP, *INNER_AXES) if degrees.get(a, 1) > 1 and a not in taken] or [FSDP]
     degree = math.prod(degrees[a] for a in axes)
     dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degree, asked, pads)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
-        entries[dim] = axes if len(axes) > 1 else axes[0]
+        entries[dim] = tuple(axes) if len(axes) > 1 else axes[0]
     shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
     stored = jnp.dtype(dtype).name
     gathered = stored if precision.keeps(path) else precision.param or stored

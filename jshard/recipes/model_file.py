@@ -34,7 +34,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -82,8 +82,8 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[jax.Array, dict[
 
     @functools.wraps(loss_fn)
     def run(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        found = loss_fn(model, batch)
-        loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        found: Any = loss_fn(model, batch)
+        loss, metrics = cast(tuple[Any, Any], found if isinstance(found, tuple) and len(found) == 2 else (found, {}))
         _check_metrics(loss_fn, metrics)
         return loss, dict(metrics)
 

@@ -1,6 +1,7 @@
 """`js.kernels.attention`: the same numbers by cuDNN and in plain form, on one device and on data shards."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -57,7 +58,9 @@ def outcome(case: dict[str, Any], dtype: Any, **how: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case):
     exact = outcome(CASES[case], "float32", backend="xla")
-    close(outcome(CASES[case], "bfloat16", backend="cudnn"), exact, TOLERANCE["bfloat16"])
+    by_cudnn = functools.partial(outcome, CASES[case], "bfloat16", backend="cudnn")
+    assert "dot_product_attention_fwd" in str(jax.make_jaxpr(by_cudnn)())
+    close(by_cudnn(), exact, TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

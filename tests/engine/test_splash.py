@@ -71,38 +71,33 @@ class Model(nnx.Module):
         return js.kernels.attention(q, k, v, is_causal=True, backend=backend).astype(jnp.float32)
 
 
+def kernels_in(model: Model, x: jax.Array) -> list[Any]:
+    """The kernels of a step, whose numbers are those of the plain form."""
+
+    @nnx.jit(static_argnames="backend")
+    def step(model, x, backend):
+        return nnx.value_and_grad(lambda m: jnp.sin(m(x, backend)).sum())(model)
+
+    close(step(model, x, "splash"), step(model, x, "xla"))
+    graph, state = nnx.split(model)
+    program = jax.make_jaxpr(lambda state, x: step(nnx.merge(graph, state), x, "splash"))(state, x)
+    return [e for e in equations_run(program.jaxpr) if e.primitive.name == "pallas_call"]
+
+
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("minimal_flash", 1), ("dots", 1), ("full", 2)])
 def test_on_data_shards_it_runs_on_the_examples_of_each(remat, forwards):
     """Policies that keep "context" keep what its backward needs: forward runs once."""
     mesh = js.mesh(fsdp=4, devices=jax.devices()[:4])
     model = js.fully_shard(Model(), mesh=mesh, remat=remat)
     x = js.shard_batch(jnp.asarray(np.random.default_rng(2).normal(size=(8, 128, H, 3 * K)), jnp.float32), mesh)
-
-    @nnx.jit(static_argnames="backend")
-    def step(model, x, backend):
-        return nnx.value_and_grad(lambda m: jnp.sin(m(x, backend)).sum())(model)
-
-    close(step(model, x, "splash"), step(model, x, "xla"))
-    graph, state = nnx.split(model)
-    program = jax.make_jaxpr(lambda state, x: step(nnx.merge(graph, state), x, "splash"))(state, x)
-    kernels = [str(e.params["name"]) for e in equations_run(program.jaxpr) if e.primitive.name == "pallas_call"]
-    assert sum("splash_mha_fwd" in name for name in kernels) == forwards
+    assert sum("splash_mha_fwd" in str(e.params["name"]) for e in kernels_in(model, x)) == forwards
 
 
 def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads():
     mesh = js.mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     model = js.fully_shard(Model(), mesh=mesh)
     x = js.shard_batch(jnp.asarray(np.random.default_rng(2).normal(size=(4, 128, H, 3 * K)), jnp.float32), mesh)
-
-    @nnx.jit(static_argnames="backend")
-    def step(model, x, backend):
-        return nnx.value_and_grad(lambda m: jnp.sin(m(x, backend)).sum())(model)
-
-    close(step(model, x, "splash"), step(model, x, "xla"))
-    graph, state = nnx.split(model)
-    program = jax.make_jaxpr(lambda state, x: step(nnx.merge(graph, state), x, "splash"))(state, x)
-    shapes = {e.invars[-2].aval.shape for e in equations_run(program.jaxpr) if e.primitive.name == "pallas_call"}
-    assert {shape[:2] for shape in shapes} == {(2, H // 2)}
+    assert {e.invars[-2].aval.shape[:2] for e in kernels_in(model, x)} == {(2, H // 2)}
 
 
 @pytest.mark.parametrize(
