@@ -19,7 +19,7 @@ from tests.helpers import equations_run
 from tests.wide import wide
 
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
-OWN_TESTS = ("partitioner", "loops", "opaque", "ring")
+OWN_TESTS = ("inner", "loops", "opaque", "ring")
 """Modules of rules that have files of tests of their own, beside the cases here."""
 NOT_COMPILED = ("mulhi",)
 """Primitives that XLA of jax 0.12 cannot compile in any `jax.shard_map` on CPU."""
