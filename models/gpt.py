@@ -55,6 +55,8 @@ class GPTConfig:
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"  # of gradients on their way to each other
+    gather_dtype: str | None = None  # "float8_e4m3fn": matrices are sent in 8 bits, with scales
+    wire_dtype: str | None = None  # "bfloat16": gradients are sent in 16 bits, and summed in `reduce_dtype`
     remat: str = "none"
     offload: str | None = None  # "optimizer" or "params": what is in host memory
 
@@ -257,8 +259,8 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
-    low = config.compute_dtype != "float32"
-    precision = js.MixedPrecision(param=config.compute_dtype, reduce=config.reduce_dtype) if low else None
+    low = {"param": config.compute_dtype, "reduce": config.reduce_dtype} if config.compute_dtype != "float32" else {}
+    precision = js.MixedPrecision(**low, gather=config.gather_dtype, wire=config.wire_dtype)
     placement, stacked = (js.ShardPlacement(offload=config.offload, stacked=n) for n in (0, 1))
     settings = dict[str, Any](mesh=mesh, mixed_precision=precision, placement=placement)
     if config.scan:

@@ -57,6 +57,8 @@ class LlamaConfig:
     # Read by `annotate` only: an unsharded Llama computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"  # of gradients on their way to each other
+    gather_dtype: str | None = None  # "float8_e4m3fn": matrices are sent in 8 bits, with scales
+    wire_dtype: str | None = None  # "bfloat16": gradients are sent in 16 bits, and summed in `reduce_dtype`
     remat: str = "none"
 
     def __post_init__(self) -> None:
@@ -276,9 +278,8 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     check_heads(config, mesh.shape["tensor"])
     js.parallel.split(model, TENSOR)
-    precision = None
-    if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=config.compute_dtype, reduce=config.reduce_dtype)
+    low = {"param": config.compute_dtype, "reduce": config.reduce_dtype} if config.compute_dtype != "float32" else {}
+    precision = js.MixedPrecision(**low, gather=config.gather_dtype, wire=config.wire_dtype)
     for block in [model.blocks] if config.scan else model.blocks:
         placement = js.ShardPlacement(stacked=1 if config.scan else 0)
         js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=placement)

@@ -21,7 +21,7 @@ from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
 from jshard.cluster.compile import Variant
 from jshard.cluster.estimate import Machine
 from jshard.cluster.replay import Assumptions
-from jshard.inspect.communication import traffic_of
+from jshard.inspect.communication import FORWARD, traffic_of
 from jshard.inspect.explain import folded_units
 from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.memory import Activations, Memory, Saved, kept_bytes, memory_of, saved_arrays, summed
@@ -247,8 +247,8 @@ def _of_unit(
     """The collectives of one layer of a unit: (forward or backward, kind, seconds)."""
     of_unit = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
     for one in (t for t in traffic_of(of_unit) if t.group_size > 1):
-        phase = "forward" if one.purpose == "parameters for forward" else "backward"
-        group = group_along(dict(plan.mesh), one.axes)[: one.group_size]
+        phase = "forward" if one.purpose.startswith(FORWARD) else "backward"
+        group = group_along(dict(plan.mesh), one.axes)[:: one.apart][: one.group_size]
         yield phase, one.kind, assumptions.transfer_s(one.kind, one.full_bytes / layers, group)
 
 

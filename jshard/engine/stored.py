@@ -33,7 +33,27 @@ def gather(value: Value, dtype: Any = None) -> jax.Array:
     join = lambda x: x if pieces else _fused(x, placement)  # pieces are of neighbours along `fsdp`
     groups = [list(range(i, i + pieces)) for i in range(0, lax.axis_size(FSDP), pieces)] if pieces else None
     run = lambda x: lax.all_gather(join(x), FSDP, axis=dim, tiled=True, axis_index_groups=groups)
+    if (wire := placement.gather_wire) and not pieces and x.dtype == placement.gathered_dtype:
+        send, layers = run, x.ndim - len(placement.shape) + placement.layer_dims
+        run = lambda x: scaled_back(*map(send, scaled(x, wire, dim, layers)), wire, x.dtype)
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
+
+
+def scaled(x: jax.Array, dtype: Any, dim: int, layers: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Each row of `dim`, in each layer of the leading dims, in a dtype of 8 bits; and their scales.
+
+    As whole numbers, which no compiler widens: those for CPUs, and for GPUs before Hopper, send such floats in 16 bits.
+    """
+    others = tuple(d for d in range(max(layers, 0), x.ndim) if d != dim)
+    x, limits = x.astype(jnp.float32), jnp.finfo(jnp.float32)
+    scales = jnp.abs(x).max(others, keepdims=True) / float(jnp.finfo(dtype).max)
+    scales = jnp.maximum(scales, limits.tiny)  # of a row of zeros
+    return lax.bitcast_convert_type((x / scales).astype(dtype), jnp.uint8), scales
+
+
+def scaled_back(x: jax.Array, scales: jax.Array, dtype: Any, wanted: Any) -> jax.Array:
+    """What `scaled` was given, rounded, in another dtype."""
+    return (lax.bitcast_convert_type(x, dtype).astype(jnp.float32) * scales).astype(wanted)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -81,8 +101,27 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     dim = _dim(x, placement)
     assert dim is not None, "who asks has a dim to scatter along"
     run = lambda x: lax.psum_scatter(_fused(x, placement), FSDP, scatter_dimension=dim, tiled=True)
+    if placement.reduce_wire:
+        run = functools.partial(_summed_on_arrival, dim=dim, placement=placement)
     x = _with_padding(x.astype(placement.reduce_dtype), placement)
     return _keep_other_axes(run, x, placement)(x)
+
+
+def _summed_on_arrival(x: jax.Array, *, dim: int, placement: Placement) -> jax.Array:
+    """The reduce-scatter whose parts are sent in a narrower dtype than that of the sum.
+
+    Over several hosts parts are summed within each, so that what goes between them is a part of a host's sum.
+    """
+    degree = lax.axis_size(FSDP)
+    exchanges = placement.exchanges(degree)
+    x = x.reshape(*x.shape[:dim], *(size for size, _ in reversed(exchanges)), -1, *x.shape[dim + 1 :])
+    for number, (size, apart) in enumerate(exchanges, 1):
+        first = [i for i in range(degree) if i // apart % size == 0]
+        groups = [list(range(i, i + size * apart, apart)) for i in first] if size < degree else None
+        at, sent = dim + len(exchanges) - number, x.astype(placement.reduce_wire)
+        found = lax.all_to_all(sent, FSDP, split_axis=at, concat_axis=at, axis_index_groups=groups)
+        x = found.astype(x.dtype).sum(at)
+    return x
 
 
 def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:

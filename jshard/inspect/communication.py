@@ -16,17 +16,20 @@ from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
 
+FORWARD, BACKWARD = "parameters for forward", "parameters for backward"  # how these purposes begin
+
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """The collectives of one kind in a step."""
 
-    kind: str  # `all-gather`, `reduce-scatter` or `all-reduce`
+    kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, or `all-to-all` of what is summed on arrival
     axes: tuple[str, ...]  # the mesh axes that it runs over
     group_size: int  # devices of a group
     dtype: str  # dtype on the wire
     full_bytes: int  # bytes of the whole arrays, before they are split over the group
     purpose: str  # what it is for
+    apart: int = 1  # how far apart the devices of a group are on the axes
 
     @property
     def wire_bytes(self) -> float:
@@ -62,16 +65,37 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
         if same and leaf.trained:
             yield Traffic("all-reduce", same, num_same, reduce, reduced, "gradients of the replicated")
         return
-    yield Traffic("all-gather", axes, placement.degree, gather, full, "parameters for forward")
-    if reshard is not False:
-        over, size = (axes, placement.degree) if reshard is True else ((FSDP,), int(reshard))
-        yield Traffic("all-gather", over, size, gather, full, "parameters for backward")
+    yield from _gather(placement, axes, placement.degree, FORWARD)
+    if reshard is True:
+        yield from _gather(placement, axes, placement.degree, BACKWARD)
+    elif reshard is not False:  # what is kept is no longer in 8 bits
+        yield Traffic("all-gather", (FSDP,), int(reshard), gather, full, BACKWARD)
     if not leaf.trained:
         return
-    yield Traffic("reduce-scatter", axes, placement.degree, reduce, reduced, "gradients")
+    if placement.reduce_wire:
+        wire = placement.reduce_wire
+        sent = full // jnp.dtype(gather).itemsize * jnp.dtype(wire).itemsize
+        for size, apart in placement.exchanges(degrees[FSDP]):
+            yield Traffic("all-to-all", (FSDP,), size, wire, sent, "gradients, summed on arrival", apart)
+            sent //= size
+        inner, reduced = tuple(a for a in axes if a != FSDP), reduced // degrees[FSDP]
+        for axis in inner:
+            yield Traffic("reduce-scatter", (axis,), degrees[axis], reduce, reduced, "gradients, over inner axes")
+            reduced //= degrees[axis]
+    else:
+        yield Traffic("reduce-scatter", axes, placement.degree, reduce, reduced, "gradients")
     if same:
-        left = reduced // placement.degree
+        left = full // jnp.dtype(gather).itemsize * jnp.dtype(reduce).itemsize // placement.degree
         yield Traffic("all-reduce", same, num_same, reduce, left, "gradients, over replicas")
+
+
+def _gather(placement: Placement, axes: tuple[str, ...], degree: int, purpose: str) -> Iterator[Traffic]:
+    full, item = placement.gathered_bytes, jnp.dtype(placement.gathered_dtype).itemsize
+    if placement.gather_wire:
+        yield Traffic("all-gather", axes, degree, "float32", placement.scales_bytes, purpose + ", scales")
+        yield Traffic("all-gather", axes, degree, "uint8", full // item, f"{purpose}, {placement.gather_wire}")
+    else:
+        yield Traffic("all-gather", axes, degree, placement.gathered_dtype, full, purpose)
 
 
 def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, ...]:
@@ -284,7 +308,7 @@ def _compiled(windows: Iterable[Window]) -> _Elements:
 def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
     sums: Any = collections.defaultdict(collections.Counter)
     for t in traffic_of(plan):
-        if sync == "last" and t.purpose == "parameters for backward":
+        if sync == "last" and t.purpose.startswith(BACKWARD):
             continue  # gathered once, for all microbatches
         dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
         sums[CollectiveKind(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times

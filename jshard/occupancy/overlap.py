@@ -19,7 +19,7 @@ from jshard._text import duration
 from jshard.cluster.options import IN_FLIGHT, compiler_options
 from jshard.cluster.replay import Assumptions
 from jshard.errors import RunError
-from jshard.inspect.communication import Traffic, traffic_of
+from jshard.inspect.communication import FORWARD, Traffic, traffic_of
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.kernels.backend import Backend, Occupancy
 from jshard.occupancy import COPY_ENGINE, FOOTPRINTS, CommFootprint, OccupancyError, footprint, reserved_for, resident
@@ -290,7 +290,6 @@ def _by_measurement(measured: Measured, products: Sequence[MatrixProduct]) -> di
 # What a step takes if multiprocessors are left to collectives, against waiting for them: estimates.
 
 _BACKWARD = 2.0  # products of backward for one of forward
-_FORWARD = "parameters for forward"
 
 
 @dataclasses.dataclass
@@ -321,7 +320,7 @@ def step_times(plan: ShardPlan, assumptions: Assumptions, products: Sequence[Mat
     for unit in plan.units:
         sent_s = found.exposed_s if unit.name == plan.units[0].name else found.hidden_s
         for one, seconds in transfers(plan, unit, assumptions):
-            sent_s[one.purpose != _FORWARD] += seconds
+            sent_s[not one.purpose.startswith(FORWARD)] += seconds
         flops = sum(product.flops for product in products if product.unit == unit.name)
         forward_s = flops / (assumptions.flops_per_s * assumptions.matmul_efficiency)
         found.compute_s[0] += forward_s

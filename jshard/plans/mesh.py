@@ -235,6 +235,17 @@ def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(data_axes(mesh), *sequence))
 
 
+def hosts_along(mesh: AnyMesh, axis: str) -> int:
+    """Into how many groups of neighbours with fast links an axis is cut; 1 where that is not known, and on TPUs."""
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "tpu":
+        return 1
+    host = lambda device: device.process_index
+    if len(set(map(host, mesh.devices.flat))) == mesh.size:  # a process for each device: a slice is a host there
+        host = lambda device: getattr(device, "slice_index", 0)
+    hosts = np.vectorize(host)(np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)).reshape(-1, mesh.shape[axis])
+    return mesh.shape[axis] // math.gcd(mesh.shape[axis], *(np.flatnonzero(np.diff(hosts).any(0)) + 1).tolist())
+
+
 def num_processes(mesh: Mesh) -> int:
     """How many processes hold devices of the mesh."""
     return len({device.process_index for device in mesh.devices.flat})

@@ -38,6 +38,24 @@ class Placement:
     padding: int = 0  # rows of zeros at the end of `dim` in the stored array, without which it would not divide
     offload: str | None = None  # what of it is in host memory: `OPTIMIZER`, its state; `PARAMS`, the parameter too
     gathered: bool = True  # by its unit; False: what uses it works on the shards
+    gather_wire: str = ""  # the dtype in which it is sent when it is gathered, with scales; empty: `gathered_dtype`
+    reduce_wire: str = ""  # in which parts of its gradient are sent to be summed on arrival; empty: `reduce_dtype`
+    hosts: int = 1  # along `fsdp`, for that: it is summed within each of them, then between them
+
+    def exchanges(self, degree: int) -> tuple[tuple[int, int], ...]:
+        """Those of its gradient over `fsdp`, of that degree: the devices of a group, and how far apart they are."""
+        each = degree // self.hosts
+        return tuple((size, apart) for size, apart in ((each, 1), (self.hosts, each)) if size > 1)
+
+    @property
+    def layer_dims(self) -> int:
+        """How many leading dims are layers."""
+        return next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) >= self.layers)
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of the scales of all layers, gathered; 0 where it is sent without."""
+        return 4 * self.layers * self.stored_shape[self.dim] if self.gather_wire and self.dim is not None else 0
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -177,11 +195,13 @@ def place(
     *,
     pads: bool = True,
     ignored: bool = False,
+    hosts: int = 1,
 ) -> Placement:
     """Places one parameter of a logical shape, at a path from its unit.
 
     `given` are the mesh axes that the model itself asked for, one entry a dim. A dim that does not divide is stored
-    padded if `pads`, else the parameter is replicated, as if the annotation leaves it out (`ignored`).
+    padded if `pads`, else the parameter is replicated, as if the annotation leaves it out (`ignored`). `hosts` is how
+    many groups of neighbours `fsdp` is cut into.
     """
     named, rules = given, dict(asked.axis_rules)
     given = tuple(_kept(_ruled(entry, rules), degrees) for entry in given)
@@ -197,7 +217,11 @@ def place(
         entries[dim] = tuple(axes) if len(axes) > 1 else axes[0]
     shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
     stored = jnp.dtype(dtype).name
-    gathered = stored if precision.keeps(path) else precision.param or stored
+    keeps, is_matrix = precision.keeps(path), len(shape) - asked.stacked > 1
+    gathered = stored if keeps else precision.param or stored
+    scaled = precision.gather if is_matrix and not keeps and jnp.dtype(gathered).itemsize > 1 else None
+    reduced = precision.reduce or gathered
+    narrower = precision.wire is not None and jnp.dtype(precision.wire).itemsize < jnp.dtype(reduced).itemsize
     return Placement(
         shape=tuple(shape),
         dtype=stored,
@@ -206,12 +230,15 @@ def place(
         degree=1 if dim is None else degree,
         shards=shards,
         gathered_dtype=gathered,
-        reduce_dtype=precision.reduce or gathered,
+        reduce_dtype=reduced,
         because=because,
         layers=math.prod(shape[: asked.stacked]),
         padding=0 if dim is None else -shape[dim] % degree,
         offload=asked.offload if math.prod(shape[asked.stacked :]) >= asked.min_size else None,
         gathered=asked.gathered,
+        gather_wire=scaled or "" if dim is not None else "",
+        reduce_wire=precision.wire or "" if dim is not None and narrower else "",
+        hosts=hosts if dim is not None and narrower else 1,
     )
 
 

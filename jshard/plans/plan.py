@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jshard.errors import AnnotationError
+from jshard.plans.mesh import FSDP, hosts_along
 from jshard.plans.placement import Entry, Placement, place
 from jshard.plans.units import (
     Path,
@@ -245,6 +246,7 @@ def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path
         unit.policy.mixed_precision,
         pads=not (is_named(dotted(from_unit), asked.allow_replicated) or is_named(dotted(path), from_root)),
         ignored=any(leave_out(p, variable) for p in (from_unit, path)),
+        hosts=hosts_along(unit.mesh, FSDP) if unit.policy.mixed_precision.wire else 1,
     )
 
 

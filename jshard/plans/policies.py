@@ -21,6 +21,9 @@ Remat = str | Callable[..., Any]
 NONE, FULL, OFFLOADED, ATTENTION_AGAIN, SELECTIVE = "none", "full", "offload", "attention", "torchtitan_selective"
 
 
+_GATHERED_BY_SCALE = ("float8_e4m3fn", "float8_e5m2")
+
+
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes of a unit's computation and communication; the stored shard keeps its own dtype.
@@ -32,10 +35,21 @@ class MixedPrecision:
         cast_inputs: cast the unit's floating inputs to `param` before the call.
         keep: path patterns of parameters that are gathered, and so computed with, in their stored dtype, such as
             `("norm/*", "router/*")`; held against the end of the path from the unit.
+        gather: a dtype of 8 bits, "float8_e4m3fn" or "float8_e5m2", in which matrices are sent when they are gathered:
+            each row of the dim that is sharded is divided by a scale, largest value over largest of the dtype, that is
+            sent along in float32. The copy that computes has the dtype of `param`. Gradients pass it as if it were not
+            there. Vectors, what `keep` names and what is not sharded are not rounded.
+        wire: a narrower dtype than that of `reduce`, such as "bfloat16", in which the parts of gradients are sent: by
+            an all-to-all, summed on arrival in the dtype of `reduce`. Each part is rounded once. The sum over replicas,
+            of the shards alone, is as without it.
+
+    Raises:
+        AnnotationError: a dtype is not of the kind that its place needs.
 
     Example:
-        >>> js.MixedPrecision(param="bfloat16", reduce="float32")
-        MixedPrecision(param='bfloat16', reduce='float32', output=None, cast_inputs=True, keep=())
+        >>> half = js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn", wire="bfloat16")
+        >>> half.gather, half.wire
+        ('float8_e4m3fn', 'bfloat16')
     """
 
     param: str | None = None
@@ -43,25 +57,47 @@ class MixedPrecision:
     output: str | None = None
     cast_inputs: bool = True
     keep: tuple[str, ...] = ()
+    gather: str | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
-        for field in ("param", "reduce", "output"):
-            value = getattr(self, field)
-            if value is None:
-                continue
-            try:
-                dtype = jnp.dtype(value)
-            except TypeError:
-                dtype = None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-                raise AnnotationError(
-                    "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
-                    where=f"MixedPrecision({field}={value!r})",
-                    why="it is a floating dtype of 16 bits or more: a cast has no scale, as fp8 needs one.",
-                    do='js.MixedPrecision(param="bfloat16", reduce="float32"); fp8: docs/numerics.md.',
-                )
-            object.__setattr__(self, field, dtype.name)
+        for field in ("param", "reduce", "output", "gather", "wire"):
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, self._dtype(field, value))
+        reduce = self.reduce or self.param
+        if self.wire is not None and reduce is not None and jnp.dtype(self.wire).itemsize >= jnp.dtype(reduce).itemsize:
+            raise AnnotationError(
+                "What gradients are sent in is no narrower than what they are summed in.",
+                where=f"MixedPrecision(reduce={self.reduce!r}, wire={self.wire!r})",
+                why=f"they are summed in {reduce}: an exchange would send as much as a reduce-scatter.",
+                do='js.MixedPrecision(param="bfloat16", reduce="float32", wire="bfloat16")',
+            )
+
+    def _dtype(self, field: str, value: Any) -> str:
+        """The name of a dtype that a field takes."""
+        try:
+            dtype = jnp.dtype(value)
+        except TypeError:
+            dtype = None
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        if field == "gather" and is_float and dtype.name in _GATHERED_BY_SCALE:
+            return dtype.name
+        if field != "gather" and is_float and dtype.itemsize >= 2:
+            return dtype.name
+        if field == "gather":
+            raise AnnotationError(
+                "Parameters cannot be gathered in this dtype by scales.",
+                where=f"MixedPrecision(gather={value!r})",
+                why=f"it is one of {', '.join(_GATHERED_BY_SCALE)}; a gather in 16 bits is that of `param`.",
+                do='js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn")',
+            )
+        raise AnnotationError(
+            "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
+            where=f"MixedPrecision({field}={value!r})",
+            why="it is a floating dtype of 16 bits or more: a cast has no scale, as fp8 needs one.",
+            do='js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn")',
+        )
 
     def keeps(self, path: str) -> bool:
         """Whether the parameter at a path stays in its stored dtype."""
