@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -110,7 +110,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 def _summed_on_arrival(x: jax.Array, *, dim: int, placement: Placement) -> jax.Array:
     """The reduce-scatter whose parts are sent in a narrower dtype than that of the sum.
 
-    Over several hosts parts are summed within each, so that what goes between them is a part of a host's sum.
+    Over several hosts, parts are summed within each, so that what goes between them is a part of a host's sum.
     """
     degree = lax.axis_size(FSDP)
     exchanges = placement.exchanges(degree)
@@ -137,8 +137,9 @@ def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
 def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> list[Any]:
     """The gradients of a unit, summed: stored shards; those with two steps may be left after the first.
 
-    Small ones that are summed whole are copied together sooner than they are sent alone. What is split over other axes,
-    too, is not: it could not be joined without being gathered over them.
+    Small ones that are summed whole are copied together sooner than they are sent alone, and so are all that are summed
+    on arrival, as the compiler joins reductions and no exchanges. What is split over other axes, too, is not: it could
+    not be joined without being gathered over them.
     """
     together: dict[Any, list[int]] = {}
     for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
@@ -151,11 +152,31 @@ def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, fi
             whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
             parts = jnp.split(whole, list(itertools.accumulate(xs[i].size for i in at))[:-1])
             found |= {i: part.reshape(xs[i].shape) for i, part in zip(at, parts, strict=True)}
+    scattered = _exchanged_together(xs, placements)
     for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-        if i not in found:
-            run = reduce_scatter if first_step and has_two_steps(x, one, mesh) else reduce_gradient
-            found[i] = run(x, one, mesh)
+        is_first = first_step and has_two_steps(x, one, mesh)
+        if i in scattered:
+            found[i] = scattered[i] if is_first else sum_replicas(scattered[i], mesh).astype(x.dtype)
+        elif i not in found:
+            found[i] = reduce_scatter(x, one, mesh) if is_first else reduce_gradient(x, one, mesh)
     return [found[i] for i in range(len(xs))]
+
+
+def _exchanged_together(xs: Sequence[jax.Array], placements: Sequence[Placement]) -> dict[int, jax.Array]:
+    """The first step of the gradients of a unit that are summed on arrival, by their places, in one exchange."""
+    together: dict[Any, list[tuple[int, int]]] = {}
+    for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
+        if one.reduce_wire and (dim := _dim(x, one)) is not None and not _other_axes(x, one):
+            together.setdefault((one.reduce_dtype, one.reduce_wire, one.hosts), []).append((i, dim))
+    found = {}
+    for members in together.values():
+        ordered = [jnp.moveaxis(_with_padding(xs[i], placements[i]), dim, 0) for i, dim in members]
+        rows = [x.astype(placements[members[0][0]].reduce_dtype).reshape(lax.axis_size(FSDP), -1) for x in ordered]
+        (mine,) = _summed_on_arrival(jnp.concatenate(rows, 1), dim=0, placement=placements[members[0][0]])
+        parts = jnp.split(mine, list(itertools.accumulate(row.shape[1] for row in rows))[:-1])
+        for (i, dim), x, part in zip(members, ordered, parts, strict=True):
+            found[i] = jnp.moveaxis(part.reshape(-1, *x.shape[1:]), 0, dim)
+    return found
 
 
 def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
@@ -208,10 +229,14 @@ def _keep_other_axes(collective: Callable, x: jax.Array, placement: Placement) -
     In a partly manual region XLA would replicate a `tensor` axis before a collective over `fsdp`; being
     manual over it too, around just the collective, avoids that.
     """
-    manual = _compat.manual_axes()
-    automatic = lambda entry: tuple(n for n in axes_of(entry) if n not in manual) or None
-    kept = PartitionSpec(*map(automatic, placement.spec[len(placement.spec) - x.ndim :]))
-    names = {n for entry in kept for n in axes_of(entry)}
-    if not names:
+    if not (names := _other_axes(x, placement)):
         return collective
+    automatic = lambda entry: tuple(n for n in axes_of(entry) if n in names) or None
+    kept = PartitionSpec(*map(automatic, placement.spec[len(placement.spec) - x.ndim :]))
     return jax.shard_map(collective, in_specs=kept, out_specs=kept, axis_names=names, check_vma=False)
+
+
+def _other_axes(x: jax.Array, placement: Placement) -> set[str]:
+    """The axes that a parameter is split over, and that the compiler does."""
+    manual, spec = _compat.manual_axes(), placement.spec[len(placement.spec) - x.ndim :]
+    return {name for entry in spec for name in axes_of(entry) if name not in manual}
