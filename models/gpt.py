@@ -259,8 +259,8 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
-    low = {"param": config.compute_dtype, "reduce": config.reduce_dtype} if config.compute_dtype != "float32" else {}
-    precision = js.MixedPrecision(**low, gather=config.gather_dtype, wire=config.wire_dtype)
+    param, reduce = (config.compute_dtype, config.reduce_dtype) if config.compute_dtype != "float32" else (None, None)
+    precision = js.MixedPrecision(param=param, reduce=reduce, gather=config.gather_dtype, wire=config.wire_dtype)
     placement, stacked = (js.ShardPlacement(offload=config.offload, stacked=n) for n in (0, 1))
     settings = dict[str, Any](mesh=mesh, mixed_precision=precision, placement=placement)
     if config.scan:

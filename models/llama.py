@@ -278,8 +278,8 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     check_heads(config, mesh.shape["tensor"])
     js.parallel.split(model, TENSOR)
-    low = {"param": config.compute_dtype, "reduce": config.reduce_dtype} if config.compute_dtype != "float32" else {}
-    precision = js.MixedPrecision(**low, gather=config.gather_dtype, wire=config.wire_dtype)
+    param, reduce = (config.compute_dtype, config.reduce_dtype) if config.compute_dtype != "float32" else (None, None)
+    precision = js.MixedPrecision(param=param, reduce=reduce, gather=config.gather_dtype, wire=config.wire_dtype)
     for block in [model.blocks] if config.scan else model.blocks:
         placement = js.ShardPlacement(stacked=1 if config.scan else 0)
         js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=placement)

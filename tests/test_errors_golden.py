@@ -404,6 +404,8 @@ ERRORS: dict[str, Callable[[], object]] = {
     "js.parallel.hold: does not divide": lambda: hold(None, "tensor"),
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
+    "MixedPrecision: not in 8 bits": lambda: js.MixedPrecision(gather="bfloat16"),
+    "MixedPrecision: no narrower wire": lambda: js.MixedPrecision(param="bfloat16", wire="bfloat16"),
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
     "optimizer: padded parameters": lambda: nnx.grad(lambda model, x: model(x).mean())(
         shard(Odd(8, nnx.Rngs(0)), shard_dim=0), X[:, :61]

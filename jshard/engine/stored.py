@@ -35,7 +35,11 @@ def gather(value: Value, dtype: Any = None) -> jax.Array:
     run = lambda x: lax.all_gather(join(x), FSDP, axis=dim, tiled=True, axis_index_groups=groups)
     if (wire := placement.gather_wire) and not pieces and x.dtype == placement.gathered_dtype:
         send, layers = run, x.ndim - len(placement.shape) + placement.layer_dims
-        run = lambda x: scaled_back(*map(send, scaled(x, wire, dim, layers)), wire, x.dtype)
+
+        def run(x: jax.Array) -> jax.Array:
+            codes, scales = scaled(x, wire, dim, layers)
+            return scaled_back(send(codes), send(scales), wire, x.dtype)
+
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
 
 

@@ -79,11 +79,9 @@ class MixedPrecision:
         try:
             dtype = jnp.dtype(value)
         except TypeError:
-            dtype = None
-        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        if field == "gather" and is_float and dtype.name in _GATHERED_BY_SCALE:
-            return dtype.name
-        if field != "gather" and is_float and dtype.itemsize >= 2:
+            dtype = jnp.dtype(bool)
+        bits = 8 * dtype.itemsize if jnp.issubdtype(dtype, jnp.floating) else 0
+        if dtype.name in _GATHERED_BY_SCALE if field == "gather" else bits >= 16:
             return dtype.name
         if field == "gather":
             raise AnnotationError(
@@ -92,11 +90,12 @@ class MixedPrecision:
                 why=f"it is one of {', '.join(_GATHERED_BY_SCALE)}; a gather in 16 bits is that of `param`.",
                 do='js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn")',
             )
+        in_8_bits = f', gather="{dtype.name}"' if field == "param" and dtype.name in _GATHERED_BY_SCALE else ""
         raise AnnotationError(
             "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
             where=f"MixedPrecision({field}={value!r})",
             why="it is a floating dtype of 16 bits or more: a cast has no scale, as fp8 needs one.",
-            do='js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn")',
+            do=f'js.MixedPrecision(param="bfloat16", reduce="float32"{in_8_bits})',
         )
 
     def keeps(self, path: str) -> bool:
