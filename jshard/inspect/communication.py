@@ -383,6 +383,7 @@ def _gathered_once(
     fewest, most = collections.Counter(), collections.Counter()
     layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}
     pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all that stands for a gather
+    scales: dict[tuple[int, ...], tuple[int, ...]] = {}  # of what is sent in 8 bits: of no layer
     again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
     for leaf in plan.gathered_part.leaves:
         if leaf.placement.axes != place.axes:
@@ -392,9 +393,11 @@ def _gathered_once(
         layer = comparable(whole[stacked:])
         layer_of |= {comparable(whole[i:]): layer for i in range(stacked + 1)}
         pieces |= {comparable(shard[i:]): layer for i in range(stacked + 1)}
+        if leaf.placement.gather_wire and leaf.placement.dim is not None:
+            scales |= {comparable((*whole[i:stacked], whole[leaf.placement.dim])): () for i in range(stacked + 1)}
         fewest[layer] += math.prod(whole) * times
         most[layer] += math.prod(whole) * times * (1 + (leaf.by_layer or again[leaf.unit]))
-    layer_of = pieces | layer_of
+    layer_of = scales | pieces | layer_of
     compiled, strange = collections.Counter(), []
     for window in (w for w in windows if _kind(w) == place):
         for _, dims in window.arrays:

@@ -42,11 +42,13 @@ def compiled(
     ahead: int | str | None = 1,
     loop: bool = False,
     profile: str | None = "fastest",
+    half: bool = False,
 ) -> Audit:
     """A training step on 64 GPUs, 8 in each host; one sequence of 1024 tokens on each."""
     config = dataclasses.replace(LARGE, scanned=loop)
     mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h100:8x8")))
-    policy = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32" if loop else None)
+    wires = {"gather": "float8_e4m3fn", "wire": "bfloat16"} if half else {}
+    policy = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32" if loop else None, **wires)
 
     def build() -> Decoder:
         return (Scanning if scan else Decoder)(config, nnx.Rngs(0))
@@ -146,6 +148,21 @@ def test_unrolled_the_chain_overlaps_and_bounds_memory():
     scatters = [w for w in chain.schedule.windows if w.kind == "reduce-scatter" and w.full_bytes > LARGE_BYTES]
     assert len(scatters) >= LARGE.layers  # one for each unit, and not one for all at the end
     assert chain.memory.peak_bytes < free.memory.peak_bytes - UNIT_BYTES  # without a schedule several are there at once
+
+
+def test_half_the_wire_is_sent_beside_products():
+    """Gathers in 8 bits; gradients in 16 within hosts of 8, and an eighth between them: one of each for a unit."""
+    found, plain = (compiled(scan=True, half=half) for half in (True, False))
+    assert found.ok, found
+    assert found.not_overlapped(at_least_bytes=LARGE_BYTES) == ()
+    large = [w for w in found.schedule.in_loops if w.full_bytes > LARGE_BYTES]
+    of_most = lambda w: max(w.sizes, key=lambda size: size[1])[0]  # the compiler joins scales with what is near
+    assert {(w.kind, len(w.group), of_most(w)) for w in large} == {("all-gather", 64, "u8"), ("all-to-all", 8, "bf16")}
+    between = [w for w in large if w.kind == "all-to-all" and w.group[1] - w.group[0] == 8]
+    within = [w for w in large if w.kind == "all-to-all" and w.group[1] - w.group[0] == 1]
+    assert sum(map(bytes_of, within)) == 8 * sum(map(bytes_of, between))
+    sent = lambda audit: sum(map(bytes_of, audit.schedule.in_loops))
+    assert sent(found) == pytest.approx((4 + 0.25) / 8 * sent(plain), rel=0.01)
 
 
 # ---- Attention by cuDNN --------------------------------------------------------------------------

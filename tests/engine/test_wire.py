@@ -5,6 +5,7 @@ import functools
 import math
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +110,12 @@ def test_a_model_computes_with_what_was_rounded_and_gradients_are_of_that(config
 # ---- gradients
 
 
+def apart(found: dict, wanted: dict) -> float:
+    """The relative difference of two trees, L2."""
+    squares = lambda arrays: sum(float(np.square(x, dtype=np.float64).sum()) for x in arrays)
+    return math.sqrt(squares(found[path] - x for path, x in wanted.items()) / squares(wanted.values()))
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 8])
 def test_each_part_of_a_gradient_is_rounded_once_and_the_sum_is_better_than_that_of_a_ring(hosts):
     one = placement((64, 24), hosts=hosts)
@@ -140,11 +147,7 @@ def test_gradients_are_those_of_one_device_but_for_one_rounding(monkeypatch, hos
     loss, grads = grads_of(sharded(js.MixedPrecision(reduce="float32", wire="bfloat16"), **degrees), *BATCH)
     exact, theirs = grads_of(plain(), *BATCH)
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
-    squares = lambda trees: sum(float(np.square(x, dtype=np.float64).sum()) for x in trees)
-    apart = math.sqrt(
-        squares(flat(grads)[path] - x for path, x in flat(theirs).items()) / squares(flat(theirs).values())
-    )
-    assert 1e-5 < apart < 4e-3
+    assert 1e-5 < apart(flat(grads), flat(theirs)) < 4e-3
 
 
 # ---- what is sent
@@ -216,3 +219,32 @@ def test_training_goes_on_as_without():
     exact, half = losses.values()
     assert exact[-1] < exact[0] - 0.5
     np.testing.assert_allclose(half, exact, rtol=5e-3)
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_microbatches_are_summed_before_or_after_what_is_sent(sync):
+    grads = nnx.jit(lambda model, *batch: js.value_and_grad(loss_fn, accumulate=2, sync=sync)(model, *batch))
+    loss, found = grads(sharded(js.MixedPrecision(reduce="float32", wire="bfloat16")), *BATCH)
+    exact, theirs = grads_of(plain(), *BATCH)
+    assert float(loss) == pytest.approx(float(exact), rel=1e-6)
+    assert 1e-5 < apart(flat(found), flat(theirs)) < 4e-3
+
+
+def test_a_linen_model_sends_half_as_well():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(64)(nn.relu(nn.Dense(256)(x)))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
+
+    def outcome(model):
+        params = model.init(jax.random.key(0), x)
+        return jax.jit(jax.value_and_grad(lambda params: (model.apply(params, x) ** 2).mean()))(params)
+
+    (loss, grads), (exact, theirs) = (
+        outcome(js.fully_shard(Model(), mesh=js.mesh(fsdp=8), mixed_precision=precision))
+        for precision in (js.MixedPrecision(reduce="float32", wire="bfloat16"), None)
+    )
+    assert float(loss) == pytest.approx(float(exact), rel=1e-6)
+    assert 1e-5 < apart(*(dict(enumerate(map(np.asarray, jax.tree.leaves(tree)))) for tree in (grads, theirs))) < 4e-3
