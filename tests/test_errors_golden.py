@@ -207,6 +207,12 @@ def unreduced(model, x):
     return jax.reshard(total, jax.NamedSharding(mesh, P()))
 
 
+def under_explicit_axes():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        call(shard(linear(), mesh=mesh), X)
+
+
 def ordered_callback(model, x):
     jax.debug.callback(print, x.sum(), ordered=True)
     return model.out(x)
@@ -363,7 +369,10 @@ ERRORS: dict[str, Callable[[], object]] = {
     "ungathered: annotated after the root": ungathered_late,
     "revise: no units inside": lambda: revise(shard(linear(), mesh=js.mesh()), {"remat": "full"}),
     "revise: no such setting": lambda: revise(shard(linear(), mesh=js.mesh()), {"remat": "full", "depth": 2}),
-    "fully_shard: explicit axes": lambda: shard(linear(), mesh=jax.make_mesh((8,), ("fsdp",))),
+    "fully_shard: manual axes": lambda: shard(
+        linear(), mesh=jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Manual,))
+    ),
+    "call: under explicit axes": under_explicit_axes,
     "fully_shard: not a module": lambda: shard([linear(), linear().kernel[...], 3]),
     "fully_shard: twice": annotate_twice,
     "fully_shard: no such unit": lambda: shard(Model(print, nnx.Rngs(0)), units="blocks/*"),

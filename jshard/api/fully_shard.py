@@ -74,7 +74,8 @@ def fully_shard(
     Args:
         module: the module; or a list of modules that form one unit together, such as a norm and a head: one row in
             the plan; each gathers its part when it is called. Or a whole Linen model.
-        mesh: from `js.mesh`. Parameters are sharded over `fsdp` and repeated over `replica`.
+        mesh: from `js.mesh`, or any mesh of JAX with these names; its Explicit axes are taken as Auto ones. Parameters
+            are sharded over `fsdp` and repeated over `replica`.
         units: one-call form: which submodules are units: a class, a path pattern such as `"blocks/*"`, a
             function of (path, module), or a list of these. The same settings go to all and to the root, but for
             `remat`, which goes to the units alone. For a Linen model also a dict of such choices with settings of
@@ -105,14 +106,14 @@ def fully_shard(
     Raises:
         AnnotationError: an argument does not fit the model, all bad parameters in one message; or the model has float
             arrays and not one `nnx.Param`.
-        MeshError: the mesh has no `fsdp` axis, or axes that are not Auto, or no host memory to offload to.
+        MeshError: the mesh has no `fsdp` axis, or Manual axes, or no host memory to offload to.
 
     Example:
         >>> for block in model.blocks:
         ...     block = js.fully_shard(block, mesh=mesh)
         >>> model = js.fully_shard(model, mesh=mesh)
     """
-    check_mesh(mesh)
+    mesh = check_mesh(mesh)
     strategy = old.pop("strategy", None)
     placement = placement_of(checks.check_placement(placement), old)
     policy = UnitPolicy().changed(

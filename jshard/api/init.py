@@ -27,7 +27,7 @@ from jshard.plans.memories import (
     to_device,
     update_layout,
 )
-from jshard.plans.mesh import AnyMesh
+from jshard.plans.mesh import AnyMesh, check_mesh
 from jshard.plans.padding import logical, padding_of, store
 from jshard.plans.plan import record_of
 from jshard.plans.units import Path, dotted, plain_class, walk
@@ -99,7 +99,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
 
 def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
     """The mesh of the annotation, which must have devices and be the one that was asked for."""
-    if isinstance(used, Mesh) and (asked is None or asked == used):
+    if isinstance(used, Mesh) and (asked is None or check_mesh(asked) == used):
         return used
     raise MeshError(
         "Arrays cannot be placed on this mesh.",

@@ -78,6 +78,13 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
             why="the call opens a sharded region over the data axes, which are manual already.",
             do="call it outside the shard_map, or leave the data axes out of its axis_names.",
         )
+    if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
+        raise CallError(
+            "An annotated module was called under a mesh with Explicit axes.",
+            where=f"{call.where}, jax.set_mesh with {', '.join(map(repr, explicit))}",
+            why="under it every array has its sharding in its type, and what the model computes has none.",
+            do="with jax.set_mesh(jax.sharding.Mesh(mesh.devices, mesh.axis_names)): ...  # or without set_mesh",
+        )
     if not isinstance(unit.mesh, Mesh) and not in_shapes_only():
         raise CallError(
             "The model was annotated for devices that are not here.",

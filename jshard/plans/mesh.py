@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -162,22 +162,32 @@ def _other_devices(wanted: int, count: int, devices: Any) -> str:
 
 
 def check_mesh(value: Any) -> AnyMesh:
-    """The mesh that an annotation was given, or a MeshError if jshard cannot shard over it."""
+    """The mesh that an annotation was given, its axes Auto, or a MeshError if jshard cannot shard over it."""
     what, where, do = "", f"mesh={value!r}", "mesh = js.mesh(fsdp=-1)"
     if not isinstance(value, (Mesh, AbstractMesh)):
         what, why = "This is not a mesh.", f"a jax.sharding.Mesh is needed, not {type(value).__name__}."
     else:
         where = f"mesh axes {dict(zip(value.axis_names, value.axis_sizes, strict=True))}"
-        wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t != AxisType.Auto]
+        wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t == AxisType.Manual]
         if FSDP not in value.axis_names:
             what = "The mesh has no axis to shard over."
             why = f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}."
         elif wrong:
-            what, do = "The mesh has axes that are not Auto.", "mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
-            why = f"{', '.join(map(repr, wrong))}: with Explicit axes the model's own code must carry shardings."
+            what, do = "The mesh has Manual axes.", "mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
+            why = f"{', '.join(map(repr, wrong))}: that is for the inside of a jax.shard_map."
     if what:
         raise MeshError(what, where=where, why=why, do=do)
-    return value
+    return with_auto_axes(value)
+
+
+def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
+    """The mesh, its Explicit axes as Auto ones: the model's code need not carry shardings."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if mesh.axis_types == types:
+        return mesh
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh.update(axis_types=types)
 
 
 def degree(mesh: AnyMesh, axis: str) -> int:
@@ -274,7 +284,8 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     Example:
         >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
     """
-    shards, parts, is_alone = _batch_layout(mesh if isinstance(mesh, Mesh) else check_mesh(mesh))
+    mesh = cast(Mesh, check_mesh(mesh))
+    shards, parts, is_alone = _batch_layout(mesh)
     leaves, tree = jax.tree.flatten(batch)
     splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * parts % shards == 0
     if not all(map(splits, leaves)):
@@ -309,7 +320,6 @@ def _batch_layout(mesh: Mesh) -> tuple[int, int, bool]:
 
     Kept: a run asks before every step.
     """
-    check_mesh(mesh)
     shards = data_degree(mesh)
     here = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
     return shards, shards // len({str(index) for index in here}), num_processes(mesh) == 1
