@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import jshard as js
-from jshard.cli._arguments import TrainArgs
 from jshard.train import Recipe
 from tests.compiling import environment
 from tests.wide import wide
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLLOWED = ("your_model.md",)  # its blocks are files and commands: test_your_model.py
+# Their blocks are files and commands: test_your_model.py.
+FOLLOWED = ("your_model.md", "loss_and_data.md", "own_loop.md")
 READ_FIRST = ("README.md",)
 
 
@@ -85,7 +85,7 @@ def test_the_readmes_losses_are_those_of_the_plain_model():
 
 
 def test_the_job_script_of_the_docs_is_the_one_that_is_tried():
-    (shown,) = re.findall(r"^```sh\n(#!/bin/bash\n.*?)^```", (ROOT / "docs" / "training.md").read_text(), re.M | re.S)
+    (shown,) = re.findall(r"^```sh\n(#!/bin/bash\n.*?)^```", (ROOT / "docs" / "slurm.md").read_text(), re.M | re.S)
     assert shown == (ROOT / "launch" / "train.slurm").read_text()
 
 
@@ -94,12 +94,6 @@ def first_column(page, title):
     section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)[1]
     rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^` ]+)[^`]*`", row)}
-
-
-def test_the_table_of_options_has_all_of_them():
-    fields = {field.name for field in dataclasses.fields(TrainArgs)} - {"model"}
-    options = {f"--{name.replace('_', '-')}" for name in fields} | {"--debug"}
-    assert {name for name in first_column(ROOT / "docs" / "training.md", "Options") if name[0] == "-"} == options
 
 
 def test_the_table_of_settings_has_all_of_them():
