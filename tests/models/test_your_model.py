@@ -1,4 +1,4 @@
-"""docs/your_model.md and the pages after it, followed to the letter in one empty folder: files are written, commands run.
+"""docs/your_model.md and the two pages after it, followed to the letter in one folder: files are written, commands run.
 
 The first line of a Python block names its file. In a console block a line after `$` is a command, `...` stands for
 whatever is shown there, and `^C` is pressed when the lines before it are shown. Numbers may differ from those on the
