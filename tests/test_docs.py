@@ -191,7 +191,7 @@ class ParsedError(Exception):
 
 def commands(page):
     """The lines that begin with `jshard`, in blocks that are no Python; where some begin with `$`, those."""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text().replace("\\\n", ""), re.M | re.S):
         prompt = r"\$ " if block.startswith("$ ") else ""
         yield from re.findall(rf"^{prompt}jshard (.+)$", block, re.MULTILINE) if language != "python" else ()
 
