@@ -83,6 +83,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     done = subprocess.run([*command, "--site-dir", tmp_path / "site"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "fully_shard" in (tmp_path / "site" / "reference" / "index.html").read_text()
+    assert "--stall-timeout" in (tmp_path / "site" / "cli" / "index.html").read_text()
 
 
 def printed(page):
