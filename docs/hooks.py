@@ -1,4 +1,4 @@
-"""What MkDocs runs: in cli.md `::: jshard COMMAND` becomes what `jshard COMMAND --help` prints."""
+"""What MkDocs runs on each page: it fills in the help of commands, and takes out links to what is not on the site."""
 
 import contextlib
 import io
@@ -9,8 +9,10 @@ from jshard.cli import main
 
 
 def on_page_markdown(markdown: str, *, page, **_) -> str:
-    """The text of a page, before it is Markdown's."""
-    return re.sub(r"^::: jshard (.+)$", help_of, markdown, flags=re.M) if page.file.src_path == "cli.md" else markdown
+    """`::: jshard COMMAND` becomes its help; the name of a file outside docs/ appears under the pointer."""
+    if page.file.src_path == "cli.md":
+        markdown = re.sub(r"^::: jshard (.+)$", help_of, markdown, flags=re.MULTILINE)
+    return re.sub(r"\[([^]]+)\]\(\.\./([^)]+)\)", r'<span title="\2">\1</span>', markdown)
 
 
 def help_of(command: re.Match[str]) -> str:
