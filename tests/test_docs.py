@@ -1,23 +1,31 @@
-"""Every Python block in the README and in docs/ runs; tables are complete, links lead somewhere."""
+"""Every Python block in the README and docs/ runs, every command is one; tables are complete, links lead somewhere."""
 
+import ast
 import dataclasses
+import functools
+import importlib.util
+import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import tyro
 
 import jshard as js
-from jshard.cli._arguments import TrainArgs
+from jshard import cli
+from jshard.cli import ckpt
 from jshard.train import Recipe
 from tests.compiling import environment
 from tests.wide import wide
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLLOWED = ("your_model.md",)  # its blocks are files and commands: test_your_model.py
+# Their blocks are files and commands: test_your_model.py.
+FOLLOWED = ("your_model.md", "loss_and_data.md", "own_loop.md")
 READ_FIRST = ("README.md",)
 
 
@@ -42,6 +50,21 @@ def test_a_page_runs_on_one_device_in_an_empty_folder(page, tmp_path):
     assert [text for text in printed(page) if text not in done.stdout] == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
+def test_a_notebook_runs_and_is_stored_without_outputs(path, tmp_path):
+    cells = json.loads(path.read_text())["cells"]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+    links = re.findall(r"\]\(([^):]+)\)", "".join(line for cell in cells for line in cell["source"]))
+    assert links and all((path.parent / link).is_file() for link in links)
+    for package in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: the extra docs has it")
+    run = "import nbclient, nbformat, sys; nbclient.execute(nbformat.read(sys.argv[1], 4), timeout=600)"
+    env = environment(programs=tmp_path / "programs")
+    done = subprocess.run([sys.executable, "-c", run, path], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_is_in_the_reference_once():
     page = (ROOT / "docs" / "reference.md").read_text()
     for module in (js, js.checkpoint, js.kernels, js.train):
@@ -60,6 +83,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     done = subprocess.run([*command, "--site-dir", tmp_path / "site"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "fully_shard" in (tmp_path / "site" / "reference" / "index.html").read_text()
+    assert "--stall-timeout" in (tmp_path / "site" / "cli" / "index.html").read_text()
 
 
 def printed(page):
@@ -85,7 +109,7 @@ def test_the_readmes_losses_are_those_of_the_plain_model():
 
 
 def test_the_job_script_of_the_docs_is_the_one_that_is_tried():
-    (shown,) = re.findall(r"^```sh\n(#!/bin/bash\n.*?)^```", (ROOT / "docs" / "training.md").read_text(), re.M | re.S)
+    (shown,) = re.findall(r"^```sh\n(#!/bin/bash\n.*?)^```", (ROOT / "docs" / "slurm.md").read_text(), re.M | re.S)
     assert shown == (ROOT / "launch" / "train.slurm").read_text()
 
 
@@ -94,12 +118,6 @@ def first_column(page, title):
     section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)[1]
     rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^` ]+)[^`]*`", row)}
-
-
-def test_the_table_of_options_has_all_of_them():
-    fields = {field.name for field in dataclasses.fields(TrainArgs)} - {"model"}
-    options = {f"--{name.replace('_', '-')}" for name in fields} | {"--debug"}
-    assert {name for name in first_column(ROOT / "docs" / "training.md", "Options") if name[0] == "-"} == options
 
 
 def test_the_table_of_settings_has_all_of_them():
@@ -114,6 +132,80 @@ def test_links_lead_to_a_file_and_a_title(page):
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
         assert target.is_file(), link
-        titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
-        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-        assert not anchor or anchor in anchors, link
+        assert not anchor or anchor in anchors(target), link
+
+
+@functools.cache
+def anchors(target):
+    """What a link may name after `#`: titles of a page, tests of a file."""
+    if target.suffix == ".py":
+        return set(re.findall(r"^def (test_\w+)", target.read_text(), re.MULTILINE))
+    titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_each_tick_of_the_matrix_names_its_test():
+    """That the test exists, the test of links has shown."""
+    page = (ROOT / "docs" / "support.md").read_text()
+    ticks = page.count("✓")
+    assert ticks > 80 and len(re.findall(r"\[✓\]\([\w./]+\.py#test_\w+\)", page)) == ticks
+
+
+def test_every_report_is_listed():
+    listed = set(re.findall(r"results/([\w-]+\.md)", (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert listed == {path.name for path in (ROOT / "benchmarks" / "results").glob("*.md")}
+
+
+def test_every_page_is_in_the_menu():
+    menu = re.findall(r": (\w+\.md)$", (ROOT / "docs" / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(menu) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def texts_of_the_library():
+    """Each text in the library's source; `...` stands for what is filled in."""
+    for path in (ROOT / "jshard").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_the_index_are_in_the_source():
+    found = "\n".join(texts_of_the_library())
+    listed = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert len(listed) > 50 and [message for message in listed if message not in found] == []
+
+
+def test_every_command_has_its_help_on_the_page():
+    shown = re.findall(r"^::: jshard (.+)$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert shown == [
+        name
+        for command in cli.COMMANDS
+        for name in ([f"ckpt {n}" for n in ckpt.COMMANDS] if command == "ckpt" else [command])
+    ]
+
+
+class ParsedError(Exception):
+    """Ends a command when its arguments are read."""
+
+
+def commands(page):
+    """The lines that begin with `jshard`, in blocks that are no Python; where some begin with `$`, those."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text().replace("\\\n", ""), re.M | re.S):
+        prompt = r"\$ " if block.startswith("$ ") else ""
+        yield from re.findall(rf"^{prompt}jshard (.+)$", block, re.MULTILINE) if language != "python" else ()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))], ids=lambda p: p.name)
+def test_the_parser_takes_every_command(page, monkeypatch):
+    parse = tyro.cli
+
+    def parsed(*args, **kwargs):
+        parse(*args, **kwargs)
+        raise ParsedError
+
+    monkeypatch.setattr(tyro, "cli", parsed)
+    for command in commands(page):
+        with pytest.raises(ParsedError):
+            cli._run(shlex.split(re.split(" [>#] ", command)[0]))

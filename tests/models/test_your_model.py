@@ -1,4 +1,4 @@
-"""docs/your_model.md, followed to the letter in an empty folder: its files are written, its commands are run.
+"""docs/your_model.md and the two pages after it, followed to the letter in one folder: files are written, commands run.
 
 The first line of a Python block names its file. In a console block a line after `$` is a command, `...` stands for
 whatever is shown there, and `^C` is pressed when the lines before it are shown. Numbers may differ from those on the
@@ -18,13 +18,15 @@ import pytest
 
 from tests import compiling
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "your_model.md"
+PAGES = [
+    pathlib.Path(__file__).parents[2] / "docs" / name for name in ("your_model.md", "loss_and_data.md", "own_loop.md")
+]
 NUMBER = r"\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?"
 
 
 @dataclasses.dataclass
 class Done:
-    """A command of the page after it was run, and the folder's files at that time."""
+    """A command of the pages after it was run, and the folder's files at that time."""
 
     command: str
     shown: str
@@ -85,8 +87,8 @@ def run(command, lines, *, cwd, env):
 
 
 def follow(folder, env):
-    """Everything on the page, in order."""
-    for step in steps_of(PAGE.read_text()):
+    """Everything on the pages, in order."""
+    for step in steps_of("\n".join(page.read_text() for page in PAGES)):
         if len(step) == 3:
             name, continued, content = step
             assert (folder / name).exists() == continued, f"{name}: a file is written once, and then continued"
@@ -117,7 +119,7 @@ def environment(folder):
 
 @pytest.mark.wide
 @pytest.mark.timeout(1200)  # a dozen commands; about a minute on two idle cores
-def test_the_page_is_true(tmp_path):
+def test_the_pages_are_true(tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
     done = list(follow(folder, environment(tmp_path)))
