@@ -9,7 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -33,10 +33,12 @@ from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import RunError, printable
 
+T = TypeVar("T")
+
 
 def restore(
     path: str | os.PathLike[str],
-    like: Any,
+    like: T,
     *,
     only: str | None = None,
     rename: Mapping[str, str] | None = None,
@@ -47,7 +49,7 @@ def restore(
     map: bool = False,
     verify: bool = True,
     timeout_s: float = TIMEOUT_S,
-) -> Any:
+) -> T:
     """Reads a state back, every array with the sharding that its counterpart in `like` has.
 
     What is on disk knows nothing of the mesh, the strategy or the number of processes it was saved from, nor of

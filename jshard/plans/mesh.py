@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, overload
 
 import jax
 import numpy as np
@@ -25,6 +25,28 @@ _ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
+@overload
+def mesh(
+    *,
+    replica: int = ...,
+    fsdp: int = ...,
+    expert: int = ...,
+    context: int = ...,
+    tensor: int = ...,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    **unknown: int,
+) -> Mesh: ...
+@overload
+def mesh(
+    *,
+    replica: int = ...,
+    fsdp: int = ...,
+    expert: int = ...,
+    context: int = ...,
+    tensor: int = ...,
+    devices: int,
+    **unknown: int,
+) -> AbstractMesh: ...
 def mesh(
     *,
     replica: int = 1,

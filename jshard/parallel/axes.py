@@ -1,0 +1,173 @@
+"""What a model says about the axes that are its own: `tensor`, which splits its layers, and `expert`.
+
+    js.parallel.split(model, {"blocks/*/up/kernel": (None, "tensor"), "blocks/*/down/kernel": ("tensor", None)})
+    x_BTD = js.parallel.hold(x_BTD, None, "tensor", None)     # inside the model: activations split along the sequence
+    y_EBCD = js.parallel.from_experts(experts(js.parallel.to_experts(x_EBCD)))
+
+All of it changes nothing where the mesh lacks the axis, and in global view: the model stays right on one device.
+"""
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+
+from jshard import _compat
+from jshard.engine.context import region_mesh
+from jshard.engine.inner import exchanged
+from jshard.engine.per_example import per_example, sum_of_parts
+from jshard.errors import AnnotationError, CallError
+from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, degree
+from jshard.plans.placement import Entry, axes_of, spec_over
+from jshard.plans.units import dotted, plain_class, walk
+
+
+def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
+    """Says which dims of a model's parameters are on which axes of the mesh.
+
+    To be called before `js.fully_shard`, which shards another dim of them over `fsdp`. The same can be said one by
+    one, by `variable.set_metadata(out_sharding=...)`.
+
+    Args:
+        model: the model, or a part of it.
+        table: for path patterns, the mesh axis of each dim, or None. Entries are those of the last dims: leading
+            dims of stacked layers need none. The first pattern that fits a parameter counts.
+
+    Raises:
+        AnnotationError: a pattern fits no parameter, or has more entries than a parameter has dims.
+
+    Example:
+        >>> js.parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
+    """
+    unused, deep = dict.fromkeys(table), []
+    params = [(dotted(path), v) for path, v in walk(model) if isinstance(v, nnx.Param)]
+    for path, variable in params:
+        pattern = next((p for p in table if fnmatch.fnmatch(path, p)), None)
+        if pattern is None:
+            continue
+        unused.pop(pattern, None)
+        entries, ndim = tuple(table[pattern]), len(variable.get_raw_value().shape)
+        deep += [f"{pattern!r}: {entries}, and {path} has {ndim} dims"] if len(entries) > ndim else []
+        variable.set_metadata(out_sharding=(None,) * (ndim - len(entries)) + entries)
+    if wrong := [*deep, *(f"{pattern!r} fits no parameter" for pattern in unused)]:
+        listed = f"{', '.join(path for path, _ in params[:4])}{', ...' if len(params) > 4 else ''}"
+        raise AnnotationError(
+            "A row of the table fits no parameter.",
+            where=[f"js.parallel.split({plain_class(model).__name__}, ...): {row}" for row in wrong],
+            why=f"there is an entry for each of the last dims; the parameters are {listed}.",
+            do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * stands for anything',
+        )
+
+
+def hold(x: jax.Array, *entries: Entry) -> jax.Array:
+    """Holds an activation inside the model to a split over the `tensor` axis, which else the compiler chooses.
+
+    Between the products of a layer that is split over `tensor`, a sequence that is split too takes a part of the
+    memory, and costs no more communication: `hold(x_BTD, None, "tensor", None)`. Without axes, `hold(k_BTHK)`, it is
+    whole on each device of the axis. The batch is split over the data axes in any case, and has None here.
+
+    Args:
+        x: an array that has a batch dim.
+        *entries: the mesh axis of each dim, or None; None for what is left out.
+
+    Raises:
+        CallError: an axis is not the model's to give, or a dim does not divide by its degree.
+
+    Example:
+        >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
+    """
+    named = [n for entry in entries for n in axes_of(entry)]
+    where = f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})"
+    if wrong := [n for n in named if n not in AXES or n in REGION_AXES]:
+        raise CallError(
+            "An activation cannot be held to an axis.",
+            where=where,
+            why=f"{', '.join(map(repr, wrong))}: others split the batch and sequences; 'tensor' is the model's own.",
+            do='js.parallel.hold(x, None, "tensor")',
+        )
+    mesh = region_mesh()
+    own = {} if mesh is None else {a: n for a, n in mesh.shape.items() if a not in REGION_AXES}
+    degrees = _compat.automatic_axes() if mesh is None else own
+    if not any(n > 1 for n in degrees.values()) or (mesh is None and not _compat.manual_axes()):
+        return x
+    uneven = [d for d, entry in enumerate(entries) for n in axes_of(entry) if x.shape[d] % degrees.get(n, 1)]
+    if uneven:
+        raise CallError(
+            "An activation cannot be split over an axis.",
+            where=where,
+            why=f"dim{'s'[: len(uneven) > 1]} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
+            do="choose a length that divides, or leave the axis out.",
+        )
+    spec = spec_over(tuple(degrees), entries)
+    return lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
+
+
+def to_experts(x: jax.Array) -> jax.Array:
+    """Says that inputs of experts are where their expert does: one all-to-all over `expert`, and one in backward.
+
+    Args:
+        x: (experts, batch, ...): for every expert, the inputs that the batch has for it.
+
+    Returns:
+        x. It is split along the experts from here on, no longer along the batch.
+
+    Example:
+        >>> h_EBCD = self.experts(js.parallel.to_experts(x_EBCD))
+    """
+    return _exchanged(x, 1, 0)
+
+
+def from_experts(x: jax.Array) -> jax.Array:
+    """The way back of `to_experts`: brings what the experts made of the inputs back to their data shards.
+
+    Args:
+        x: (experts, batch, ...), split along the experts.
+
+    Returns:
+        x. It is split along the batch from here on.
+
+    Example:
+        >>> y_EBCD = js.parallel.from_experts(h_EBCD)
+    """
+    return _exchanged(x, 0, 1)
+
+
+def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+    """Declares what some experts make of the examples of a batch, as a sum over these experts.
+
+    The function is called with the examples of a data shard and all experts. On an `expert` axis it is called with the
+    experts of one place and the examples of all places along the axis: those are gathered, and what the places make of
+    them is summed as it is scattered. So no token is dropped, however uneven the load; backward computes forward again.
+
+    Args:
+        fn: takes a tree of arrays whose dim 0 are the examples, and one whose dim 0 are the experts; returns an array
+            that has a row for each example.
+
+    Returns:
+        The function, declared.
+
+    Example:
+        >>> linear = js.parallel.by_experts(lambda rows, w_EDF: jnp.einsum("be,bd,edf->bf", *rows, w_EDF))
+    """
+    apart = functools.wraps(fn)(functools.partial(sum_of_parts, fn))
+
+    @functools.wraps(fn)
+    def call(examples: Any, experts: Any) -> jax.Array:
+        mesh = region_mesh()
+        are_apart = mesh is not None and degree(mesh, EXPERT) > 1
+        return per_example(apart if are_apart else fn, in_axes=(0, None))(examples, experts)
+
+    return call
+
+
+def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
+    """An array that is split along another dim than before, over `expert`."""
+    if (mesh := region_mesh()) is not None:
+        return exchanged(x, EXPERT, source, target) if degree(mesh, EXPERT) > 1 else x
+    has_experts = EXPERT in _compat.manual_axes()
+    return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True) if has_experts else x
