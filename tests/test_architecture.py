@@ -24,7 +24,7 @@ ROOMS = (
     *("cli", "train", "launch", "occupancy", "cluster", "recipes", "data", "checkpoint", "inspect"),
     *("parallel", "kernels", *CORE, "facts", "ground"),
 )
-MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 47_140, 182, 10_980, 40
+MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 47_172, 183, 11_000, 40
 MOST_NAMES, MOST_PARAMETERS = 26, 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
 
@@ -148,7 +148,10 @@ def test_no_frame_of_a_caller_is_read():
     assert {module for module, text in sources().items() if "sys._getframe" in text} == set()
 
 
-WORDS = re.compile(r"\b(lies?|lied|told|(?<!def )(?<!\.)tells?|likewise|be it|There is no such)\b")
+WORDS = re.compile(
+    r"\b(lies?|lied|told|(?<!def )(?<!\.)tells?|likewise|be it|There is no such|born sharded|reckons?"
+    r"|leave (one|\w+ \w+) away|that there (is|are) not)\b"
+)
 
 
 def test_the_words_are_those_of_the_field():

@@ -55,7 +55,7 @@ def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Modu
 
 
 def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module, *, mesh: AnyMesh | None = None) -> M:
-    """Builds a model with every parameter born sharded.
+    """Builds a model with every parameter initialised sharded.
 
     The model is traced abstractly, annotated, and then initialised by one compiled program whose outputs have
     the plan's shardings: no device and no host ever holds the whole model. Values are bitwise those of `build()`.

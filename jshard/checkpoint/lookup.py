@@ -174,7 +174,7 @@ def checkpoint_at(given: str | os.PathLike[str], step: int | None = None) -> Pla
                 "There is no series of checkpoints.",
                 where=str(path),
                 why=f"a step, {step}, was asked for, and the path is none of a series or a run.",
-                do="leave the step away, or give the folder that holds the checkpoints.",
+                do="leave out the step, or give the folder that holds the checkpoints.",
             )
         return path
     steps = steps_in(series)

@@ -187,7 +187,7 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
 
 
 def no_command(program: str, name: str, rest: Sequence[str], commands: Iterable[str]) -> ShardingError:
-    """The error for a command that there is not, with the one that was meant."""
+    """The error for an unknown command, with the nearest one."""
     near = difflib.get_close_matches(name, commands, n=1)
     return ShardingError(
         f"There is no command {name!r}.",

@@ -72,7 +72,7 @@ def check_keys(found: Collection[str], known: Collection[str], where: str) -> No
     if unknown:
         near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.0)
         raise ShardingError(
-            "The configuration has keys that there are not.",
+            "The configuration has unknown keys.",
             where=[f"{where}: {key}" for key in unknown],
             why=f"the keys are {', '.join(sorted(known))}.",
             do=f"{near[0]}, in place of {unknown[0]}; or leave it out.",

@@ -266,7 +266,7 @@ def data_of(
             "The model file brings its own data.",
             where=f"{' and '.join(given)}, {model_file.path}: data(recipe)",
             why="they are read as text only where the file has no `data`.",
-            do="leave the options away, or take `data` out of the file.",
+            do="leave out the options, or take `data` out of the file.",
         )
     if (own := own_data(model_file, recipe)) is not None:
         return own

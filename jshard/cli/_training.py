@@ -28,7 +28,7 @@ def train(args: TrainArgs) -> int:
     """Trains, or prints what would be trained; the exit code."""
     request = request_of(args)
     if args.print_config:
-        open_mesh(request.sizes, devices=num_devices(request.sizes))  # raises for one that there is not
+        open_mesh(request.sizes, devices=num_devices(request.sizes))  # raises for devices that are not there
         print(json.dumps(request.config(), indent=2, allow_nan=False))  # and nothing else: for a file, or jq
         return 0
     if args.dry_run:

@@ -22,9 +22,9 @@ from jshard.train.run import check_vocabulary, evaluated
 
 @dataclasses.dataclass(frozen=True)
 class EvalArgs(RunArgs):
-    """Prints the loss of a run's model over held-out samples, as the run reckons it between its steps.
+    """Prints the loss of a run's model over held-out samples, as a run computes it between its steps.
 
-    Over its own data that is what the run has printed in the end. Exit codes: 0 done, 1 the checkpoint is damaged, 2
+    Over its own data that is what the run printed at its end. Exit codes: 0 done, 1 the checkpoint is damaged, 2
     the request was wrong.
     """
 

@@ -120,7 +120,9 @@ def _named(names: Sequence[str]) -> tuple[ShippedKernel, ...]:
 def _check(args: OccupancyArgs) -> None:
     problems = []
     if args.block and args.kernel:
-        problems.append(("--kernel --block", "a kernel is named or given by its numbers, not both.", "leave one away."))
+        problems.append(
+            ("--kernel --block", "a kernel is named or given by its numbers, not both.", "leave out one of them.")
+        )
     if args.plot is not None and not (args.gpu and args.plot.absolute().parent.is_dir()):
         why = "one GPU is drawn, into a folder that is there."
         problems.append((f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}; --gpu h200"))

@@ -1,4 +1,4 @@
-"""The model of a recipe and the state of a run: without arrays, born sharded, or read from a checkpoint.
+"""The model of a recipe and the state of a run: without arrays, initialised sharded, or read from a checkpoint.
 
 Nobody else asks whether a model is of nnx or Linen.
 """
@@ -47,7 +47,7 @@ def abstract_model(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nnx.
 
 
 def new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
-    """The model of a recipe, every parameter born sharded."""
+    """The model of a recipe, every parameter initialised sharded."""
     return _made(model_file, recipe, mesh, functools.partial(shard_init, mesh=mesh))
 
 
@@ -158,7 +158,7 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn
 
 
 def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
-    """The model of a recipe and its optimizer, every leaf born sharded."""
+    """The model of a recipe and its optimizer, every leaf initialised sharded."""
     model = new_model(model_file, recipe, mesh)
     return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
 

@@ -40,7 +40,7 @@ class Draw:
     def __post_init__(self) -> None:
         if not self.temperature >= 0 or self.top_k < 0:
             raise ShardingError(
-                "So no token can be drawn.",
+                "No token can be drawn with these settings.",
                 where=f"--temperature {self.temperature} --top-k {self.top_k}",
                 why="neither may be below 0; temperature 0 takes the likeliest token, and top-k 0 is no limit.",
                 do="--temperature 0.8",
@@ -139,7 +139,7 @@ def is_decoder(model_file: ModelFile, model: Any) -> bool:
 def sample_text(
     model_file: ModelFile, recipe: Recipe, model: Any, data: Data, mesh: Mesh, *, num_tokens: int
 ) -> str | None:
-    """The first tokens of the held-out text and how the model goes on, for the eye. All processes call it.
+    """The first tokens of the held-out text and how the model continues it. All processes call it.
 
     Args:
         model_file: of the model.
