@@ -197,7 +197,8 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
     commands = command_line(asked, assume=args.assume), train_command(asked)
     report = PlanReport(plan=plan, commands=commands, comparison=comparison, tried=tried, chosen=chosen)
     if args.html is not None:
-        write(args.html, plan.to_html(str(report)))
+        others = [row.plan for row in comparison.ranked if row.plan is not None] if comparison is not None else []
+        write(args.html, plan.to_html(str(report), others))
         write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace())
     answer(report, json=args.json)
     return 0 if report.fits else 1

@@ -23,6 +23,8 @@ from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table
 
+_BACKWARD_TIP = ", backward"
+
 
 def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
     """The computing and the communicating stream of one step, as bars to be drawn.
@@ -45,7 +47,14 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
             if last_s > first_s:
                 bars.append(_bar(span, schedule.windows, first_s + moved_s, last_s + moved_s))
         begin_s = end_s
-    return bars
+    return bars and [*_phases(bars, begin_s), *bars]
+
+
+def _phases(bars: Sequence[Bar], end_s: float) -> list[Bar]:
+    """Forward, and what comes after it: backward begins with its first collective, if it has one."""
+    turn_s = min((bar.begin_s for bar in bars if bar.tip.endswith(_BACKWARD_TIP)), default=0.0)
+    parts = {"forward": (0.0, turn_s), "backward and update": (turn_s, end_s)} if turn_s else {}
+    return [Bar("phase", a, b, name, name, f"{name}: {duration(b - a)}") for name, (a, b) in parts.items()]
 
 
 def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) -> Bar:
@@ -55,7 +64,7 @@ def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
     window = windows[span.window]
     size = f"{window.full_bytes / 2**20:.1f} MiB over {len(window.group)}"
     unit = window.unit or ""
-    what = f"{window.kind} {unit} ({size}): {took}"
+    what = f"{window.kind} {unit} ({size}): {took}{_BACKWARD_TIP * (window.phase == 'backward')}"
     if span.lane == "exposed":
         return Bar("computation", begin_s, end_s, "exposed", "", f"waits for {what}")
     return Bar("communication", begin_s, end_s, window.kind, unit, what)
@@ -160,11 +169,12 @@ class ClusterPlan(Printed):
             "notes": list(self.notes),
         }
 
-    def to_html(self, report: str) -> str:
-        """One page that needs nothing else: a report and the timeline of the step."""
+    def to_html(self, report: str, others: Sequence[ClusterPlan] = ()) -> str:
+        """One page that needs nothing else: a report and the timeline of the step, those of others below it."""
         assumed = self.estimates.stated.assumptions
         subtitle = f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. {assumed}"
-        return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(), report)
+        named = [dataclasses.replace(bar, lane=f"{one.name}: {bar.lane}") for one in others for bar in one._bars()]
+        return html_page(f"{self.name} on {self.topology.text}", subtitle, [*self._bars(), *named], report)
 
     def to_chrome_trace(self) -> str:
         """The timeline of the step, as JSON for https://ui.perfetto.dev."""
@@ -299,11 +309,15 @@ class Comparison(Printed):
 
     rows: tuple[Compared, ...]
 
+    @property
+    def ranked(self) -> list[Compared]:
+        """What fits first, the quickest before the others."""
+        return sorted(self.rows, key=_rank)
+
     def __rich__(self) -> Group:
         table = made_table("Side by side", *_COLUMNS, caption=_CAPTION)
-        ranked = sorted(self.rows, key=_rank)
-        for row in ranked:
-            _add(table, row, is_quickest=row is ranked[0] and row.fits)
+        for row in self.ranked:
+            _add(table, row, is_quickest=row is self.ranked[0] and row.fits)
         failed = [f"{row.variant.name}: {row.error}" for row in self.rows if row.error is not None]
         return Group(table, *map(Text, failed))
 

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import io
 import json
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -180,12 +181,14 @@ def _longest_word(text: str) -> int:
 
 
 _EXPOSED = "#d1495b"  # what is waited for
-_COLORS = "#3b6ea5", "#a9c3dd", "#2f9e6e", "#e09f3e", "#8e6bbf", "#7a7a7a"  # of the other kinds, as they come
+_COLORS = "#3b6ea5 #a9c3dd #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of other kinds, as they come
 _LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with their neighbours
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; }}
-.lane {{ position: relative; height: 32px; margin: 3px 0 3px 130px; }} .lane b {{ margin-left: -130px; }}
+.lane {{ position: relative; height: 32px; margin: 3px 0 3px 190px; }} .lane b {{ margin-left: -190px; }}
+.lane u {{ position: absolute; padding-left: 3px; border-left: 1px solid #888; font: 12px sans-serif; color: #555;
+  text-decoration: none; white-space: nowrap; }}
 i {{ position: absolute; top: 0; height: 100%; overflow: hidden; font: 12px/32px sans-serif; color: #fff; }}</style>
 </head><body><h1>{title}</h1>
 <p>{subtitle}</p>
@@ -261,6 +264,15 @@ def _html_lanes(bars: list[Bar]) -> Iterator[str]:
             place = f"left:{left:.3f}%;width:{width:.3f}%;background:{colors[bar.kind]}"
             yield f'<i style="{place}" title="{html.escape(bar.tip)}">{html.escape(bar.label)}</i>'
         yield "</div>"
+    marks = (f'<u style="left:{100 * at_s / whole_s:.3f}%">{duration(at_s)}</u>' for at_s in _ticks(whole_s))
+    yield f'<div class="lane">{"".join(marks)}</div>'
+
+
+def _ticks(whole_s: float) -> list[float]:
+    """Round times along an axis, 5 to 10 of them."""
+    unit = 10.0 ** math.floor(math.log10(whole_s))
+    step = next(unit * part for part in (0.1, 0.2, 0.5, 1.0) if whole_s <= 10 * unit * part)
+    return [i * step for i in range(math.floor(whole_s / step) + 1)]
 
 
 def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:

@@ -25,8 +25,11 @@ def amounts_of(audit):
     return {total["kind"]: total["elements"] / audit["num_parameters"] for total in audit["totals"]}
 
 
-def test_strategies_side_by_side(capsys):
-    found = reported(capsys, "--topology", "h100:1x4", "--compare", "zero2,hsdp,gspmd")
+def test_strategies_side_by_side(capsys, tmp_path):
+    html = tmp_path / "page.html"
+    found = reported(capsys, "--topology", "h100:1x4", "--compare", "zero2,hsdp,gspmd", "--html", str(html))
+    for name in ("zero2", "hsdp", "gspmd"):  # a pair of lanes for each
+        assert f"<b>{name}: computation</b>" in html.read_text() and f"<b>{name}: communication</b>" in html.read_text()
     rows = {"zero3": found} | {row["name"]: row for row in found["comparison"]}  # as asked
     assert list(rows) == ["zero3", "zero2", "hsdp", "gspmd"]
     assert (rows["hsdp"]["mesh"]["replica"], rows["hsdp"]["mesh"]["fsdp"]) == (2, 2)

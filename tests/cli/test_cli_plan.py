@@ -175,7 +175,7 @@ def test_a_cluster_that_fits_and_one_that_does_not(folder, capsys):
     assert found["compiled"]["fits"] is True and found["compiled"]["capacity_bytes"] == 84_942_979_072
     assert found["estimate"]["low"]["step_s"] <= found["estimate"]["high"]["step_s"]
     page = (folder / "plan.html").read_text()
-    assert 'class="lane"' in page and "http:" not in page and "src=" not in page
+    assert 'class="lane"' in page and "backward and update" in page and "http:" not in page and "src=" not in page
     assert json.loads((folder / "plan.trace.json").read_text())["traceEvents"]
 
     assert plan("--topology", "h100:1x2", "--set", f"batch_size={2**20}") == 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -235,7 +236,10 @@ def test_the_timeline_shows_a_loop_once_and_marks_what_is_exposed():
     assert [bar.label for bar in bars if bar.lane == "loops"] == ["x 12"]
     lengths = {bar.tip.split(" ")[0]: bar.end_s - bar.begin_s for bar in bars if "waits" not in bar.tip}
     assert lengths["a:"] == pytest.approx(2 * lengths["b:"], rel=0.01)
+    assert [bar.label for bar in bars if bar.lane == "phase"] == ["forward", "backward and update"]
     page = html_page("micro <gpt>", "", bars, "")
+    ticks = re.findall(r'<u style="left:([0-9.]+)%">([^<]+)</u>', page)
+    assert ticks[0] == ("0.000", "0 s") and 5 <= len(ticks) <= 11 and float(ticks[-1][0]) <= 100
     assert "micro &lt;gpt&gt;" in page and 'title="waits for reduce-scatter' in page
     assert not any(external in page for external in ("http:", "https:", "href", "url("))
     small = html_page("", "", [Bar("lane", at, at + 1, "matmul", "", "") for at in range(9000)], "")
