@@ -211,6 +211,18 @@ def test_diff(run, ckpt):
     assert {leaf["path"]: leaf["kind"] for leaf in reported["leaves"]}["model/tokens"] == "values"  # by its sums
 
 
+def test_layers_that_differ_alike_are_one_row_of_a_diff(tmp_path, ckpt):
+    places = tmp_path / "a", tmp_path / "b"
+    for scale, place in enumerate(places):
+        layers = [np.full(4, 1 + scale * (i + 1), np.float32) for i in range(12)]
+        js.checkpoint.save(place, {"blocks": [{"w": w, "b": np.zeros(2, np.float32)} for w in layers]})
+    code, text = ckpt("diff", *places)
+    rows = [line.split() for line in text.splitlines() if line.startswith(" values")]
+    assert code == 1 and [row[-1] for row in rows] == ["blocks/0..11/w"]
+    assert float(rows[0][3]) == 12  # of the last, which differs most
+    assert len(ckpt("diff", *places, "--json")[1]["leaves"]) == 24
+
+
 def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckpt):
     code, reported = ckpt("reshard", run / "checkpoints" / "100", "out", "--mesh", "replica=2,fsdp=4", "--json")
     assert (code, reported["mesh"]["fsdp"], reported["leaves"]) == (0, 4, 6)

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._text import human_bytes
+from jshard._text import folded_names, human_bytes, name_pattern
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.comparing import Finding, LeafDiff, ListedCheckpoint, Listing, Verdict, diff, listing, verify
@@ -252,6 +252,8 @@ def _verdict_text(verdict: Verdict) -> str | FittedTable:
 class DiffArgs:
     """Compares two checkpoints leaf by leaf: meshes, processes and chunks they were saved with do not count.
 
+    Layers that differ in the same manner are one row; --json has each leaf.
+
     Exit codes, as those of `diff`: 0 they are equal, 1 they differ (or one is damaged), 2 there is no checkpoint.
     """
 
@@ -291,10 +293,17 @@ def _differences_table(paths: Sequence[Place], found: Sequence[LeafDiff], args: 
     shown = [leaf for leaf in found if args.all or leaf.kind != "equal"]
     if not shown:
         return Group(*lines)
-    table = made_table("", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "shape, dtype", "leaf")
+    alike: dict[tuple[str, ...], list[LeafDiff]] = {}
     for leaf in shown:
-        norms = [f"{x:.4g}" for x in dataclasses.astuple(leaf.norms)] if leaf.norms is not None else [""] * 4
-        add_row(table, leaf.kind, *norms, _kinds(leaf), leaf.path)
+        alike.setdefault((leaf.kind, _kinds(leaf), name_pattern(leaf.path)[0]), []).append(leaf)
+    caption = "Of layers in one row, the figures are those of the one that differs most." * (len(alike) < len(shown))
+    table = made_table(
+        "", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "shape, dtype", "leaf", caption=caption
+    )
+    for (kind, kinds, _), leaves in alike.items():
+        most = max((leaf.norms for leaf in leaves if leaf.norms is not None), key=lambda x: x.relative, default=None)
+        norms = [""] * 4 if most is None else [f"{x:.4g}" for x in dataclasses.astuple(most)]
+        add_row(table, kind, *norms, kinds, folded_names(leaf.path for leaf in leaves)[0])
     return Group(*lines, table)
 
 
