@@ -186,7 +186,7 @@ _LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with 
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; overflow-x: auto; }}
-.lane {{ position: relative; height: 32px; margin: 3px 0 3px 190px; }} .lane b {{ margin-left: -190px; }}
+.lane {{ position: relative; height: 32px; margin: 3px 50px 3px 190px; }} .lane b {{ margin-left: -190px; }}
 .lane u {{ position: absolute; padding-left: 3px; border-left: 1px solid #888; font: 12px sans-serif; color: #555;
   text-decoration: none; white-space: nowrap; }}
 i {{ position: absolute; top: 0; height: 100%; container-type: inline-size; font: 12px/32px sans-serif; color: #fff; }}
