@@ -183,21 +183,23 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
     notes = [unused_flags(os.environ), _on_latencies(plan, asked)]
     plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)))
     bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
+    commands = command_line(asked, assume=args.assume), train_command(asked)
+    as_asked = Compared(variant=Variant(name="as asked", mesh=sizes), command=commands[0], plan=plan)
     comparison = tried = chosen = None
     try:
-        comparison = compare(asked, variants, bench) if variants else None
+        comparison = Comparison(rows=(as_asked, *compare(asked, variants, bench).rows)) if variants else None
         if args.auto:
             chosen = choose(costs, asked, sizes, plan=plan, bench=bench)
         elif not plan.fits:
             tried = suggestions(costs, asked, sizes, peak_bytes=step.memory.peak_bytes, bench=bench)
     except KeyboardInterrupt:  # what is done is shown
-        rows = tuple(bench.rows)
-        answer(PlanReport(plan=plan, comparison=Comparison(rows=rows) if rows else None), json=args.json)
+        done = Comparison(rows=(as_asked, *bench.rows)) if bench.rows else None
+        answer(PlanReport(plan=plan, comparison=done), json=args.json)
         raise
-    commands = command_line(asked, assume=args.assume), train_command(asked)
     report = PlanReport(plan=plan, commands=commands, comparison=comparison, tried=tried, chosen=chosen)
     if args.html is not None:
-        others = [row.plan for row in comparison.ranked if row.plan is not None] if comparison is not None else []
+        rows = [] if comparison is None else [row.plan for row in comparison.ranked if row is not as_asked]
+        others = [one for one in rows if one is not None]
         write(args.html, plan.to_html(str(report), others))
         write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace())
     answer(report, json=args.json)

@@ -181,15 +181,17 @@ def _longest_word(text: str) -> int:
 
 
 _EXPOSED = "#d1495b"  # what is waited for
-_COLORS = "#3b6ea5 #a9c3dd #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of other kinds, as they come
+_COLORS = "#3b6ea5 #4aa3c7 #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of other kinds, as they come
 _LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with their neighbours
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; }}
-.lane {{ position: relative; height: 32px; margin: 3px 0 3px 190px; }} .lane b {{ margin-left: -190px; }}
+<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; overflow-x: auto; }}
+.lane {{ position: relative; height: 32px; margin: 3px 50px 3px 190px; }} .lane b {{ margin-left: -190px; }}
 .lane u {{ position: absolute; padding-left: 3px; border-left: 1px solid #888; font: 12px sans-serif; color: #555;
   text-decoration: none; white-space: nowrap; }}
-i {{ position: absolute; top: 0; height: 100%; overflow: hidden; font: 12px/32px sans-serif; color: #fff; }}</style>
+i {{ position: absolute; top: 0; height: 100%; container-type: inline-size; font: 12px/32px sans-serif; color: #fff; }}
+i span {{ display: block; padding: 0 3px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }}
+@container (max-width: 40px) {{ i span {{ display: none; }} }} .kind {{ white-space: nowrap; }}</style>
 </head><body><h1>{title}</h1>
 <p>{subtitle}</p>
 {timeline}
@@ -255,14 +257,16 @@ def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
 
 def _html_lanes(bars: list[Bar]) -> Iterator[str]:
     whole_s, colors = max((bar.end_s for bar in bars), default=0.0) or 1.0, _colors(bars)
-    legend = (f'<span style="color:{color}">&#9632;</span> {html.escape(kind)}' for kind, color in colors.items())
+    square = '<span class="kind"><span style="color:{}">&#9632;</span> {}</span>'
+    legend = (square.format(color, html.escape(kind)) for kind, color in colors.items())
     yield f"<p>{' &nbsp; '.join(legend)} &nbsp; (0 to {duration(whole_s)})</p>"
     for name, found in _by_lane(bars).items():
         yield f'<div class="lane"><b>{html.escape(name)}</b>'
         for bar in _joined(found, whole_s * _LEAST_SHARE):
             left, width = 100 * bar.begin_s / whole_s, 100 * (bar.end_s - bar.begin_s) / whole_s
             place = f"left:{left:.3f}%;width:{width:.3f}%;background:{colors[bar.kind]}"
-            yield f'<i style="{place}" title="{html.escape(bar.tip)}">{html.escape(bar.label)}</i>'
+            label = bar.label and f"<span>{html.escape(bar.label)}</span>"
+            yield f'<i style="{place}" title="{html.escape(bar.tip)}">{label}</i>'
         yield "</div>"
     marks = (f'<u style="left:{100 * at_s / whole_s:.3f}%">{duration(at_s)}</u>' for at_s in _ticks(whole_s))
     yield f'<div class="lane">{"".join(marks)}</div>'
@@ -283,8 +287,8 @@ def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
 
 
 def _colors(bars: Iterable[Bar]) -> dict[str, str]:
-    kinds = [kind for kind in dict.fromkeys(bar.kind for bar in bars) if kind != "exposed"]
-    return {kind: _COLORS[i % len(_COLORS)] for i, kind in enumerate(kinds)} | {"exposed": _EXPOSED}
+    kinds = sorted(dict.fromkeys(bar.kind for bar in bars), key="exposed".__eq__)  # that one last
+    return {kind: _EXPOSED if kind == "exposed" else _COLORS[i % len(_COLORS)] for i, kind in enumerate(kinds)}
 
 
 def _joined(bars: Iterable[Bar], least_s: float) -> list[Bar]:

@@ -30,8 +30,10 @@ def test_strategies_side_by_side(capsys, tmp_path):
     found = reported(capsys, "--topology", "h100:1x4", "--compare", "zero2,hsdp,gspmd", "--html", str(html))
     for name in ("zero2", "hsdp", "gspmd"):  # a pair of lanes for each
         assert f"<b>{name}: computation</b>" in html.read_text() and f"<b>{name}: communication</b>" in html.read_text()
-    rows = {"zero3": found} | {row["name"]: row for row in found["comparison"]}  # as asked
-    assert list(rows) == ["zero3", "zero2", "hsdp", "gspmd"]
+    rows = {row["name"]: row for row in found["comparison"]}
+    assert list(rows) == ["as asked", "zero2", "hsdp", "gspmd"]
+    rows["zero3"] = rows.pop("as asked")
+    assert rows["zero3"]["compiled"] == found["compiled"]
     assert (rows["hsdp"]["mesh"]["replica"], rows["hsdp"]["mesh"]["fsdp"]) == (2, 2)
     audits = {name: row["compiled"]["audit"] for name, row in rows.items()}
     amounts = {name: amounts_of(audit) for name, audit in audits.items()}

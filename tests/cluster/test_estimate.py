@@ -244,6 +244,7 @@ def test_the_timeline_shows_a_loop_once_and_marks_what_is_exposed():
     assert not any(external in page for external in ("http:", "https:", "href", "url("))
     small = html_page("", "", [Bar("lane", at, at + 1, "matmul", "", "") for at in range(9000)], "")
     assert small.count("title=") <= 3000  # bars that are too narrow to be seen are joined
+    assert "</span> exposed<" in page and "</span> exposed<" not in small  # the legend has what is drawn
 
 
 def half_dot_in_body() -> str:

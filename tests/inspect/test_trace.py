@@ -243,6 +243,7 @@ def test_the_timeline_of_a_step(tmp_path):
     page = found.to_html()
     assert all(f'title="{tip}"' in page for tip in drawn)
     assert "Step 2 of step on gpu:0, measured" in page  # gpu:1 hides more
+    assert "</span> all-gather forward<" in page and "</span> reduce-scatter backward<" in page
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,8 @@ def _timeline(measured: DeviceStep) -> list[Bar]:
         unit = "+".join(folded_names(op.units))
         tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(end_s - begin_s)}"
         lane_name = f"communication {lane + 1}" if lane else "communication"
-        bars.append(Bar(lane_name, begin_s, end_s, op.kind, unit, " ".join(tip.split())))
+        kind = f"{op.kind} {op.phase or ''}".strip()
+        bars.append(Bar(lane_name, begin_s, end_s, kind, unit, " ".join(tip.split())))
     return bars
 
 
