@@ -41,7 +41,8 @@ from jshard.data import Loader, load_text, local_rows
 from jshard.recipes.building import create
 from jshard.recipes.model_file import dense_flops
 from jshard.recipes.step import Mfu, Peak, peak_bytes
-from jshard.train.records import Jsonl, available, open_trackers
+from jshard.train.records import Jsonl
+from jshard.train.trackers import available, open_trackers
 
 TITLE = "Host work per step"
 MEASURES_TIME = True

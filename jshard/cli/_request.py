@@ -29,8 +29,8 @@ from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batche
 from jshard.recipes.overrides import override, parse_units
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe, tree, versions
 from jshard.train.progress import check_profile
-from jshard.train.records import available
 from jshard.train.run_folder import RunFolder
+from jshard.train.trackers import available
 
 _RUNS = Path("runs")
 # Options that a resumed run takes over.

@@ -39,11 +39,12 @@ from jshard.train.first_loss import explained
 from jshard.train.loop import Every, Fitted, evaluate, fit
 from jshard.train.memory_copies import MemoryCopies
 from jshard.train.progress import Meter, Progress, StepProfile, check_profile, left_to_profile
-from jshard.train.records import Jsonl, Tracker, Trackers, check_names, open_trackers, plot_loss
+from jshard.train.records import Jsonl, Tracker, Trackers, plot_loss
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunRecord
 from jshard.train.sampling import sample_text
+from jshard.train.trackers import check_names, open_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from jshard.errors import RunError, ShardingError
-from jshard.train import records as trackers
+from jshard.train import trackers
 from jshard.train.records import Trackers
 
 # A stand-in for the package: it notes its calls as lines of JSON.

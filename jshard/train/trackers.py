@@ -1,0 +1,210 @@
+"""Trackers that need an extra package: TensorBoard, and Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jshard.errors import RunError, ShardingError
+from jshard.train.records import Tracker
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+_FLUSH_EVERY_S = 10.0
+# A run that is asked to stop has 30 seconds, and the upload is not the most important thing to do in them.
+_WANDB_FINISH_S = 15.0
+
+
+class TensorBoard:
+    """Writes the scalars of a run where `tensorboard --logdir` finds them.
+
+    Writes at once and in this thread: a full disk is an error of the caller, where the queue of tensorboardX's own
+    writer would hold the run up forever.
+
+    Args:
+        folder: the folder of the event files. Each start of a run adds a file of its own.
+        resume_after: the step that a resumed run goes on from; TensorBoard then hides the later ones of earlier files.
+
+    Raises:
+        ShardingError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | Path, *, resume_after: int | None = None) -> None:
+        package = _import("tensorboard")
+        self._event = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._flushed_s = time.monotonic()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._writer = package.RecordWriter(str(Path(folder, _event_file(Path(folder)))))
+        self._write(file_version="brain.Event:2")
+        if resume_after is not None:
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._write(step=resume_after + 1, session_log=start)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one event with all scalars."""
+        values = [{"tag": name, "simple_value": float(value)} for name, value in scalars.items()]
+        try:
+            self._write(step=step, summary={"value": values})
+            if time.monotonic() - self._flushed_s >= _FLUSH_EVERY_S:
+                self._flushed_s = time.monotonic()
+                self._writer.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # the rest of its buffer has no place either
+                self._writer.close()
+            raise
+
+    def close(self) -> None:
+        """Writes what is left and closes the file."""
+        self._writer.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(self._event.Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+class WeightsAndBiases:
+    """Sends the scalars of a run to Weights & Biases; with WANDB_MODE=offline, keeps them in the folder of the run.
+
+    Steps that a resumed run does again and that W&B has already are not sent twice.
+
+    Args:
+        project: the project there.
+        name: the name of the run there.
+        config: what the run was asked to do.
+        folder: the folder of the run. The run's id at W&B is kept there, in wandb/run_id.
+        resume_after: the step that a resumed run goes on from; the run at W&B then goes on too.
+
+    Raises:
+        ShardingError: wandb is not installed.
+        RunError: W&B does not take the run, as where nobody is logged in.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        folder: str | Path,
+        resume_after: int | None = None,
+    ) -> None:
+        wandb = _import("wandb")
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                config=dict(config),
+                dir=str(folder),
+                id=_run_id(Path(folder, "wandb", "run_id"), resume_after is not None),
+                resume="allow",
+                settings=wandb.Settings(console="off", finish_timeout=_WANDB_FINISH_S),
+            )
+        except Exception as error:
+            raise RunError(
+                "Weights & Biases does not take the run.",
+                where=f"project {project}, run {name}",
+                why=f"{type(error).__name__}: {error}",
+                do="wandb login, or set WANDB_MODE=offline to keep the record here, or leave out this tracker.",
+            ) from error
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Sends the scalars."""
+        if step >= self._run.starting_step:
+            self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """Waits up to 15 seconds for what is still to be sent; `wandb sync` sends what then is left."""
+        self._run.finish()
+
+
+def available() -> tuple[str, ...]:
+    """The trackers whose package is installed: of "tensorboard" and "wandb"."""
+    return tuple(name for name, package in _PACKAGES.items() if _is_installed(package))
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuses what `open_trackers` cannot open, before anything is written."""
+    for name in names:
+        if name not in _PACKAGES:
+            near = difflib.get_close_matches(name, _PACKAGES, n=1)
+            raise ShardingError(
+                f"There is no tracker {name!r}.",
+                where=f"--track {name}",
+                why=f"the trackers are {', '.join(_PACKAGES)}; metrics.jsonl is written in any case.",
+                do=f"--track {(near or [*_PACKAGES])[0]}",
+            )
+        _import(name)
+
+
+def open_trackers(
+    names: Iterable[str],
+    *,
+    out: str | Path,
+    config: Mapping[str, Any],
+    resume_after: int | None = None,
+) -> list[Tracker]:
+    """Opens trackers by name.
+
+    Args:
+        names: of "tensorboard" and "wandb".
+        out: the folder of the run; its name is the run's name at W&B, in the project WANDB_PROJECT, or "jshard".
+        config: what the run was asked to do.
+        resume_after: the step that a resumed run goes on from.
+
+    Raises:
+        ShardingError: a name is unknown, or its package is not installed; nothing was opened then.
+        RunError: W&B does not take the run.
+    """
+    names, out = tuple(names), Path(out)
+    check_names(names)
+    trackers: list[Tracker] = []
+    if "wandb" in names:
+        project = os.environ.get("WANDB_PROJECT") or "jshard"
+        run = out.resolve().name
+        trackers.append(
+            WeightsAndBiases(project=project, name=run, config=config, folder=out, resume_after=resume_after)
+        )
+    if "tensorboard" in names:
+        trackers.append(TensorBoard(out / "tensorboard", resume_after=resume_after))
+    return trackers
+
+
+def _event_file(folder: Path) -> str:
+    """A new name: the last in their order, in which TensorBoard reads them, whatever the clock says."""
+    stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    newest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=0)
+    return f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.{socket.gethostname()}"
+
+
+def _is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder of that name, as wandb leaves behind, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _import(name: str) -> Any:
+    package = _PACKAGES[name]
+    if not _is_installed(package):
+        raise ShardingError(
+            f"The package {package} is not installed.",
+            where=f"--track {name}",
+            why=f"the tracker {name} needs it; it is an extra of jshard.",
+            do=f"pip install 'jshard[{name}]'",
+        )
+    return importlib.import_module(package)
+
+
+def _run_id(path: Path, resumed: bool) -> str:
+    if resumed and path.exists():
+        return path.read_text().strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_id = uuid.uuid4().hex[:8]
+    path.write_text(run_id + "\n")
+    return run_id
