@@ -58,7 +58,7 @@ class Trackers:
         optional: Iterable[Tracker] = (),
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
-        self._needed, self._optional, self._warn = needed, list(optional), warn
+        self._needed, self._optional, self._warn = list(needed), list(optional), warn
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Gives every tracker the scalars."""
@@ -74,14 +74,20 @@ class Trackers:
     def close(self) -> None:
         """Closes every tracker, also when one of them fails."""
         with contextlib.ExitStack() as stack:
-            for tracker in reversed(self._needed):
-                stack.callback(tracker.close)
+            stack.callback(self.close_needed)
             while self._optional:
                 tracker = self._optional.pop(0)
                 try:
                     tracker.close()
                 except Exception as error:
                     self._warn(f"{_failure(tracker, error)} Its last steps may be missing there.")
+
+    def close_needed(self) -> None:
+        """Closes the needed trackers alone: the optional ones may wait for what is written after the last step."""
+        with contextlib.ExitStack() as stack:
+            for tracker in reversed(self._needed):
+                stack.callback(tracker.close)
+            self._needed.clear()
 
 
 def _failure(tracker: Tracker, error: Exception) -> str:

@@ -39,7 +39,7 @@ from jshard.train.first_loss import explained
 from jshard.train.loop import Every, Fitted, evaluate, fit
 from jshard.train.memory_copies import MemoryCopies
 from jshard.train.progress import Meter, Progress, StepProfile, check_profile, left_to_profile
-from jshard.train.records import Jsonl, Tracker, Trackers, plot_loss
+from jshard.train.records import Jsonl, Trackers, plot_loss
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunRecord
@@ -185,11 +185,12 @@ class _Job:
     expect: ExpectedStep | None
     init_from: Path | None
     sample_tokens: int
+    at_the_end: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     def run(self, loader: Loader, eval_loader: Loader) -> Finished:
         """Trains; an error carries a note on how to go on after it."""
         try:
-            with self._watching():
+            with self._watching(), self.at_the_end:
                 with self.stop:
                     model, optimizer, start_step = self.checkpoints.state(self.init_from)
                     if (scale := loss_scale_of(optimizer)) is not None:
@@ -205,7 +206,7 @@ class _Job:
                         asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
                         self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
                 sample = self._sample(model, fitted)
-            finished = self._finish(sample, fitted)
+                finished = self._finish(sample, fitted)
             self.folder.ended("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
             self._say_attempts()
             return finished
@@ -293,7 +294,7 @@ class _Job:
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
                 batches.close()
             if tracker is not None:
-                tracker.close()
+                tracker.close_needed()
 
     def _first_loss(
         self, trained: TrainStep, start_step: int, step: int, batch: Any, wrong: Mapping[str, float]
@@ -305,7 +306,7 @@ class _Job:
         model, source = self.checkpoints.model_before(start_step, self.init_from)
         return explained(self.model_file, self.recipe, model, batch, step=step, wrong=wrong, source=source)
 
-    def _tracker(self, step: TrainStep, start_step: int) -> tuple[Tracker | None, Callable[[str], object]]:
+    def _tracker(self, step: TrainStep, start_step: int) -> tuple[Trackers | None, Callable[[str], object]]:
         """What records the run, and what prints a line while it does."""
         if not self.folder.is_primary:
             return None, self.say
@@ -313,7 +314,9 @@ class _Job:
         optional = open_trackers(self.track, out=folder.path, config=folder.config, resume_after=resume_after)
         record = _Timed(folder.metrics, resume_after=resume_after)
         progress = Progress(self.recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
-        return Trackers(record, progress, optional=optional, warn=progress.note), progress.note
+        trackers = Trackers(record, progress, optional=optional, warn=progress.note)
+        self.at_the_end.callback(trackers.close)  # W&B also takes the plot and the sample
+        return trackers, progress.note
 
     def _profile(self, step: TrainStep, start_step: int, note: Callable[[str], object]) -> StepProfile | None:
         if self.profile is None:
@@ -340,7 +343,8 @@ class _Job:
         """How the share of the peak is computed. One process asks: several on a host would take each other's cores."""
         peak = device_peak(self._devices)
         if peak is not None and self.model_file.flops is None and tokens is None:
-            self.say("no MFU: the data say no tokens_per_sample, and the model file has no flops(recipe).")
+            how = "set Data(tokens_per_sample=...), or, for the MFU alone, flops(recipe) in the model file."
+            self.say(f"samples/s instead of tokens/s, and no MFU: {how}")
             return None
         if peak is None:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import html
 import importlib
 import importlib.util
 import os
@@ -72,13 +73,14 @@ class TensorBoard:
 class WeightsAndBiases:
     """Sends the scalars of a run to Weights & Biases; with WANDB_MODE=offline, keeps them in the folder of the run.
 
-    Steps that a resumed run does again and that W&B has already are not sent twice.
+    Steps that a resumed run repeats and that W&B already has are not sent twice. `close` also sends the plot of the
+    losses and the sample, if the run has written them.
 
     Args:
         project: the project there.
         name: the name of the run there.
-        config: what the run was asked to do.
-        folder: the folder of the run. The run's id at W&B is kept there, in wandb/run_id.
+        config: the configuration of the run.
+        folder: the folder of the run. The run's id at W&B is stored there, in wandb/run_id.
         resume_after: the step that a resumed run goes on from; the run at W&B then goes on too.
 
     Raises:
@@ -95,7 +97,8 @@ class WeightsAndBiases:
         folder: str | Path,
         resume_after: int | None = None,
     ) -> None:
-        wandb = _import("wandb")
+        self._wandb = wandb = _import("wandb")
+        self._folder = Path(folder)
         try:
             self._run = wandb.init(
                 project=project,
@@ -120,8 +123,18 @@ class WeightsAndBiases:
             self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        """Waits up to 15 seconds for what is still to be sent; `wandb sync` sends what then is left."""
-        self._run.finish()
+        """Sends loss.png and sample.txt, and waits up to 15 seconds; `wandb sync` sends what is then left."""
+        plot, sample = self._folder / "loss.png", self._folder / "sample.txt"
+        found = {}
+        if plot.exists():
+            found["loss_plot"] = self._wandb.Image(str(plot))
+        if sample.exists():
+            found["sample"] = self._wandb.Html(f"<pre>{html.escape(sample.read_text())}</pre>")
+        try:
+            if found:
+                self._run.log(found)
+        finally:
+            self._run.finish()
 
 
 def available() -> tuple[str, ...]:
@@ -154,8 +167,9 @@ def open_trackers(
 
     Args:
         names: of "tensorboard" and "wandb".
-        out: the folder of the run; its name is the run's name at W&B, in the project WANDB_PROJECT, or "jshard".
-        config: what the run was asked to do.
+        out: the folder of the run. At W&B the run is WANDB_NAME, or the folder's name, in the project WANDB_PROJECT, or
+            "jshard".
+        config: the configuration of the run.
         resume_after: the step that a resumed run goes on from.
 
     Raises:
@@ -167,7 +181,7 @@ def open_trackers(
     trackers: list[Tracker] = []
     if "wandb" in names:
         project = os.environ.get("WANDB_PROJECT") or "jshard"
-        run = out.resolve().name
+        run = os.environ.get("WANDB_NAME") or out.resolve().name
         trackers.append(
             WeightsAndBiases(project=project, name=run, config=config, folder=out, resume_after=resume_after)
         )

@@ -21,10 +21,16 @@ WANDB = """
         with open(os.environ["WANDB_CALLS"], "a") as file:
             file.write(json.dumps(call) + chr(10))
 
+    def Image(path):
+        return "image " + path
+
+    def Html(text):
+        return text
+
     class Run:
         starting_step = int(os.environ.get("WANDB_STARTING_STEP", "0"))
 
-        def log(self, scalars, step):
+        def log(self, scalars, step=None):
             note(log=scalars, step=step)
 
         def finish(self):
@@ -52,6 +58,7 @@ def wandb_calls(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("WANDB_CALLS", str(calls))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.delenv("WANDB_NAME", raising=False)
     yield lambda: [json.loads(line) for line in calls.read_text().splitlines()]
     sys.modules.pop("wandb", None)
 
@@ -145,6 +152,19 @@ def test_wandb_is_told_the_run(out, wandb_calls):
         "settings": {"console": "off", "finish_timeout": 15.0},
     }
     assert log == {"log": {"loss": 2.5}, "step": 1}
+    assert finish == {"finish": True}
+
+
+def test_wandb_takes_its_own_names_and_what_the_run_has_drawn_and_written(out, wandb_calls, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "words")
+    monkeypatch.setenv("WANDB_NAME", "first")
+    (tracker,) = trackers.open_trackers(["wandb"], out=out, config={})
+    (out / "loss.png").write_bytes(b"")
+    (out / "sample.txt").write_text("a < b\n")
+    tracker.close()
+    init, log, finish = wandb_calls()
+    assert (init["init"]["project"], init["init"]["name"]) == ("words", "first")
+    assert log["log"] == {"loss_plot": f"image {out / 'loss.png'}", "sample": "<pre>a &lt; b\n</pre>"}
     assert finish == {"finish": True}
 
 

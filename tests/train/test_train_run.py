@@ -44,17 +44,32 @@ def whole(data, tmp_path_factory):
     """A run that nothing happened to."""
     out = tmp_path_factory.mktemp("whole") / "run"
     lines = []
-    finished = run_recipe(
-        MODEL_FILE,
-        RECIPE,
-        mesh=js.mesh(),
-        data=data,
-        out=out,
-        sample_tokens=8,
-        options={"seed": None},
-        say=lines.append,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "open_trackers", lambda *_, **__: [Uploads(out, lines)])
+        finished = run_recipe(
+            MODEL_FILE,
+            RECIPE,
+            mesh=js.mesh(),
+            data=data,
+            out=out,
+            sample_tokens=8,
+            options={"seed": None},
+            say=lines.append,
+        )
     return finished, lines
+
+
+class Uploads:
+    """A tracker that sends the files of the run when it is closed, as that of W&B does."""
+
+    def __init__(self, out, sent):
+        self._out, self._sent = out, sent
+
+    def log(self, step, scalars):
+        pass
+
+    def close(self):
+        self._sent += [f"sent {path.name}" for path in self._out.iterdir()]
 
 
 class SpySource:
@@ -110,6 +125,7 @@ def test_a_run_leaves_its_record(whole):
     assert run["recipe"]["model"]["dropout"] == 0.1
     assert [start["step"] for start in run["starts"]] == [0]
     assert any(line.startswith("MFU = flops per step / step time / peak") for line in lines)
+    assert {"sent loss.png", "sent sample.txt"} < set(lines)
 
 
 def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path, monkeypatch):
