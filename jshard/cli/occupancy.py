@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -214,24 +216,52 @@ class OccupancyReport(Printed):
 
 
 def write_png(report: OccupancyReport, path: Path) -> None:
-    """Draws blocks on a multiprocessor and drain against padding: a plot for each kernel that the GPU can run."""
+    """Draws blocks on an SM and drain against padding: a panel for each kernel where padding changes either.
+
+    Kernels with the same curves share a panel. Those where nothing changes are named below.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    gpu, kernels = report.gpu, [one for one in report.kernels if not refusals(report.gpu, one.block)]
-    figure = Figure(figsize=(9, 1 + 2.4 * len(kernels)), layout="constrained")
-    for kernel, axes in zip(kernels, figure.subplots(len(kernels) or 1, squeeze=False)[:, 0], strict=False):
-        pads = range(0, gpu.smem_per_block_bytes - kernel.smem_bytes + 1, PAD_UNIT_BYTES)
-        blocks, kib = [kernel.block.padded(pad) for pad in pads], [pad / 1024 for pad in pads]
-        axes.step(kib, [resident(gpu, block) for block in blocks], where="post", label="blocks per SM")
-        for comm in report.footprints:
-            if comm.block is not None and not kernel.persistent:
-                drains = [drain(gpu, block, comm.block) for block in blocks]
-                axes.step(kib, drains, where="post", linestyle="--", label=f"drain, {comm}")
-        axes.set_title(f"{gpu.title}: {kernel.label}", loc="left", fontsize=9)
-        axes.set_xlabel("padding, KiB of shared memory for each block")
+    panels: dict[Any, list[str]] = {}
+    flat = []
+    for kernel in report.kernels:
+        if not refusals(report.gpu, kernel.block):
+            kib, curves = _curves(report, kernel)
+            changes = any(len(set(values)) > 1 for _, values in curves)
+            (panels.setdefault((kib, curves), []) if changes else flat).append(kernel.label)
+    columns = min(3, len(panels)) or 1
+    rows = -(-len(panels) // columns) or 1
+    figure = Figure(figsize=(4.5 * columns, 0.8 + 2.6 * rows), layout="constrained")
+    every = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel()
+    for axes in every[len(panels) :]:
+        axes.set_axis_off()
+    for axes, ((kib, curves), labels) in zip(every, panels.items(), strict=False):
+        for (name, values), style in zip(curves, itertools.cycle(("-", "--", ":", "-.")), strict=False):
+            axes.step(kib, values, style, where="post", label=name)
+        axes.set_title("\n".join(textwrap.wrap(", ".join(labels), 60)), loc="left", fontsize=8)
+        axes.set_xlabel("padding of a block, KiB of shared memory", fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelbottom=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="upper right", fontsize=7)
+    figure.suptitle(report.gpu.title, x=0.01, ha="left", fontsize=10)
+    if flat:
+        said = f"Padding changes nothing for {', '.join(flat)}."
+        figure.supxlabel("\n".join(textwrap.wrap(said, 70 * columns)), x=0.01, ha="left", fontsize=8)
     FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _curves(report: OccupancyReport, kernel: ShippedKernel) -> tuple[tuple[float, ...], tuple[Any, ...]]:
+    """Paddings in KiB, and (name, its value at each) of the blocks on an SM and of the drain beside each collective."""
+    gpu = report.gpu
+    pads = range(0, gpu.smem_per_block_bytes - kernel.smem_bytes + 1, PAD_UNIT_BYTES)
+    blocks = [kernel.block.padded(pad) for pad in pads]
+    curves = [("blocks per SM", tuple(resident(gpu, block) for block in blocks))]
+    for comm in report.footprints:
+        if comm.block is not None and not kernel.persistent:
+            curves.append((f"drain, {comm}", tuple(drain(gpu, block, comm.block) for block in blocks)))
+    return tuple(pad / 1024 for pad in pads), tuple(curves)
 
 
 def to_json(reports: list[OccupancyReport]) -> str:

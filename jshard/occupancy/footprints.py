@@ -112,14 +112,14 @@ def footprint(
             f"The footprint {kind!r} is not known.",
             where="footprint",
             why=f"there are {', '.join(FOOTPRINTS)}.",
-            do="ring, what FSDP's collectives run as by default.",
+            do='footprint("ring", gpu=gpu): what collectives of FSDP run as by default',
         )
     if kind == "nvls" and gpu.major < 9:
         raise OccupancyError(
             f"{gpu.title} has no NVLS.",
             where="footprint='nvls'",
             why=f"NVLink SHARP begins with sm_90, and this GPU is {gpu.arch}.",
-            do='footprint("ring", gpu=gpu)',
+            do='footprint("ring", gpu=gpu), or on the command line --footprint ring',
         )
     wrong = []
     if ctas is not None and not 1 <= ctas <= 64:

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+from types import SimpleNamespace
 
 from jshard import cli
 from jshard.occupancy import GPUS, SHIPPED
@@ -44,10 +45,25 @@ def test_the_whole_table(capsys):
     assert said == GOLDEN.read_text()
 
 
-def test_a_picture(tmp_path, capsys):
+def test_a_picture_has_a_panel_only_where_padding_changes_something(tmp_path, capsys, monkeypatch):
+    drawn = []
+    keep = lambda figure: drawn.append(figure) or SimpleNamespace(print_png=lambda path: None)
+    monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg", keep)
+    path = tmp_path / "h200.png"
+    assert cli.main(["occupancy", "--gpu", "h200", "--plot", str(path)]) == 0
+    assert f"written: {path}" in capsys.readouterr().err
+    panels = [axes for axes in drawn[0].axes if axes.lines]
+    assert 1 < len(panels) == len({axes.get_title(loc="left") for axes in panels})
+    for axes in panels:
+        assert any(len(set(line.get_ydata())) > 1 for line in axes.lines), axes.get_title(loc="left")
+    assert "rms_norm_backward:1024, layer_norm:1024" in [axes.get_title(loc="left") for axes in panels]
+    assert "Padding changes nothing for" in drawn[0].get_supxlabel()
+
+
+def test_a_picture_of_nothing_that_changes_is_still_one(tmp_path):
     path = tmp_path / "h200.png"
     assert cli.main(["occupancy", "--gpu", "h200", "--kernel", "mlp_silu_tiled", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG") and f"written: {path}" in capsys.readouterr().err
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_kernel_goes_by_its_name_its_form_and_how_they_begin(capsys):
