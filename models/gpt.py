@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class GPTConfig:
     gather_dtype: str | None = None  # "float8_e4m3fn": matrices are sent in 8 bits, with scales
     wire_dtype: str | None = None  # "bfloat16": gradients are sent in 16 bits, and summed in `reduce_dtype`
     remat: str = "none"
-    offload: str | None = None  # "optimizer" or "params": what is in host memory
+    offload: Literal["optimizer", "params"] | None = None  # what is in host memory
 
     def __post_init__(self) -> None:
         if not self.head_dim and self.d_model % self.n_head:

@@ -47,17 +47,42 @@ reveal_type(js.plan(model))  # ShardPlan
 print(js.explain(model, optimizer=optimizer))
 """
 
-
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pyright") is None, reason="pyright is not installed: the extra dev has it"
 )
-def test_a_users_file_has_no_errors_and_the_types_that_one_expects(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(USERS_FILE)
+
+
+def diagnostics(text, folder):
+    path = folder / "train.py"
+    path.write_text(text)
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(path)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout)
-    said = found["generalDiagnostics"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout)
+    return found["generalDiagnostics"]
+
+
+def test_a_users_file_has_no_errors_and_the_types_that_one_expects(tmp_path):
+    said = diagnostics(USERS_FILE, tmp_path)
     assert [d["message"] for d in said if d["severity"] == "error"] == []
     lines = USERS_FILE.splitlines()
     wanted = [line.split("# ")[1] for line in lines if line.startswith("reveal_type")]
     assert [d["message"].split('is "')[1].removesuffix('"') for d in said if "Type of" in d["message"]] == wanted
+
+
+WRONG_CHOICES = """
+from flax import nnx
+
+import jshard as js
+
+mesh = js.mesh()
+model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+js.fully_shard(model, mesh=mesh, fallback="raise")
+js.ShardPlacement(offload="optimiser")
+js.compiler_options("fast")
+js.checkpoint.save("run/1", model, format="zip")
+"""
+
+
+def test_a_choice_that_does_not_exist_is_seen_before_the_run(tmp_path):
+    wrong = [n for n, line in enumerate(WRONG_CHOICES.splitlines()) if line.startswith("js.")]
+    found = [d for d in diagnostics(WRONG_CHOICES, tmp_path) if d["severity"] == "error"]
+    assert [d["range"]["start"]["line"] for d in found] == wrong

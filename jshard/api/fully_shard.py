@@ -20,7 +20,7 @@ from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
 from jshard.plans.plan import Leaf, make_plan, record_of
-from jshard.plans.policies import MixedPrecision, Remat, UnitPolicy
+from jshard.plans.policies import Fallback, MixedPrecision, Remat, UnitPolicy
 from jshard.plans.units import (
     LogicalOptimizer,
     Path,
@@ -53,7 +53,7 @@ def fully_shard(
     remat: Remat = "none",
     prefetch: int | str | None = 1,
     placement: ShardPlacement | None = None,
-    fallback: str = "warn",
+    fallback: Fallback = "warn",
     **old: Any,
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.

@@ -11,7 +11,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -78,7 +78,7 @@ class OptionError(ShardingError):
 
 
 def compiler_options(
-    profile: str | None = "fastest", *, platform: str | None = None, **overrides: Value | None
+    profile: Literal["fastest", "memory"] | None = "fastest", *, platform: str | None = None, **overrides: Value | None
 ) -> Options:
     """Options of the compiler for one program, as far as the installed version knows them.
 

@@ -6,7 +6,7 @@ Last come the settings and functions from before: they work for one more release
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -18,7 +18,8 @@ from jshard.plans.policies import MixedPrecision, check_setting
 
 Entry = str | tuple[str, ...] | None
 ShardDim = int | Callable[[str, tuple[int, ...]], int | None] | None
-OPTIMIZER, PARAMS = "optimizer", "params"  # what `offload` may say
+Offload = Literal["optimizer", "params"]  # what of a parameter is in host memory: the optimizer's state, or it too
+OPTIMIZER, PARAMS = get_args(Offload)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Placement:
     because: str = ""  # why the parameter is replicated
     layers: int = 1  # stacked in the leading dims; a scan gathers them one at a time
     padding: int = 0  # rows of zeros at the end of `dim` in the stored array, without which it would not divide
-    offload: str | None = None  # what of it is in host memory: `OPTIMIZER`, its state; `PARAMS`, the parameter too
+    offload: Offload | None = None  # what of it is in host memory: `OPTIMIZER`, its state; `PARAMS`, the parameter too
     gathered: bool = True  # by its unit; False: what uses it works on the shards
     gather_wire: str = ""  # the dtype in which it is sent when it is gathered, with scales; empty: `gathered_dtype`
     reduce_wire: str = ""  # in which parts of its gradient are sent to be summed on arrival; empty: `reduce_dtype`
@@ -154,7 +155,7 @@ class ShardPlacement:
     ignored: Any = None
     allow_replicated: Sequence[str] = ()
     min_size: int = 1024
-    offload: str | None = None
+    offload: Offload | None = None
     gathered: bool = True
     axis_rules: Mapping[str, Entry] | Sequence[tuple[str, Entry]] = ()
 

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jax import checkpoint_policies as jax_policies
@@ -17,6 +17,8 @@ from jshard.plans.mesh import FSDP, AnyMesh, degree
 
 Remat = str | Callable[..., Any]
 """A name of `KEEPS`, `"names:NAME,..."`, or a policy from `jax.checkpoint_policies`."""
+
+Fallback = Literal["warn", "error"]
 
 NONE, FULL, OFFLOADED, ATTENTION_AGAIN, SELECTIVE = "none", "full", "offload", "attention", "torchtitan_selective"
 
@@ -146,7 +148,7 @@ class UnitPolicy:
     remat: Remat = "none"
     prefetch: Prefetch | None = Prefetch(units=1)
     group: int | None = None
-    fallback: str = "warn"
+    fallback: Fallback = "warn"
 
     def changed(self, mesh: AnyMesh, **settings: Any) -> "UnitPolicy":
         """The policy with other settings, each as `js.fully_shard` takes it, and checked."""
@@ -164,7 +166,7 @@ class UnitPolicy:
             'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param="bfloat16"))',
         )
         check_setting(
-            made.fallback in ("warn", "error"),
+            made.fallback in get_args(Fallback),
             f"fully_shard(fallback={made.fallback!r})",
             "'warn' or 'error'",
             'js.fully_shard(model, mesh=mesh, fallback="error")',
