@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -152,6 +153,13 @@ def test_each_tick_of_the_matrix_names_its_test():
 def test_every_report_is_listed():
     listed = set(re.findall(r"results/([\w-]+\.md)", (ROOT / "docs" / "benchmarks.md").read_text()))
     assert listed == {path.name for path in (ROOT / "benchmarks" / "results").glob("*.md")}
+
+
+def test_the_version_of_the_package_has_its_changes():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changes, re.MULTILINE)
+    assert js.__version__ == version
 
 
 def test_every_page_is_in_the_menu():

@@ -151,8 +151,13 @@ _READERS: dict[Any, Any] = {
 
 
 def _described(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return f"{{{','.join(map(str, args))}}}"
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(map(_described, args))
+    if kind is types.NoneType:
+        return "none"
     return "true|false" if kind is bool else getattr(kind, "__name__", str(kind))
 
 

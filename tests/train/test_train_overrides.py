@@ -202,3 +202,4 @@ def test_types_of_a_users_own_file(tmp_path):
     new = override(recipe, ["model.kind=b", "model.width=3"])
     assert (new.model.kind, new.model.width) == ("b", 3)
     assert refused("model.kind=c", recipe=recipe).why == "model.kind takes {a,b}, not 'c'."
+    assert refused("model.width=c", recipe=recipe).why == "model.width takes int|none, not 'c'."
