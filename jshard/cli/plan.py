@@ -201,7 +201,7 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
         rows = [] if comparison is None else [row.plan for row in comparison.ranked if row is not as_asked]
         others = [one for one in rows if one is not None]
         write(args.html, plan.to_html(str(report), others))
-        write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace())
+        write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace(others))
     answer(report, json=args.json)
     return 0 if report.fits else 1
 

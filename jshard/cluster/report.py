@@ -21,7 +21,7 @@ from jshard.errors import FourPartError
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import Schedule, Window
-from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table
+from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table, phase_bars
 
 _BACKWARD_TIP = ", backward"
 
@@ -47,14 +47,8 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
             if last_s > first_s:
                 bars.append(_bar(span, schedule.windows, first_s + moved_s, last_s + moved_s))
         begin_s = end_s
-    return bars and [*_phases(bars, begin_s), *bars]
-
-
-def _phases(bars: Sequence[Bar], end_s: float) -> list[Bar]:
-    """Forward, and what comes after it: backward begins with its first collective, if it has one."""
     turn_s = min((bar.begin_s for bar in bars if bar.tip.endswith(_BACKWARD_TIP)), default=0.0)
-    parts = {"forward": (0.0, turn_s), "backward and update": (turn_s, end_s)} if turn_s else {}
-    return [Bar("phase", a, b, name, name, f"{name}: {duration(b - a)}") for name, (a, b) in parts.items()]
+    return [*phase_bars(turn_s, begin_s), *bars]
 
 
 def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) -> Bar:
@@ -173,15 +167,16 @@ class ClusterPlan(Printed):
         """One page that needs nothing else: a report and the timeline of the step, those of others below it."""
         assumed = self.estimates.stated.assumptions
         subtitle = f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. {assumed}"
-        named = [dataclasses.replace(bar, lane=f"{one.name}: {bar.lane}") for one in others for bar in one._bars()]
-        return html_page(f"{self.name} on {self.topology.text}", subtitle, [*self._bars(), *named], report)
+        return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(others), report)
 
-    def to_chrome_trace(self) -> str:
-        """The timeline of the step, as JSON for https://ui.perfetto.dev."""
-        return chrome_trace(self._bars())
+    def to_chrome_trace(self, others: Sequence[ClusterPlan] = ()) -> str:
+        """The same timelines, as JSON for https://ui.perfetto.dev."""
+        return chrome_trace(self._bars(others))
 
-    def _bars(self) -> list[Bar]:
-        return timeline(self.audit.schedule, self.estimates.stated.assumptions)
+    def _bars(self, others: Sequence[ClusterPlan] = ()) -> list[Bar]:
+        bars = timeline(self.audit.schedule, self.estimates.stated.assumptions)
+        named = (dataclasses.replace(bar, lane=f"{one.name}: {bar.lane}") for one in others for bar in one._bars())
+        return [*bars, *named]
 
     def _estimates_json(self) -> dict[str, Any]:
         found = self.estimates

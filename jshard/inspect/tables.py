@@ -212,6 +212,12 @@ class Bar:
     tip: str  # shown when the pointer rests on it, and as its name in a trace
 
 
+def phase_bars(turn_s: float, end_s: float) -> list[Bar]:
+    """The phases of a step in a lane: backward begins with its first collective; no lane if it has none (0)."""
+    parts = {"forward": (0.0, turn_s), "backward and update": (turn_s, end_s)} if turn_s else {}
+    return [Bar("phase", a, b, name, name, f"{name}: {duration(b - a)}") for name, (a, b) in parts.items()]
+
+
 def chrome_trace(bars: Iterable[Bar]) -> str:
     """Bars in the JSON of Chrome traces, which https://ui.perfetto.dev opens; every bar is in it."""
     lanes: dict[str, int] = {}

@@ -217,10 +217,19 @@ def test_layers_that_differ_alike_are_one_row_of_a_diff(tmp_path, ckpt):
         layers = [np.full(4, 1 + scale * (i + 1), np.float32) for i in range(12)]
         js.checkpoint.save(place, {"blocks": [{"w": w, "b": np.zeros(2, np.float32)} for w in layers]})
     code, text = ckpt("diff", *places)
-    rows = [line.split() for line in text.splitlines() if line.startswith(" values")]
-    assert code == 1 and [row[-1] for row in rows] == ["blocks/0..11/w"]
-    assert float(rows[0][3]) == 12  # of the last, which differs most
+    rows = [line.split() for line in text.splitlines() if " values " in line]
+    assert code == 1 and [(row[0], row[-1]) for row in rows] == [("blocks/0..11/w", "float32[4]")]
+    assert float(rows[0][4]) == 12  # of the last, which differs most
     assert len(ckpt("diff", *places, "--json")[1]["leaves"]) == 24
+
+
+def test_what_differs_most_is_the_first_row_of_a_diff(tmp_path, ckpt):
+    places = tmp_path / "a", tmp_path / "b"
+    for place, apart in zip(places, (0, 1), strict=True):
+        arrays = {"little": 8 + apart / 8, "nan": np.nan if apart else 1, "much": 8 + apart, "other": 2.0 + apart}
+        js.checkpoint.save(place, {name: np.full(3, value, np.float32) for name, value in arrays.items()})
+    rows = [line.split()[0] for line in ckpt("diff", *places)[1].splitlines() if " values " in line]
+    assert rows == ["nan", "other", "much", "little"]
 
 
 def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckpt):

@@ -240,6 +240,11 @@ def test_the_timeline_of_a_step(tmp_path):
     scatter = drawn["reduce-scatter blocks/1 backward (reduce-scatter.1): 30.0 us"]
     assert gather == ("communication", pytest.approx(20)) and scatter == ("communication", pytest.approx(30))
     assert drawn["computing: 40.0 us"][0] == drawn["exposed: 15.0 us"][0] == "computation"
+    assert (
+        [lane for lane, _ in drawn.values()].count("phase")
+        == 2
+        == sum(name.startswith("forward: ") for name in drawn) + 1
+    )
     page = found.to_html()
     assert all(f'title="{tip}"' in page for tip in drawn)
     assert "Step 2 of step on gpu:0, measured" in page  # gpu:1 hides more

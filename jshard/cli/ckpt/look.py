@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,17 @@ from rich.text import Text
 from jshard._text import folded_names, human_bytes, name_pattern
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.comparing import Finding, LeafDiff, ListedCheckpoint, Listing, Verdict, diff, listing, verify
+from jshard.checkpoint.comparing import (
+    Finding,
+    LeafDiff,
+    ListedCheckpoint,
+    Listing,
+    Norms,
+    Verdict,
+    diff,
+    listing,
+    verify,
+)
 from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
@@ -297,20 +308,24 @@ def _differences_table(paths: Sequence[Place], found: Sequence[LeafDiff], args: 
     for leaf in shown:
         alike.setdefault((leaf.kind, _kinds(leaf), name_pattern(leaf.path)[0]), []).append(leaf)
     caption = "Of layers in one row, the figures are those of the one that differs most." * (len(alike) < len(shown))
-    table = made_table(
-        "", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "shape, dtype", "leaf", caption=caption
-    )
+    table = made_table("", "leaf", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "array?", caption=caption)
+    rows: list[tuple[Norms | None, tuple[str, ...]]] = []
     for (kind, kinds, _), leaves in alike.items():
         most = max((leaf.norms for leaf in leaves if leaf.norms is not None), key=lambda x: x.relative, default=None)
-        norms = [""] * 4 if most is None else [f"{x:.4g}" for x in dataclasses.astuple(most)]
-        add_row(table, kind, *norms, kinds, folded_names(leaf.path for leaf in leaves)[0])
+        norms = [""] * 4 if most is None else [f"{x:.3g}" for x in dataclasses.astuple(most)]
+        rows.append((most, (folded_names(leaf.path for leaf in leaves)[0], kind, *norms, kinds)))
+    apart = lambda row: math.inf if row[0] is None or math.isnan(row[0].relative) else row[0].relative
+    for _, cells in sorted(rows, key=apart, reverse=True):
+        add_row(table, *cells)
     return Group(*lines, table)
 
 
 def _kinds(leaf: LeafDiff) -> str:
-    """Shape and dtype; both, where they differ."""
+    """Dtype and shape as JAX writes them, float32[3,192]; both, where they differ."""
     sides = [side for side in (leaf.a, leaf.b) if side is not None]
-    return " / ".join(dict.fromkeys(f"{_shape_text(x.shape)} {x.kind}" if x.is_array else x.kind for x in sides))
+    return " / ".join(
+        dict.fromkeys(f"{x.kind}[{','.join(map(str, x.shape))}]" if x.is_array else x.kind for x in sides)
+    )
 
 
 # Values as text.

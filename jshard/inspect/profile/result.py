@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jshard._text import duration, folded_names, name_pattern
 from jshard.inspect.profile.events import Event, Op, Ops
-from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table
+from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table, phase_bars
 
 Seconds = tuple[float, float]  # begin and end
 
@@ -321,7 +321,8 @@ def _timeline(measured: DeviceStep) -> list[Bar]:
         lane_name = f"communication {lane + 1}" if lane else "communication"
         kind = f"{op.kind} {op.phase or ''}".strip()
         bars.append(Bar(lane_name, begin_s, end_s, kind, unit, " ".join(tip.split())))
-    return bars
+    backward = (s[0] for s, place in measured.flights if measured.collectives[place].op.phase == "backward")
+    return [*phase_bars(min(backward, default=0.0), max((bar.end_s for bar in bars), default=0.0)), *bars]
 
 
 def _shares_dict(shares: Shares) -> dict[str, Any]:
