@@ -174,9 +174,12 @@ class ClusterPlan(Printed):
         return chrome_trace(self._bars(others))
 
     def _bars(self, others: Sequence[ClusterPlan] = ()) -> list[Bar]:
-        bars = timeline(self.audit.schedule, self.estimates.stated.assumptions)
-        named = (dataclasses.replace(bar, lane=f"{one.name}: {bar.lane}") for one in others for bar in one._bars())
-        return [*bars, *named]
+        if not others:
+            return timeline(self.audit.schedule, self.estimates.stated.assumptions)
+        named = {"as asked": self, **{one.name: one for one in others}}
+        return [
+            dataclasses.replace(bar, lane=f"{name}: {bar.lane}") for name, one in named.items() for bar in one._bars()
+        ]
 
     def _estimates_json(self) -> dict[str, Any]:
         found = self.estimates
@@ -233,7 +236,7 @@ class ClusterPlan(Printed):
             ("  communication not hidden", lambda e: e.exposed_s, duration),
             ("communication hidden", lambda e: e.hidden, "{:.1%}".format),
             ("communication in loops hidden", lambda e: e.hidden_in_loops, "{:.1%}".format),
-            ("TFLOP/s by device (the model's)", lambda e: self._flops_per_s(e) / 1e12, "{:.0f}".format),
+            ("TFLOP/s by device (the model's)", lambda e: self._flops_per_s(e) / 1e12, three_digits),
             ("MFU, of dense bf16", self.mfu, "{:.1%}".format),
             ("HFU, with what is computed again", self.hfu, "{:.1%}".format),
         )

@@ -28,8 +28,11 @@ def amounts_of(audit):
 def test_strategies_side_by_side(capsys, tmp_path):
     html = tmp_path / "page.html"
     found = reported(capsys, "--topology", "h100:1x4", "--compare", "zero2,hsdp,gspmd", "--html", str(html))
-    for name in ("zero2", "hsdp", "gspmd"):  # a pair of lanes for each
-        assert f"<b>{name}: computation</b>" in html.read_text() and f"<b>{name}: communication</b>" in html.read_text()
+    trace = json.loads((tmp_path / "page.trace.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in trace if event["ph"] == "M"}
+    for name in ("as asked", "zero2", "hsdp", "gspmd"):  # a pair of lanes for each
+        assert {f"{name}: computation", f"{name}: communication"} < lanes
+    assert all(f"<b>{lane}</b>" in html.read_text() for lane in lanes)
     rows = {row["name"]: row for row in found["comparison"]}
     assert list(rows) == ["as asked", "zero2", "hsdp", "gspmd"]
     rows["zero3"] = rows.pop("as asked")
