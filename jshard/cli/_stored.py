@@ -19,6 +19,7 @@ from jshard.cli._request import data_of, tokenizer_of
 from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
 from jshard.data.files import is_tokens, weighted
+from jshard.data.text import transformers_files
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFile, load_model_file
@@ -121,6 +122,14 @@ class StoredRun:
         """The tokenizer's file: one that is given, or that of the run; None for bytes."""
         stored = self.options.get("tokenizer")
         return given if given is not None or stored is None else Path(stored)
+
+    def tokenizer_texts(self) -> dict[str, str]:
+        """The files by which Transformers has the tokenizer of the run; none where it is not known or not there."""
+        file, paths = self.tokenizer_file(None), weighted(self.options.get("data", ()))[0]
+        is_unknown = self.model_file.data is not None or (paths and all(map(is_tokens, paths)))
+        if (file is None and is_unknown) or (file is not None and not file.is_file()):
+            return {}
+        return transformers_files(file)
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """What turns text into the tokens that the model knows."""

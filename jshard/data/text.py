@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -98,6 +99,40 @@ class HuggingFaceTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         """The text of `ids`, special tokens left out."""
         return self._tokenizer.decode(np.asarray(ids).tolist())
+
+
+def transformers_files(path: Path | None) -> dict[str, str]:
+    """The files by which Transformers' AutoTokenizer turns text into the same ids, by name.
+
+    Args:
+        path: a tokenizer.json; None for bytes.
+    """
+    if path is None:
+        content, end = _json_of_bytes(), _END_OF_TEXT[0]
+    else:
+        raw, tokenizer = _read_tokenizer(path)
+        content = raw.decode()
+        end = next((t for t in _END_OF_TEXT if t in tokenizer.get_vocab(with_added_tokens=True)), None)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {} if end is None else {"eos_token": end}
+    return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+
+
+def _json_of_bytes() -> str:
+    """`ByteTokenizer` as a tokenizer.json: a byte-level BPE without merges, whose id 0 is the end of a text."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: these bytes stand for themselves
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden) if byte}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": _END_OF_TEXT[0], **flags, "special": True}],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {_END_OF_TEXT[0]: 0, **letters}, "merges": []},
+    }
+    return json.dumps(content)
 
 
 def _pieces(text_bytes: bytes) -> Iterator[str]:

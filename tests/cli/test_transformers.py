@@ -33,7 +33,12 @@ def test_transformers_has_the_logits_of_the_run(name, tied, tmp_path, monkeypatc
     asked = ["--data", "text.txt", "--steps", "8", "--out", "mine", "--track", "--sample-tokens", "0"]
     assert cli.main(["train", name, *asked, *words]) == 0
     assert cli.main(["ckpt", "export", "mine", "hf"]) == 0
-    assert capsys.readouterr().out.endswith(": model.safetensors, config.json\n")
+    assert capsys.readouterr().out.endswith(": model.safetensors, config.json, tokenizer.json, tokenizer_config.json\n")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
+    assert (
+        tokenizer("fox: \u0120 \u00e9\n").input_ids == [*"fox: \u0120 \u00e9\n".encode()]
+        and tokenizer.eos_token_id == 0
+    )
 
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained("hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jshard.data import DataError
-from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
+from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text, transformers_files
 
 TEXT = "def answer():\n    return 42\n\n\nclass Größe: pass\n"
 
@@ -52,6 +52,24 @@ def test_hugging_face_file(tokenizer_file):
     assert 1 not in ids  # the <s> that the file would put in front
     assert tokenizer.name.startswith("tokenizer.json ")
     assert tokenizer.encode_batch([b""])[0].size == 0
+
+
+def test_bytes_as_a_tokenizer_file_give_the_same_ids_and_texts(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    files = transformers_files(None)
+    text = TEXT + "".join(map(chr, [*range(1, 0x300), 0x2028, 0x1F98A]))
+    read = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    assert read.encode(text).ids == [*text.encode()] and read.decode([*text.encode()]) == text
+    assert read.encode(f"a{json.loads(files['tokenizer_config.json'])['eos_token']}b").ids == [97, 0, 98]
+    (tmp_path / "tokenizer.json").write_text(files["tokenizer.json"])
+    again = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    assert (again.vocab_size, again.end_of_text) == (ByteTokenizer.vocab_size, ByteTokenizer.end_of_text)
+
+
+def test_a_tokenizer_file_is_handed_on_as_it_is(tokenizer_file):
+    files = transformers_files(tokenizer_file)
+    assert files["tokenizer.json"] == tokenizer_file.read_text()
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
 
 
 def test_texts_of_a_batch_stay_apart(tokenizer_file, monkeypatch):

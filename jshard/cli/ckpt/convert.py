@@ -225,7 +225,7 @@ class ExportArgs(_ModelArgs):
             return None
         try:
             stored = StoredRun.read(run, model=self.model)
-            model = Model(stored.model_file, stored.recipe)
+            model = Model(stored.model_file, stored.recipe, stored)
             model.names()
         except ShardingError as error:
             if self.model is not None:
@@ -296,6 +296,7 @@ class Model:
 
     file: ModelFile
     recipe: Recipe
+    run: StoredRun | None = None  # that it is of
 
     def names(self) -> Names:
         """What others call its parameters, layer by layer."""
@@ -314,7 +315,10 @@ class Model:
     def beside(self) -> dict[str, str]:
         """The files beside its arrays that others want, by name."""
         make = self.file.hf_config
-        return {} if make is None else {"config.json": as_json(make(self.recipe.model)) + "\n"}
+        if make is None:
+            return {}
+        tokenizer = {} if self.run is None else self.run.tokenizer_texts()
+        return {"config.json": as_json(make(self.recipe.model)) + "\n", **tokenizer}
 
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""
