@@ -36,6 +36,11 @@ def three_digits(value: float) -> str:
     return f"{value:.{min(3, max(0, 2 - math.floor(math.log10(value))))}f}" if 0 < value < math.inf else f"{value:.0f}"
 
 
+def loss_text(value: float) -> str:
+    """A loss or a metric as text: four digits after the point, or four significant ones where these would say less."""
+    return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 else f"{value:.4g}"
+
+
 def name_pattern(name: str) -> tuple[str, int | None]:
     """`blocks/3/mlp` as `blocks/*/mlp` and 3, `block_3` as `block_*` and 3: the last number in a path may differ."""
     numbers = list(re.finditer(r"(?<=[/_])\d+(?=/|$)", name))

@@ -137,6 +137,12 @@ def _nearby(path: Place) -> tuple[str, Place | None]:
         if steps:
             return f"no such folder; beside it are steps {_list(steps)}.", path.parent / str(steps[-1])
         return "no such folder.", None
+    inside = path.iterdir() if isinstance(path, Path) and path.is_dir() else ()
+    runs = [run for run in inside if steps_in(run / OF_A_RUN)]
+    if runs:
+        newest = max(runs, key=lambda run: run.stat().st_mtime) / OF_A_RUN
+        why = f"it is a folder of runs, {len(runs)} of them with checkpoints."
+        return why, newest / str(steps_in(newest)[-1])
     if path.is_dir():
         return "the folder is not one that save() completed.", None
     return "it is a file, and of files those of safetensors alone are read.", None

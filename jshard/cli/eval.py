@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
+from jshard._text import loss_text
 from jshard.cli._arguments import parse
 from jshard.cli._request import data_of, loss_unit
 from jshard.cli._stored import RunArgs, StoredRun
@@ -61,12 +62,12 @@ def run(argv: Sequence[str]) -> int:
     found = {"step": step, "data": data.description} | {f"val_{name}": value for name, value in scalars.items()}
     if unit.endswith("byte"):
         found["bits_per_byte"] = loss / math.log(2)
-        more = f", {found['bits_per_byte']:.4f} bits per byte"
+        more = f", {loss_text(found['bits_per_byte'])} bits per byte"
     elif unit:
         found["perplexity"] = math.exp(min(loss, 700.0))
         more = f", perplexity {found['perplexity']:.2f}"
-    more += "".join(f", {name} {value:.4f}" for name, value in scalars.items() if name != "loss")
+    more += "".join(f", {name} {loss_text(value)}" for name, value in scalars.items() if name != "loss")
     if jax.process_index() == 0:
-        line = f"{data.description}\nvalidation loss {loss:.4f}{unit}{more} after {step} steps"
+        line = f"{data.description}\nvalidation loss {loss_text(loss)}{unit}{more} after {step} steps"
         print(as_json(found) if args.json else line)
     return 0

@@ -47,7 +47,7 @@ class CheckReport:
         heads = {"output ": self.outputs, "gradient of ": self.gradients, "state ": self.state}
         return {f"{head}{name}": size for head, found in heads.items() for name, size in found.items()}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         place = max(self.named, key=self.named.__getitem__, default="none")
         counts = f"{len(self.outputs)} outputs, {len(self.gradients)} gradients and {len(self.state)} changed states"
         return (

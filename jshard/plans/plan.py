@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jshard._text import human_bytes
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, hosts_along
 from jshard.plans.placement import Entry, Placement, place
@@ -91,6 +92,12 @@ class ShardPlan:
     mesh: tuple[tuple[str, int], ...]
     units: tuple[UnitPlan, ...]
     leaves: tuple[LeafPlan, ...]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh)
+        held = f"{human_bytes(self.bytes_per_device)} on each device"
+        units = f"{len(self.units)} units, {len(self.leaves)} arrays, {self.num_parameters:,} parameters"
+        return f"<ShardPlan over {axes}: {units}, {held}; js.explain(...) prints it whole>"
 
     @functools.cached_property
     def _by_path(self) -> dict[str, LeafPlan]:

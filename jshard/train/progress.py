@@ -15,7 +15,7 @@ import jax
 
 from jshard._live import LiveLine
 from jshard._processes import is_primary
-from jshard._text import duration, human_bytes
+from jshard._text import duration, human_bytes, loss_text
 from jshard.errors import ShardingError
 from jshard.inspect.profile import PROFILE, PROGRAM, process_folder
 from jshard.recipes.step import Mfu
@@ -136,8 +136,9 @@ class Progress:
             if step == self._num_steps or self._clock() >= self._next_s:
                 self._show()
         if "val_loss" in scalars:
-            others = (f"{name[4:]} {value:.4f}" for name, value in scalars.items() if name not in ("val_loss", "time"))
-            self.note(", ".join([f"step {step}: validation loss {scalars['val_loss']:.4f}", *others]))
+            others = {name[4:]: value for name, value in scalars.items() if name not in ("val_loss", "time")}
+            shown = [f"{name} {loss_text(value)}" for name, value in others.items()]
+            self.note(", ".join([f"step {step}: validation loss {loss_text(scalars['val_loss'])}", *shown]))
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""
@@ -153,7 +154,7 @@ class Progress:
         self._fields = []
 
     def _describe(self, step: int, scalars: Mapping[str, float]) -> list[str]:
-        fields = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}", f"loss {scalars['loss']:.4f}"]
+        fields = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}", f"loss {loss_text(scalars['loss'])}"]
         for unit in ("tokens", "samples"):
             if f"{unit}_per_s" in scalars:
                 fields.append(f"{_rate(scalars[f'{unit}_per_s'])} {unit}/s")

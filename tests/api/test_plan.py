@@ -130,6 +130,13 @@ def test_reshard_after_forward_is_resolved():
     assert [unit.remat for unit in plan.units] == ["none", "full", "full"]
 
 
+def test_a_plan_is_one_line_in_a_notebook():
+    model = js.fully_shard(nnx.Linear(512, 512, rngs=nnx.Rngs(0)), mesh=js.mesh())
+    said = repr(js.plan(model))
+    assert said.startswith("<ShardPlan over replica=1, fsdp=8, tensor=1: 1 units, 2 arrays, 262,656 parameters, 130")
+    assert "\n" not in said
+
+
 def test_the_plan_survives_json_and_is_frozen():
     precision = js.MixedPrecision(param="bfloat16", reduce="float32")
     plan = js.plan(abstract(Config(), js.mesh(replica=2), mixed_precision=precision))

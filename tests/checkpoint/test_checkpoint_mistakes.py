@@ -97,6 +97,14 @@ def several_trees(run):
     checkpoint.restore(path, {"w": jnp.zeros((2, 4))})
 
 
+def a_folder_of_runs(run):
+    folder = run.parent / "runs"
+    if not folder.exists():
+        (folder / "notes").mkdir(parents=True)
+        shutil.copytree(run, folder / "gpt-tiny")
+    restore(folder, path=".")
+
+
 def not_one(run):
     (run.parent / "photos").mkdir(exist_ok=True)
     (run.parent / "photos" / "a.jpg").write_text("a photo")
@@ -118,6 +126,7 @@ def other_dtype(run):
 MISTAKES = {
     "path: no such folder": lambda run: restore(run, path="../ran/checkpoints/200"),
     "path: no such step": lambda run: restore(run, path="checkpoints/300"),
+    "path: of a folder of runs": a_folder_of_runs,
     "path: inside of a checkpoint": lambda run: restore(run, path="checkpoints/200/arrays"),
     "path: of one checkpoint, for a series": lambda run: Checkpointer(run / "checkpoints" / "200").restore(state()),
     "path: of the run, for a series": lambda run: Checkpointer(run).restore(state()),

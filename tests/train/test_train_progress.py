@@ -113,6 +113,15 @@ def test_a_terminal_is_written_at_most_ten_times_a_second(columns, clock):
     assert 9 <= terminal.getvalue().count("\r") <= 11
 
 
+@pytest.mark.parametrize(("loss", "text"), [(2.34567, "2.3457"), (1.23456e-5, "1.235e-05"), (0.0, "0.0000")])
+def test_a_loss_has_as_many_digits_as_say_something(columns, clock, loss, text):
+    stream = io.StringIO()
+    progress = Progress(1, stream=stream, clock=clock)
+    progress.log(1, {"loss": loss})
+    progress.log(1, {"val_loss": loss})
+    assert stream.getvalue() == f"step 1/1  loss {text}\nstep 1: validation loss {text}\n"
+
+
 def test_an_evaluation_stays_above_the_live_line(columns, clock):
     terminal = Terminal()
     progress = Progress(500, stream=terminal, clock=clock)
