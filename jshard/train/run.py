@@ -139,6 +139,9 @@ def run_recipe(
     copies = None
     if keep_in_memory is not None:
         copies = MemoryCopies(keep_in_memory, abstract_state(model_file, recipe, mesh), say)
+    if recipe.num_steps <= recipe.warmup_steps and type(recipe).schedule is Recipe.schedule:
+        room = f"--set warmup_steps={recipe.num_steps // 10} leaves room for the cosine"
+        say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {recipe.num_steps} steps; {room}.")
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:

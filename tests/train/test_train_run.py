@@ -128,6 +128,13 @@ def test_a_run_leaves_its_record(whole):
     assert {"sent loss.png", "sent sample.txt"} < set(lines)
 
 
+def test_a_warmup_that_is_longer_than_the_run_is_said(data, tmp_path):
+    lines = []
+    recipe = dataclasses.replace(RECIPE, num_steps=2, warmup_steps=9)
+    run_recipe(MODEL_FILE, recipe, mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0, say=lines.append)
+    assert lines[0].startswith("warmup_steps=9: the learning rate rises over all 2 steps")
+
+
 def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path, monkeypatch):
     shutil.copytree(whole[0].out, tmp_path / "run")
     watch, seen = StallWatch(), []
