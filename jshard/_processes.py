@@ -59,10 +59,10 @@ def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S, left: list[s
         raise
     except Exception as error:
         raise RunError(
-            "The processes of the run cannot speak to one another.",
+            "The processes of the run cannot communicate.",
             where=f"process {jax.process_index()} on {socket.gethostname()}: {topic}",
             why=f"{type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0][:300]}",
-            do="look at what process 0 wrote last: the service they speak through is a part of it.",
+            do="look at what process 0 wrote last: the service they communicate through is a part of it.",
         ) from error
     return [json.loads(text) for text in texts]
 

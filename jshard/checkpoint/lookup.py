@@ -81,7 +81,7 @@ def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunE
         f"The checkpoint of step {path.name} could not be written.",
         where=[str(path), *(place for place in error.where if place != str(path))],
         why=f"{error.why}\n{good}",
-        do=f"{mend}, then continue the run with --resume." if steps else f"{mend}, then start the run anew.",
+        do=f"{mend}, then continue the run with --resume." if steps else f"{mend}, then start the run again.",
     )
 
 
@@ -94,7 +94,7 @@ def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
         why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
         do=f"mv {path} {path}.damaged\nand try again: step {others[0]} is then the newest."
         if others
-        else "start the run anew, in another folder.",
+        else "start the run again, in another folder.",
     )
 
 
@@ -105,7 +105,7 @@ def _no_series(folder: Place) -> tuple[str, str]:
         return why, f'Checkpointer("{folder.parent}"); or restore("{folder}", like=...).'
     if steps_in(folder / OF_A_RUN):
         return "it is the folder of a run, and not that of its checkpoints.", f'Checkpointer("{folder / OF_A_RUN}")'
-    return "complete checkpoints there: none.", "start the run anew, in another folder."
+    return "complete checkpoints there: none.", "start the run again, in another folder."
 
 
 def steps_in(folder: Place) -> list[int]:

@@ -237,7 +237,7 @@ class Checkpointer:
         except RunError as error:
             if self._on_failure == "raise" or self._pending is not None:
                 raise
-            warn(f"training goes on without a checkpoint.\n{error}")
+            warn(f"training continues without a checkpoint.\n{error}")
 
     def check(self) -> None:
         """Raises what went wrong with a save in the background; without that, it costs nothing.

@@ -57,7 +57,7 @@ def _train(request: Request) -> int:
     say(_devices())
     compiler_options = js.compiler_options(None if args.options == "none" else args.options)
     if args.auto and args.resume:
-        say("--auto: the run goes on as it was begun")
+        say("--auto: a resumed run keeps its configuration")
     elif args.auto:
         asked = request.model_file, request.recipe, mesh, data
         request = request.with_variant(chosen_variant(*asked, compiler_options=compiler_options, say=say))
@@ -92,7 +92,7 @@ def _train(request: Request) -> int:
     )
     if finished.stopped_by is not None:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
-        say(whole_line(f"it goes on with: {again}"))
+        say(whole_line(f"continue it with: {again}"))
         return launch.stopped_code(finished.stopped_by)
     _say_result(request, data, finished, say)
     return 0

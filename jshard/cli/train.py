@@ -1,6 +1,6 @@
 """`jshard train MODEL`: trains a recipe, or with --dry-run prints its plan; in several processes, starts them.
 
-With `--max-restarts` and `--min-processes` it is known before anything starts which numbers of processes could go on.
+With `--max-restarts` and `--min-processes`, the numbers of processes that could continue are known before the start.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
         raise ShardingError(
             "The restarts make no sense.",
             where=f"--max-restarts {args.max_restarts}",
-            why="--min-processes says who goes on after a restart, and a run is restarted 0 times or more often.",
+            why="--min-processes says how many continue after a restart, and a run is restarted 0 or more times.",
             do="--max-restarts 3",
         )
     if args.max_restarts == 0:
@@ -125,16 +125,16 @@ def _meshes(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None
         mesh = shrunk(sizes, processes=count, of=number)
         data = math.prod((mesh or {}).get(axis, 1) for axis in ("replica", "fsdp", "expert"))
         if mesh is None:
-            lines.append(f"{count} processes cannot go on: their devices do not divide into --mesh {args.mesh}")
+            lines.append(f"{count} processes cannot continue: their devices do not divide into --mesh {args.mesh}")
         elif batch_size // accumulate % data:
             parts = f"{batch_size // accumulate} sequences over {data} data shards"
-            lines.append(f"{count} processes cannot go on: {parts} (--mesh {as_option(mesh)})")
+            lines.append(f"{count} processes cannot continue: {parts} (--mesh {as_option(mesh)})")
         else:
             found[count] = as_option({axis: n for axis, n in mesh.items() if n > 1 or axis == "fsdp"})
-            lines.append(f"{count} processes can go on: --mesh {found[count]}")
+            lines.append(f"{count} processes can continue: --mesh {found[count]}")
     if not found and args.min_processes < number:
         raise ShardingError(
-            "No smaller number of processes could go on.",
+            "No smaller number of processes could continue.",
             where=[f"--min-processes {args.min_processes} --mesh {args.mesh}", *lines],
             why="the data axes of the mesh shrink with the processes, and the batch has to divide over them.",
             do="--set batch_size=N with an N that the smaller meshes divide; or leave out --min-processes.",
@@ -151,14 +151,14 @@ def _check(args: TrainArgs, cluster: launch.Cluster | None, sizes: Mapping[str, 
         why = "on one machine all processes are started again; whom a loss leaves without is known on a cluster alone."
         do = "leave out --min-processes."
     elif not number / 2 < least <= number:
-        why = f"of {number} more than half go on, so that two parts of a torn network never both do, and at most all."
+        why = f"of {number} more than half must continue, so that two parts of a network never both do; and at most all."
         do = f"--min-processes {number // 2 + 1}"
     elif args.auto or -1 in sizes.values() or "fsdp" not in sizes:
         where.append(f"--mesh {args.mesh or '(all devices)'}{' --auto' if args.auto else ''}")
-        why = "whether fewer processes can go on is checked now, and not when one is lost: the mesh has to be known."
+        why = "whether fewer processes can continue is checked now, and not when one is lost: the mesh has to be known."
         do = "name all degrees: --mesh fsdp=N, or replica=M,fsdp=N, for all devices."
     if why:
-        raise ShardingError("The run could not go on with fewer processes.", where=where, why=why, do=do)
+        raise ShardingError("The run could not continue with fewer processes.", where=where, why=why, do=do)
 
 
 def _batch(argv: Sequence[str]) -> tuple[int, int]:

@@ -230,7 +230,7 @@ def _numbered(dataset: Any) -> Any:
         raise ShardingError(
             "The samples of the data have no numbers.",
             where=f"a {type(dataset).__name__}",
-            why="a position that any mesh can go on from counts samples; this can only be read from the front.",
+            why="a position that any mesh can continue from counts samples; this can only be read from the start.",
             do="give the grain.MapDataset before .to_iter_dataset(), or a list of samples.",
         )
     return grain.MapDataset.source(dataset)
@@ -372,7 +372,7 @@ class PackedBatches(GlobalBatches):
                 raise RunError(
                     "Rows of the global batch are read by no process.",
                     where=f"lane {lane}: {given} sequences are handed out, the processes know of {known}",
-                    why=f"this process reads {len(self.rows)} rows of {self.batch_size}, and nobody the others.",
+                    why=f"this process reads {len(self.rows)} rows of {self.batch_size}, and none reads the others.",
                     do="rows=mesh on every process, with the mesh of the model.",
                 )
         states = [found[lane][1] if lane in found else None for lane in range(self.lanes)]

@@ -27,7 +27,7 @@ TICK_S = 0.1
 REQUEST = 2
 """Exit code of a run that refused what was asked of it: the same command again would be refused again."""
 RESUME = 75
-"""Exit code of a run that stopped, or lost a peer: the same command with --resume goes on. (EX_TEMPFAIL.)"""
+"""Exit code of a run that stopped, or lost a peer: the same command with --resume continues the run. (EX_TEMPFAIL.)"""
 GOOD = (0, 128 + signal.SIGINT, RESUME)
 """Exit codes of a worker that did its work, or stopped because it was asked to."""
 

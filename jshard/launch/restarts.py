@@ -107,7 +107,7 @@ class History:
                 f"The last {self.fruitless} attempts came nowhere: the run is not started again.",
                 where=[self.lost or "no process", f"attempt {self.attempt}, {self.left} were left"],
                 why=f"none of them did a step after {self.step or 0}, or saved a checkpoint that was not there before.",
-                do="see what ended them; then the same command with --resume goes on.",
+                do="see what ended them; then the same command with --resume continues the run.",
             )
 
     @property
@@ -126,7 +126,7 @@ class History:
         origins += [] if self.checkpoint is None else [self.checkpoint]
         origin = f"from {', or '.join(origins)}" if origins else "(no checkpoint was reported yet)"
         number = f"{num_processes} process{'es' if num_processes > 1 else ''}"
-        return f"lost {self.lost}. It goes on {origin} with {number}; restarts left: {self.left}."
+        return f"lost {self.lost}. It continues {origin} with {number}; restarts left: {self.left}."
 
     def environ(self) -> dict[str, str]:
         """What a worker is to know of it."""

@@ -299,7 +299,7 @@ def _lost_error(
     return RunError(
         f"Process {ending.process} of {num_processes} was lost.",
         where=[ending.who, *_so_far(step, checkpoint)],
-        why=f"{ending.how}{explained}.\nThe others cannot go on without it and are stopped.",
+        why=f"{ending.how}{explained}.\nThe others cannot continue without it and are stopped.",
         do=again,
     )
 

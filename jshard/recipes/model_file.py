@@ -73,7 +73,7 @@ def next_token_loss(model: Any, batch: Batch) -> jax.Array:
 # What a line of the record has beside the loss: no name for a metric.
 _TAKEN = frozenset(
     "step loss grad_norm param_norm learning_rate loss_scale skipped_steps step_s last_step_s tokens_per_s"
-    " samples_per_s tokens_seen samples_seen elapsed_s mfu peak_bytes used_bytes time".split()
+    " samples_per_s tokens_seen samples_seen elapsed_s mfu peak_bytes used_bytes host_bytes time".split()
 )
 
 

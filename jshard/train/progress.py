@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import sys
 import time
 import warnings
@@ -69,6 +70,7 @@ class Meter:
         scalars |= {f"{name}_seen": self._seen + number * steps for name, number in self._per_step.items()}
         used = None if self._used_bytes is None else self._used_bytes()
         scalars |= {} if used is None else {"used_bytes": used}
+        scalars |= {"host_bytes": resident} if (resident := _resident_bytes()) is not None else {}
         if not self._spans:
             return scalars
         step_s = sum(took_s for took_s, _ in self._spans) / sum(steps for _, steps in self._spans)
@@ -86,6 +88,14 @@ class Meter:
         """Leaves out the time since the last `done`. Call it after what is no step: an evaluation, a checkpoint."""
         if self._since is not None:
             self._since = self._clock(), self._since[1]
+
+
+def _resident_bytes() -> int | None:
+    """Host memory that this process has in use, the arrays of CPU devices included; None where Linux does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
 
 
 # The line that says where a run is.
@@ -211,7 +221,7 @@ _FAILURES = (RuntimeError, OSError, ValueError)  # jax's errors are RuntimeError
 class StepProfile:
     """Records a profile of some steps into the folder of a run; each process writes a file of its own.
 
-    A profile that cannot be recorded is a warning, and the run goes on.
+    A profile that cannot be recorded is a warning, and the run continues.
 
     Args:
         out: folder of the run; the profile goes into `profile/steps-FIRST-LAST/` there.
@@ -269,7 +279,7 @@ class StepProfile:
 
     def _give_up(self, error: Exception) -> None:
         self.steps = range(0)
-        warnings.warn(f"The steps are not profiled, and the run goes on: {error}", stacklevel=3)
+        warnings.warn(f"The steps are not profiled, and the run continues: {error}", stacklevel=3)
 
 
 def check_profile(steps: range, *, num_steps: int) -> None:

@@ -48,7 +48,7 @@ class Trackers:
 
     Args:
         *needed: trackers without which the run must not go on, as its own record.
-        optional: trackers that are left out once they fail, as a service on the network: the run goes on.
+        optional: trackers that are left out once they fail, as a service on the network: the run continues.
         warn: called once for each that is left out.
     """
 
@@ -69,7 +69,7 @@ class Trackers:
                 tracker.log(step, scalars)
             except Exception as error:
                 self._optional.remove(tracker)
-                self._warn(f"{_failure(tracker, error)} It is left out from step {step} on; the run goes on.")
+                self._warn(f"{_failure(tracker, error)} It is left out from step {step} on; the run continues.")
 
     def close(self) -> None:
         """Closes every tracker, also when one of them fails."""

@@ -206,7 +206,7 @@ class _Job:
                         model = step.model
                     else:
                         fitted = Fitted(start_step)
-                        asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
+                        asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} continues it."
                         self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)

@@ -72,7 +72,7 @@ class RunCheckpoints:
             raise CheckpointError(
                 "The checkpoints of another run are there.",
                 where=f"--checkpoints {self._folder.checkpoints}",
-                why=f"the newest is of step {latest}; a new run would go on from it, and delete the older ones.",
+                why=f"the newest is of step {latest}; a new run would continue from it, and delete the older ones.",
                 do="name an address that is empty; or resume that run: --out FOLDER --resume",
             )
         if (found := self._from_memory(newer_than=latest)) is not None:
@@ -96,7 +96,7 @@ class RunCheckpoints:
             ) from error
         path = self._path(state[2])
         if init_from is not None:
-            self._say(f"the run began with the parameters of {init_from}, and goes on with its own")
+            self._say(f"the run began with the parameters of {init_from}, and continues with its own")
         self._series.set_aside_newer(state[2])
         self._say(f"resumed from {path}")
         launch.note(step=state[2], checkpoint=str(path))
@@ -160,7 +160,7 @@ class RunCheckpoints:
         path = self.latest()
         if path is None:
             return f"no checkpoint was saved yet; --out {self._folder.path} --resume begins at the first step."
-        return f"last good checkpoint: {path}; --out {self._folder.path} --resume goes on from it."
+        return f"last good checkpoint: {path}; --out {self._folder.path} --resume continues from it."
 
     def _from_memory(self, *, newer_than: int | None) -> State | None:
         """The state of a copy in memory that is newer than the checkpoints; None where there is none."""

@@ -240,7 +240,7 @@ def test_a_save_that_fails_may_be_a_warning_but_for_who_waits_for_it(tmp_path, m
         raise OSError(28, "No space left on device")
 
     ckpt = Checkpointer(tmp_path, on_failure="warn")
-    text = r"(?s)goes on without a checkpoint\..*of step 1 could not be written.*No space left"
+    text = r"(?s)continues without a checkpoint\..*of step 1 could not be written.*No space left"
     with monkeypatch.context() as broken:
         broken.setattr("jshard.checkpoint.saving._manifest.write", full)
         with pytest.warns(CheckpointWarning, match=text), ckpt:

@@ -125,7 +125,7 @@ def test_exit_codes(tmp_path, capfd):
 def test_a_profile_that_cannot_be_recorded_does_not_end_the_run(tmp_path):
     (tmp_path / "profile").write_text("in the way")
     profile = StepProfile(tmp_path, range(2, 4), program=lambda: "", say=lambda line: None)
-    with pytest.warns(UserWarning, match=r"The steps are not profiled, and the run goes on: .*profile"):
+    with pytest.warns(UserWarning, match=r"The steps are not profiled, and the run continues: .*profile"):
         profile.begin()
     assert (profile.is_recording, len(profile.steps)) == (False, 0)
     profile.end()

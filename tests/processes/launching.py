@@ -31,7 +31,7 @@ RunError: Process 1 of {number} was lost.
          last step reported: 12
          last good checkpoint: runs/a/checkpoints/10
   why:   it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer.
-         The others cannot go on without it and are stopped.
+         The others cannot continue without it and are stopped.
   do:    jshard train gpt.py --out runs/a --resume
 """
 

@@ -41,7 +41,7 @@ def test_a_lost_worker_costs_an_interval_at_most(tmp_path):
     os.kill(run.workers()[1], signal.SIGKILL)
     stdout, stderr = ends(run)
     assert copy_in(stdout) in (5, 10, 15)  # the first if that of step 10 was on its way, and the last if it was quick
-    assert f"It goes on from the copy in memory of step {copy_in(stdout)} with 2 processes" in stderr
+    assert f"It continues from the copy in memory of step {copy_in(stdout)} with 2 processes" in stderr
     assert record(run.out) == record(whole.out)
 
 

@@ -73,7 +73,7 @@ def test_fewer_go_on_to_rounding(tmp_path, monkeypatch):
     commands[0].process.kill()
     ended = [command.ends() for command in commands]
     assert [code for code, *_ in ended] == [-9, 0, 0], ended
-    assert "2 processes can go on: --mesh fsdp=4" in ended[0][2]
+    assert "2 processes can continue: --mesh fsdp=4" in ended[0][2]
     assert "restarts left: 0." in ended[1][2] and workers
     for ours, theirs in zip(record(plain.out), record(commands[0].out), strict=True):
         assert [x is None for x in ours] == [x is None for x in theirs]

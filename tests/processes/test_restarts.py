@@ -35,7 +35,7 @@ def test_a_run_goes_on_after_each_loss(capfd):
     assert out.count("process 0 is up") == 3
     assert lines[0] == (
         "lost process 1 (pid N, host H): it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer. "
-        "It goes on from runs/a/checkpoints/10 with 2 processes; restarts left: 2."
+        "It continues from runs/a/checkpoints/10 with 2 processes; restarts left: 2."
     )
     assert lines[1].endswith("restarts left: 1.") and lines[2:] == ["a warning of process 0"]
 
@@ -108,8 +108,8 @@ def test_the_counts_that_work_are_named_and_the_others_too(capfd, monkeypatch):
     assert found is not None and found.meshes == {6: "fsdp=6"}
     assert [found.usable(came, 8) for came in (8, 7, 6, 5)] == [8, 6, 6, 0]
     err = capfd.readouterr().err
-    assert "7 processes cannot go on: 12 sequences over 7 data shards" in err
-    assert "6 processes can go on: --mesh fsdp=6" in err
+    assert "7 processes cannot continue: 12 sequences over 7 data shards" in err
+    assert "6 processes can continue: --mesh fsdp=6" in err
     words = found.command("runs/a", "fsdp=6")
     assert re.search(r"--mesh fsdp=6 .*--out runs/a .*--resume$", " ".join(words))
     assert "--resume" not in found.command(None, None)

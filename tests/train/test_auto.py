@@ -130,7 +130,7 @@ def test_a_run_that_chooses(folder, capsys):
     again = "--auto", "--resume", "--out", "run", "--unit", "prefetch=2", "--set", "accumulate=2"
     assert train(*again, "--steps", "3") == 0  # what was chosen stays, whatever it was chosen in place of
     said = capsys.readouterr().out
-    assert not tried and "--auto: the run goes on as it was begun" in said and "resumed from" in said
+    assert not tried and "--auto: a resumed run keeps its configuration" in said and "resumed from" in said
     record = json.loads((path / "run" / "run.json").read_text())
     assert record["options"]["unit"] == stored["unit"]
     assert record["starts"][0]["mesh"] == record["starts"][1]["mesh"]

@@ -115,7 +115,7 @@ def test_a_run_leaves_its_record(whole):
     assert [line["step"] for line in metrics(finished) if "loss" in line] == list(range(1, 9))
     assert [line["step"] for line in metrics(finished) if "val_loss" in line] == [4, 8]
     assert metrics(finished)[-1]["val_loss"] == finished.val_loss < metrics(finished)[0]["loss"]
-    assert {"grad_norm", "step_s", "tokens_per_s", "mfu", "peak_bytes"} < metrics(finished)[-2].keys()
+    assert {"grad_norm", "step_s", "tokens_per_s", "mfu", "peak_bytes", "host_bytes"} < metrics(finished)[-2].keys()
     assert (finished.out / "loss.png").stat().st_size > 1000
     assert len(finished.sample.encode()) >= 32 + 8 - 3  # the prompt, and the last bytes may be part of a character
     assert (finished.out / "sample.txt").read_text() == finished.sample + "\n"
@@ -268,7 +268,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
     assert f"parameters of {finished.out}" in lines
     assert metrics(begun)[0]["loss"] < 0.9 * metrics(finished)[0]["loss"]
     _, lines = trained(data, tmp_path / "run", mesh=mesh, steps=1, resume=True, init_from=tmp_path / "gone")
-    assert any("gone, and goes on with its own" in line for line in lines)
+    assert any("gone, and continues with its own" in line for line in lines)
 
 
 def test_a_source_that_does_not_fit_leaves_no_run_behind(whole, data, tmp_path):

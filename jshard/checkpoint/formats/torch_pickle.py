@@ -302,7 +302,7 @@ class Archive(NamedTuple):
                 "The checkpoint holds compressed or encrypted tensors.",
                 where=str(self.path),
                 why=f"{packed[0]} of the archive at byte {self.offset}; PyTorch writes them plain.",
-                do="write the checkpoint anew with torch.distributed.checkpoint.save.",
+                do="write the checkpoint again with torch.distributed.checkpoint.save.",
             )
 
 

@@ -26,7 +26,7 @@ COMMANDS = {
     "inspect": "the leaves of a checkpoint: shapes, dtypes, bytes, how they were sharded",
     "verify": "whether all files are there, and the sums of all values are those of the save",
     "diff": "where two checkpoints differ, by path, with norms",
-    "reshard": "write a checkpoint anew, cut for another mesh",
+    "reshard": "rewrite a checkpoint in pieces for another mesh",
     "import": "write a checkpoint of what other libraries saved: safetensors, PyTorch, Orbax",
     "export": "write safetensors of a checkpoint",
     "timeline": "what the saves and restores of a run took, in each process",
