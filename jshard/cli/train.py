@@ -151,7 +151,7 @@ def _check(args: TrainArgs, cluster: launch.Cluster | None, sizes: Mapping[str, 
         why = "on one machine all processes are started again; whom a loss leaves without is known on a cluster alone."
         do = "leave out --min-processes."
     elif not number / 2 < least <= number:
-        why = f"of {number} more than half must continue, so that two parts of a network never both do; and at most all."
+        why = f"of {number} more than half must continue, or both parts of a split network might; and at most all."
         do = f"--min-processes {number // 2 + 1}"
     elif args.auto or -1 in sizes.values() or "fsdp" not in sizes:
         where.append(f"--mesh {args.mesh or '(all devices)'}{' --auto' if args.auto else ''}")

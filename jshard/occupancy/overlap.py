@@ -391,7 +391,7 @@ def _side(
     # An option that the installed compiler does not know is left out, with a warning.
     options = compiler_options(platform=platform, **{name: value for name, (value, _) in asked.items()})
     for name, value in options.items():
-        why = asked[name][1] if name in asked else 'of the profile "fastest": docs/schedules.md has what was measured.'
+        why = asked[name][1] if name in asked else 'of the profile "fastest": docs/schedules.md has what was tried.'
         reasons.append(Reason(name, str(value), "model" if name in (_CHANNELS, _P2P_CHANNELS) else "fact", why))
     if {_CHANNELS, _P2P_CHANNELS} & options.keys() and comm is not None and "ctas: an assumption" in comm.source:
         line = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"

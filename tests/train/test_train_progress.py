@@ -202,6 +202,8 @@ def test_times_leave_out_the_first_step_and_pauses(clock, window, steps, step_s,
         meter.pause()
         clock.now_s += took_s
         scalars = meter.done(step)
-        assert number or scalars == {"elapsed_s": took_s + pause_s, "tokens_seen": 106}
+        assert scalars["host_bytes"] > 1 << 20
+        assert number or scalars.keys() == {"elapsed_s", "tokens_seen", "host_bytes"}
+        assert number or (scalars["elapsed_s"], scalars["tokens_seen"]) == (took_s + pause_s, 106)
     assert (scalars["step_s"], scalars.get("last_step_s"), scalars["tokens_per_s"]) == (step_s, last_s, 6 / step_s)
     assert scalars["tokens_seen"] == 100 + 6 * (max(steps) - first)
