@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import re
 import shlex
 import sys
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +40,7 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     A field without a default is the file that the command is given, every other one an option. An option that is given
     twice, of which the parser would take the last, is a `ShardingError`.
     """
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = _shown(cls)
     argv = with_config(argv, hints) if "config" in hints else argv
     appends = {name for name, hint in hints.items() if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())}
     words = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
@@ -52,6 +54,36 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
                 do=f"give {option} once, with all its values.",
             )
     return tyro.cli(cls, prog=command, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+
+
+@functools.cache
+def _shown(cls: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass of arguments; from now on its help has no `{None}|` and no empty default."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name, hint in hints.items():
+        owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+        metavar = None if _metavar(hint) is not None else _without_none(hint)
+        if tyro.conf.Positional in getattr(hint, "__metadata__", ()) and _metavar(hint) is None:
+            metavar = name.upper()
+        owner.__annotations__[name] = Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint=_default)]
+    return hints
+
+
+def _metavar(hint: Any) -> str | None:
+    return next((found for one in getattr(hint, "__metadata__", ()) if (found := getattr(one, "metavar", None))), None)
+
+
+def _without_none(hint: Any) -> str | None:
+    """What to call the value of an option that may be None by default; None for any other."""
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType) or len(kinds) != 1:
+        return None
+    choices = typing.get_args(kinds[0]) if typing.get_origin(kinds[0]) is Literal else ()
+    return f"{{{','.join(choices)}}}" if choices else _metavar(kinds[0]) or kinds[0].__name__.upper()
+
+
+def _default(label: str) -> str:
+    return "" if label in ("", "''", "None", "False") else f"(default: {label})"
 
 
 def check_writable(path: Path | None, *, option: str) -> None:

@@ -200,3 +200,12 @@ def test_number_of_simulated_devices(text, devices):
     sizes = parse_mesh(text)
     assert num_devices(sizes) == devices
     assert open_mesh(sizes, devices=devices).size == devices
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "sample", "ckpt export", "ckpt diff"])
+def test_help_says_nothing_of_none(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "None" not in text and "(default: )" not in text and "PATH PATH" not in text
+    assert "ANNOTATED" not in text
