@@ -261,7 +261,7 @@ class ForeignSource:
             raise CheckpointError(
                 f"{len(nameless)} leaves have no name in the other format.",
                 where=nameless,
-                why=f"the table of names mentions {len(names)} leaves, and not of these.",
+                why=f"the table of names mentions {len(names)} leaves, and not these.",
                 do="export the parameters alone, or add the names to the table, hf_names(config) of the model file.",
             )
         self.leaves: dict[str, StoredLeaf] = {}
