@@ -253,7 +253,7 @@ def _mixing_table(found: Sequence[Mixing]) -> FittedTable:
 
 
 def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
-    """Notes beside the tables: what is never gathered, not gathered ahead, replicated, padded, tied, or no parameter."""
+    """Notes for what no table has: never gathered, not gathered ahead, replicated, padded, tied, or no parameter."""
     if never := folded_names([unit.name for unit in plan.units if not unit.gathered]):
         why = "called in global view; what that sends is the model's own, and not counted"
         yield f"Never gathered: {', '.join(never)} ({why})"
