@@ -1,4 +1,4 @@
-"""What a command is asked for: the recipe of its options, what a resumed run takes over, the plan without devices."""
+"""The request of a command: the recipe of its options, what a resumed run inherits, the plan without devices."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def loss_unit(model_file: ModelFile, data: Data) -> str:
 
 @contextlib.contextmanager
 def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tuple[nnx.Module, Any]]:
-    """The annotated model and a microbatch as shapes; a ValueError of the model in the block becomes a ModelFileError."""
+    """The annotated model and a microbatch as shapes; the model's ValueError in the block becomes a ModelFileError."""
     model_file, recipe = request.model_file, request.recipe
     check_batch(recipe, mesh)
     if data is not None:

@@ -29,7 +29,7 @@ class TraceArgs:
     json: bool = False
     """Print JSON only."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the report with a timeline of one step as one HTML file, and the timeline beside it as *.trace.json."""
+    """Also write the report with a timeline of one step as an HTML file, and the timeline beside it as *.trace.json."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -69,7 +69,7 @@ def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
 
 
 def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> launch.Restarts | None:
-    """What is asked for after a loss; None where the loss ends the run. `argv` are the options as they were given."""
+    """The restarts requested after a loss; None if a loss ends the run. `argv` are the options as given."""
     if args.max_restarts < 0 or (args.max_restarts == 0 and args.min_processes is not None):
         raise ShardingError(
             "The restarts make no sense.",
@@ -81,9 +81,9 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
         return None
 
     def command(folder: str | None, mesh: str | None) -> list[str]:
-        # A plan is of one mesh: a run that goes on with another has nothing to be compared with.
+        # A plan is for one mesh: a run that continues on another has nothing to be compared with.
         changed = args if mesh is None else dataclasses.replace(args, mesh=mesh, expect=None)
-        # Without a folder nothing was begun: --resume alone could take up an older run.
+        # Without a folder nothing was started: --resume alone could resume an older run.
         words = changed.words(None if folder is None else Path(folder))
         is_begun = args.resume or folder is not None
         return [sys.executable, "-m", "jshard", "train", *words, *(["--resume"] if is_begun else [])]
