@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr during the block, if that is a terminal; call it with the bytes done, from any thread."""
+    """A progress bar on stderr during the block, if that is a terminal; call it with the bytes done from any thread."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
