@@ -261,7 +261,7 @@ def data_shards(degrees: Mapping[str, int]) -> int:
 
 
 def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
-    """The sharding of an array whose leading dim is the batch; given its shape, dim 1 is over `context` if it divides."""
+    """The sharding of an array whose leading dim is the batch; given a shape, dim 1 is over `context` if it divides."""
     over = degree(mesh, CONTEXT)
     sequence = (CONTEXT,) if over > 1 and len(shape) > 1 and shape[1] % over == 0 else ()
     return NamedSharding(mesh, PartitionSpec(data_axes(mesh), *sequence))
@@ -338,7 +338,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _batch_layout(mesh: Mesh) -> tuple[int, int, bool]:
-    """The number of data shards, the multiple of this process's share, and whether it is the only process.
+    """The number of data shards, its ratio to those of this process, and whether this is the only process.
 
     Cached: a run calls it before every step.
     """

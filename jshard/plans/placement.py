@@ -43,7 +43,7 @@ class Placement:
     hosts: int = 1  # along `fsdp`, for `reduce_wire`: the gradient is summed within each host, then between them
 
     def exchanges(self, degree: int) -> tuple[tuple[int, int], ...]:
-        """Those of its gradient over `fsdp`, of that degree: the devices of a group, and how far apart they are."""
+        """The exchanges of its gradient over `fsdp`, of that degree: the devices of a group, and their distance."""
         each = degree // self.hosts
         return tuple((size, apart) for size, apart in ((each, 1), (self.hosts, each)) if size > 1)
 
