@@ -172,7 +172,7 @@ class ModelFile:
 
     @property
     def name(self) -> str:
-        """Its name in a run's record: the model's name if included in jshard, as it is valid anywhere; else its path."""
+        """Its name in a run's record: the model's name if it is included in jshard, valid anywhere; else its path."""
         return self.path.stem if self.path.parent == shipped_folder() else str(self.path)
 
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
