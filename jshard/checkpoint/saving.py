@@ -403,7 +403,7 @@ class Pending:
             _unheard.discard(self)
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def ends_within(self, timeout_s: float) -> bool:
