@@ -3,7 +3,7 @@
 This is not a model file: if you copy `dhen.py`, copy `clicks.py` into the same folder, where `jshard train` looks
 for a model file's imports.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch    C  categories    N  numbers of a sample
 """

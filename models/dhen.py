@@ -12,7 +12,7 @@ The two halves are sharded differently. The layers are units, gathered one after
 gathered: the tables are most of the memory of all devices together, and a step reads little of them. So ids are sent
 to the devices that have the rows, and rows are sent back: traffic grows with the batch, not with the tables.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch                    D  width of a row (d_model)     P  pairs of slots
     C  categories = tables      S  slots = categories + 1       H  attention heads
@@ -196,7 +196,7 @@ class DHEN(nnx.Module):
         return self.head(x_BSD.reshape(len(x_BSD), -1))[:, 0]
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: DHENConfig, rngs: nnx.Rngs) -> DHEN:
