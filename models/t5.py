@@ -1,4 +1,4 @@
-"""T5 to read from top to bottom: an encoder and a decoder that share a table, trained to fill in what was cut out.
+"""T5 in one readable file: an encoder and a decoder that share a table, trained to fill in removed spans.
 
     jshard train t5                                                # the tiny recipe, minutes on a laptop
     jshard plan t5 --recipe t5_11b --topology h100:64x8            # without a GPU

@@ -1,4 +1,4 @@
-"""A diffusion transformer to read from top to bottom: DiT (Peebles & Xie 2022, arXiv 2212.09748), for images and video.
+"""A diffusion transformer in one readable file: DiT (Peebles & Xie 2022, arXiv 2212.09748), for images and video.
 
     jshard train vdit                         # the tiny recipe: handwritten digits of 8 x 8 pixels
     jshard train vdit --recipe tiny_video     # digits that move
