@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations and checkpoints until the run is done, is asked to stop, or has failed.
+"""The loop: steps, evaluations and checkpoints until the run is done, stopped on request, or has failed.
 
 `fit` combines a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which your own script can call in the same
 order. Between two steps the processes agree (`Agreement`) on whether one was asked to stop, and which is the slowest.
