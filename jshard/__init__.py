@@ -1,6 +1,6 @@
-"""jshard: annotate a Flax model, and it trains fully sharded, with communication that is shown.
+"""jshard: fully sharded training of annotated Flax models, with visible communication.
 
-The public names are those of `__init__.pyi`; errors are in `jshard.errors`, data in `jshard.data`.
+The public names are listed in `__init__.pyi`; errors are in `jshard.errors`, data in `jshard.data`.
 
 Example:
     >>> import jshard as js
@@ -16,10 +16,10 @@ _MOVED = {
 }
 
 _UNLISTED = {
-    # Functions that are gone, which warn when they are called.
+    # Removed functions, which warn when they are called.
     "batch_mean": "jshard.plans.placement",
     "per_shard": "jshard.plans.placement",
-    # Modules that were names of `js`. `from jshard import data` asks here first, and is right: no warning.
+    # Modules that were names of `js`. `from jshard import data`, which is valid, asks here first: no warning.
     "data": "jshard",
     "inspect": "jshard",
     "occupancy": "jshard",

@@ -1,4 +1,4 @@
-"""The command `jshard` in a process of its own; `python -m jshard` is the same."""
+"""The command `jshard` as a process; `python -m jshard` is the same."""
 
 import atexit
 import gc

@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first asked for.
+"""Packages whose names are loaded on first use.
 
 `import jshard` is then a matter of milliseconds, and who needs little of it does not wait for jax: the processes that
 read data, `jshard --help`.

@@ -1,4 +1,4 @@
-"""The line of a terminal that is written anew while something is at work, and what is said of work that takes long.
+"""The terminal line that is rewritten while work is in progress, and messages about work that takes long.
 
 It imports nothing but Python's own: it is there before jax is.
 """

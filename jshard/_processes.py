@@ -1,4 +1,4 @@
-"""What the processes of a run say to one another: through the service of `jax.distributed`, and not the devices.
+"""Messages between the processes of a run: through the service of `jax.distributed`, not the devices.
 
 So any thread may call these while the devices are busy, a wait ends after a time, and whoever is missing is named.
 """

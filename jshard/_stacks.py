@@ -1,4 +1,4 @@
-"""Where the threads of a process stand, seen from outside: also of one that is deep in native code, or stopped.
+"""The stacks of a process's threads, seen from outside: also if it is deep in native code, or stopped.
 
 A process that has called `ready` answers SIGUSR2 with the Python stacks of its threads, written in C into a file in
 memory, which another process of the same user finds in /proc. Nothing of it is on the disk until somebody asks.

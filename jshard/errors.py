@@ -6,20 +6,20 @@ _SHOWN = 10
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text without characters that move the cursor, colour the terminal or reverse what follows.
+    r"""Escapes characters that move the cursor, colour the terminal or reverse the text that follows.
 
-    Names of leaves are those of a file, which anybody may have written. Python's way to write such a character stands
-    for it: `\x1b`.
+    Leaf names come from a file, which may have been written by anyone. Such a character is replaced by its Python
+    escape: `\x1b`.
 
     Args:
         text: such as the path of a leaf.
-        keep: characters that stay all the same, such as the newlines of a message.
+        keep: characters that are not escaped, such as the newlines of a message.
     """
     return "".join(c if c in keep or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class FourPartError(Exception):
-    """An error in four parts; the base of those that jshard raises.
+    """An error in four parts; the base class of jshard's errors.
 
     Args:
         what: one sentence: what failed.
@@ -42,11 +42,11 @@ class FourPartError(Exception):
 
 
 class ShardingError(FourPartError, ValueError):
-    """A request that cannot be met. The command line ends with exit code 2."""
+    """A request that cannot be met. The command line exits with code 2."""
 
 
 class RunError(FourPartError, RuntimeError):
-    """Work that was begun and could not be ended: a full disk, a lost peer, a loss that is no number. Exit code 1."""
+    """Work that started and could not finish: a full disk, a lost peer, a loss that is not a number. Exit code 1."""
 
 
 class MeshError(ShardingError):
@@ -66,11 +66,11 @@ class MissingExtraError(ShardingError, ImportError):
 
 
 def causes(error: BaseException | None, *, context: bool = False) -> Iterator[BaseException]:
-    """An error, its cause, and so on, each once: one that several threads raise may be among its own causes.
+    """An error, its cause, and so on, each once: an error raised by several threads may be among its own causes.
 
     Args:
         error: the error that was caught.
-        context: whether an error without a cause is followed to the one that was handled when it was raised.
+        context: whether to follow an error without a cause to the one that was being handled when it was raised.
     """
     seen: list[BaseException] = []
     while error is not None and not any(error is each for each in seen):

@@ -1,9 +1,9 @@
-"""Clicks by a law that is known, and with it the smallest loss there can be: data for the model file beside this one.
+"""Clicks drawn from a known law, so that the smallest possible loss is known: data for the model file `dhen.py`.
 
-This is no model file: who copies `dhen.py` copies `clicks.py` into the same folder, which is where `jshard train` looks
-for what a model file imports.
+This is not a model file: if you copy `dhen.py`, copy `clicks.py` into the same folder, where `jshard train` looks
+for a model file's imports.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch    C  categories    N  numbers of a sample
 """
@@ -19,7 +19,7 @@ from jshard.data import Data
 
 
 def uniform(*keys: int | np.ndarray) -> np.ndarray:
-    """Numbers between 0 and 1, each a function of its integer keys alone (splitmix64)."""
+    """Numbers between 0 and 1, each a function of only its integer keys (splitmix64)."""
     x = np.zeros(1, np.uint64)
     for key in keys:
         x = x + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -36,17 +36,17 @@ def normal(u: np.ndarray) -> np.ndarray:
 
 
 def entropy(p: np.ndarray) -> float:
-    """Mean entropy of coins that show heads with these probabilities, in nats."""
+    """Mean entropy of Bernoulli variables with these probabilities, in nats."""
     return float(-(p * np.log(p) + (1 - p) * np.log1p(-p)).mean())
 
 
 @dataclasses.dataclass(frozen=True)
 class Clicks:
-    """Sample `i` is a function of `i` and these settings alone.
+    """Sample `i` is a function of only `i` and these settings.
 
-    The ids of a category follow Zipf's law. An id has an effect of its own and a taste, a vector of length two, which
-    are the same in every sample; tastes of neighbouring categories that agree make a click likelier, and so does a
-    weighted sum of the numbers. The sum of all this is the logit of a click, which is then drawn.
+    The ids of a category follow Zipf's law. Each id has its own effect and a taste, a vector of length two, which
+    are the same in every sample; agreeing tastes of neighbouring categories make a click more likely, as does a
+    weighted sum of the numbers. The sum of these terms is the logit of the click, which is then drawn.
     """
 
     rows: tuple[int, ...]
@@ -96,7 +96,7 @@ class Clicks:
 
     @functools.cached_property
     def bounds(self) -> tuple[float, float]:
-        """The mean loss of who knows the law (no model can do better), and of who knows the click rate alone."""
+        """The mean loss given the law (no model can do better), and given only the click rate."""
         _, p = self.draw(np.arange(min(self.size, 32_768)))
         return entropy(p), entropy(p.mean(keepdims=True))
 

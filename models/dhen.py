@@ -1,18 +1,18 @@
-"""A DHEN: will this user click? Embedding tables far larger than the rest, and an ensemble of interactions above them.
+"""A DHEN, which predicts clicks: embedding tables far larger than the rest, and an ensemble of interactions above.
 
     jshard train dhen                        # the tiny recipe, minutes on a laptop
     jshard train dhen --recipe dhen_550m --mesh fsdp=512 --dry-run
 
 After "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (Zhang et al.,
-2022). A sample is some ids (who, where, which ad) and some numbers. Each id becomes a row of its table, the numbers one
-more such row, and every layer lets several kinds of interaction see all of these rows at once. The samples come from
-`clicks.py`, which is beside this file: they follow a law that is known, and with it the smallest loss there can be.
+2022). A sample is some ids (user, place, ad) and some numbers. Each id becomes a row of its table, the numbers one
+more such row, and every layer applies several kinds of interaction to all of these rows. The samples come from
+`clicks.py`, beside this file: they follow a known law, so the smallest possible loss is known.
 
-The two halves are sharded in two ways. The layers are units, gathered one after another. A table must never be
-gathered: it is most of the memory of all devices together, and a step reads little of it. So the ids travel to where
-the rows are, and rows come back: what is sent grows with the batch, and not with the tables.
+The two halves are sharded differently. The layers are units, gathered one after another. A table must never be
+gathered: the tables are most of the memory of all devices together, and a step reads little of them. So ids are sent
+to the devices that have the rows, and rows are sent back: traffic grows with the batch, not with the tables.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch                    D  width of a row (d_model)     P  pairs of slots
     C  categories = tables      S  slots = categories + 1       H  attention heads
@@ -39,7 +39,7 @@ from jshard.train import Batch, Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DHENConfig:
-    """Size of a DHEN. Parameters are float32 whatever `compute_dtype` says."""
+    """Size of a DHEN. Parameters are float32 regardless of `compute_dtype`."""
 
     rows: tuple[int, ...] = (4096, 2048, 1024, 1024, 512, 512, 512)  # of each table; they divide by the fsdp degree
     num_numbers: int = 4
@@ -52,7 +52,7 @@ class DHENConfig:
 
     @property
     def slots(self) -> int:
-        """What a layer sees of a sample: a row for each id, and one for the numbers."""
+        """The number of rows of a sample in a layer: one for each id, and one for the numbers."""
         return len(self.rows) + 1
 
     @property
@@ -196,7 +196,7 @@ class DHEN(nnx.Module):
         return self.head(x_BSD.reshape(len(x_BSD), -1))[:, 0]
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: DHENConfig, rngs: nnx.Rngs) -> DHEN:

@@ -1,14 +1,14 @@
-"""A GPT to read from top to bottom: the model, how it is sharded, its loss and its recipes.
+"""A GPT in one readable file: the model, its sharding, its loss and its recipes.
 
     jshard train gpt                        # the tiny recipe, minutes on a laptop
     jshard train gpt --recipe gpt2_small    # 124M parameters
     jshard train gpt --recipe gpt3_175b --mesh replica=4,fsdp=128 --dry-run
 
-Everything up to `annotate` is plain Flax and knows nothing of devices (`js.scan_layers` is a loop over
-the blocks where they are not sharded); `annotate` alone says what is sharded. Copy this file, change
-what you like, and hand your copy to `jshard train`.
+Everything up to `annotate` is plain Flax and independent of devices (`js.scan_layers` is a loop over
+the blocks if they are not sharded); only `annotate` decides what is sharded. Copy this file, change
+what you like, and pass your copy to `jshard train`.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch                 D  model width (d_model)       H  heads
     T  position in sequence  F  feed-forward width (d_ff)   K  width of one head
@@ -35,7 +35,7 @@ from jshard.train import Batch, Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Size and kind of a GPT. Parameters are float32 whatever `compute_dtype` says."""
+    """Size and kind of a GPT. Parameters are float32 regardless of `compute_dtype`."""
 
     vocab_size: int = 50257
     block_size: int = 1024  # longest sequence
@@ -80,7 +80,7 @@ def linear(d_in: int, d_out: int, *, std: float, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
-    """A table that computes in the dtype it has at the moment; Flax would hold it to the one it was built with."""
+    """A table that computes in its current dtype; Flax would use the one it was built with."""
     table = nnx.Embed(num, width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
     table.dtype = None
     return table
@@ -91,12 +91,12 @@ def layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def residual_std(config: GPTConfig) -> float:
-    """GPT-2 shrinks what is added to the residual stream, so that depth does not inflate it."""
+    """GPT-2 scales down additions to the residual stream, so that it does not grow with depth."""
     return 0.02 / math.sqrt(2 * config.n_layer)
 
 
 def rotate(x_BTHK: jax.Array, at: Any) -> jax.Array:
-    """Rotary positions, from `at` on: turns each pair of features by an angle that grows with the position."""
+    """Rotary positions, from `at` on: rotates each pair of features by an angle that grows with the position."""
     T, K = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency_k = 10_000.0 ** (-jnp.arange(K // 2) / (K // 2))
     angle_TK = (at + jnp.arange(T))[:, None] * frequency_k[None]
@@ -107,7 +107,7 @@ def rotate(x_BTHK: jax.Array, at: Any) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention: each position mixes in what the positions before it hold."""
+    """Causal self-attention: each position attends to the positions before it."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         D = config.d_model
@@ -119,7 +119,7 @@ class Attention(nnx.Module):
         self.out = linear(width, D, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
-        """The mixture, and the keys and values that later tokens look at; with those of a `past` for one token."""
+        """The output, and the keys and values for later tokens; with a `past`, for one token."""
         B, T, _ = x_BTD.shape
         qkv_BT3D = checkpoint_name(self.qkv(x_BTD), "qkv_proj")  # names are for remat policies
         qkv_BT3HK = qkv_BT3D.reshape(B, T, 3, self.n_head, -1)
@@ -139,7 +139,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The feed-forward half of a block: widen, bend, narrow, each position on its own."""
+    """The feed-forward half of a block: expand, activate, contract, each position independently."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.occupancy = js.kernels.Occupancy(reserved_sms=config.reserved_sms) if config.mlp == "pallas" else None
@@ -156,7 +156,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then feed-forward, each read through a norm and added back."""
+    """One layer: attention, then feed-forward, each applied after a norm and added back."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.along = (None, "tensor") if config.split_sequence else (None,)
@@ -190,7 +190,7 @@ def all_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
 
 
 class GPT(nnx.Module):
-    """Tokens in, for each position the scores of the token that comes next out."""
+    """Maps tokens to the logits of the next token at each position."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -214,9 +214,9 @@ class GPT(nnx.Module):
         return self._scores(x_BTD)
 
     def decode(self, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
-        """The scores, and the keys and values of each block: the past of the tokens to come.
+        """The logits, and the keys and values of each block: the past for later tokens.
 
-        Without a past `tokens_BT` is the beginning of a text, with it the one token that is at a position of that.
+        Without a past `tokens_BT` is the beginning of a text; with it, the single token at the current position.
         """
         x_BTD = self._embedded(tokens_BT, at)
         if self.config.scan:  # outside of it the past has its batch first, as all arrays that are split have
@@ -243,14 +243,14 @@ class GPT(nnx.Module):
         return self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
     return GPT(config, rngs=rngs)
 
 
-# The last dims on the `tensor` axis, where the mesh has one: heads, features and tokens are apart.
+# The last dims on the `tensor` axis, if the mesh has one: heads, features and tokens are split.
 OUT, IN = ("tensor",), ("tensor", None)
 TENSOR = {"*/qkv/*": OUT, "*/up/*": OUT, "*/out/kernel": IN, "*/down/kernel": IN, "tokens/embedding": IN}
 
@@ -281,7 +281,7 @@ def loss_fn(model: GPT, batch: Batch) -> jax.Array:
 
 
 def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
-    """Where Hugging Face's GPT-2 keeps each parameter; a tied head is no array of its own there either."""
+    """The name of each parameter in Hugging Face's GPT-2; a tied head is not a separate array there either."""
     if config.positions != "learned":
         raise ValueError(f"GPT-2 learns its positions; positions={config.positions!r} have no place in it")
     if config.head_dim not in (0, config.d_model // config.n_head):
@@ -306,7 +306,7 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
 
 
 def hf_config(config: GPTConfig) -> dict[str, Any]:
-    """What `config.json` says of such a GPT-2."""
+    """The contents of `config.json` for such a GPT-2."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

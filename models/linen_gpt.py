@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, for each position the scores of the token that comes next out."""
+    """Maps tokens to the logits of the next token at each position."""
 
     config: Config
 
@@ -72,7 +72,7 @@ class GPT(nn.Module):
         return table.attend(nn.LayerNorm(name="norm")(x_BTD))
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: Config, rngs: nnx.Rngs) -> GPT:

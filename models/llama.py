@@ -1,4 +1,4 @@
-"""Llama 3 to read from top to bottom, also split three ways: replicas, shards of parameters, shards of heads.
+"""Llama 3 in one readable file, also sharded in three dimensions: replicas, parameter shards, shards of heads.
 
     jshard train llama                                             # the tiny recipe, minutes on a laptop
     jshard train llama --mesh replica=2,fsdp=2,tensor=2            # the same, sharded in three dimensions
@@ -6,11 +6,11 @@
     jshard train llama --recipe llama3_8b --init-from llama3/      # begins with Hugging Face's weights
     jshard plan llama --recipe llama3_405b --topology h100:64x8    # without a GPU
 
-Against gpt.py: norms without mean and bias (RMSNorm), a gated feed-forward (SwiGLU), rotary positions, and heads
-of queries that share those of keys and values. Everything up to `TENSOR` is plain Flax; `annotate` says what is
-sharded. The loss is the one that `jshard train` takes where a file has none: cross entropy with the next token.
+Compared with gpt.py: norms without mean and bias (RMSNorm), a gated feed-forward (SwiGLU), rotary positions, and heads
+of queries that share those of keys and values. Everything up to `TENSOR` is plain Flax; `annotate` decides what is
+sharded. The loss is the default of `jshard train` for a file without one: cross entropy with the next token.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch                 D  model width (d_model)       H  heads of queries
     T  position in sequence  F  feed-forward width (d_ff)   G  heads of keys and values; each serves H / G of queries
@@ -36,7 +36,7 @@ from jshard.train import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Size and kind of a Llama; the defaults are Llama 3 8B. Parameters are float32 whatever `compute_dtype` says."""
+    """Size and kind of a Llama; the defaults are Llama 3 8B. Parameters are float32 regardless of `compute_dtype`."""
 
     vocab_size: int = 128_256
     block_size: int = 8192  # longest sequence
@@ -85,7 +85,7 @@ def linear(d_in: int, d_out: int, *, std: float = 0.02, rngs: nnx.Rngs) -> nnx.L
 
 
 def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
-    """A table that computes in the dtype it has at the moment; Flax would hold it to the one it was built with."""
+    """A table that computes in its current dtype; Flax would use the one it was built with."""
     table = nnx.Embed(num, width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
     table.dtype = None
     return table
@@ -96,15 +96,15 @@ def rms_norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def residual_std(config: LlamaConfig) -> float:
-    """GPT-2 shrinks what is added to the residual stream, so that depth does not inflate it."""
+    """GPT-2 scales down additions to the residual stream, so that it does not grow with depth."""
     return 0.02 / math.sqrt(2 * config.n_layer)
 
 
 def rotate(x_BTHK: jax.Array, theta: float, at: Any) -> jax.Array:
-    """Rotary positions, from `at` on: turns each pair of features by an angle that grows with the position.
+    """Rotary positions, from `at` on: rotates each pair of features by an angle that grows with the position.
 
-    A pair is a feature of the first half of a head and the one at its place in the second, as in Hugging Face's
-    checkpoints; Meta's own pair neighbours. (What Llama 3.1 does to reach beyond 8,192 positions is left out.)
+    A pair is a feature of the first half of a head and its counterpart in the second, as in Hugging Face's
+    checkpoints; Meta's own pair neighbours. (Llama 3.1's extension beyond 8,192 positions is left out.)
     """
     T, K = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency_k = theta ** (-jnp.arange(K // 2) / (K // 2))
@@ -118,7 +118,7 @@ def rotate(x_BTHK: jax.Array, theta: float, at: Any) -> jax.Array:
 class Attention(nnx.Module):
     """Causal self-attention with fewer keys and values than queries.
 
-    By cuDNN there are no arrays of scores. In plain form queries are taken some at a time: scores of all 8,192 x 8,192
+    With cuDNN there are no arrays of scores. In plain form queries are processed in groups: scores of all 8,192 x 8,192
     positions would be 34 GB for a sequence of the 405B, and half of them would be masked.
     """
 
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
         self.out = linear(config.n_head * K, D, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
-        """The mixture, and the keys and values that later tokens look at; with those of a `past` for one token."""
+        """The output, and the keys and values for later tokens; with a `past`, for one token."""
         (B, T, _), K = x_BTD.shape, self.config.head_width
         H, G, theta = self.config.n_head, self.config.n_kv_head, self.config.rope_theta
         q_BTQ, k_BTE, v_BTE = (  # names are for remat policies
@@ -154,7 +154,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The feed-forward half of a block, SwiGLU: one projection says how much of the other gets through."""
+    """The feed-forward half of a block, SwiGLU: one projection gates the other."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.occupancy = js.kernels.Occupancy(reserved_sms=config.reserved_sms) if config.mlp == "pallas" else None
@@ -171,7 +171,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then feed-forward, each read through a norm and added back."""
+    """One layer: attention, then feed-forward, each applied after a norm and added back."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.attention_norm = rms_norm(config, rngs)
@@ -202,7 +202,7 @@ def all_blocks(config: LlamaConfig, rngs: nnx.Rngs) -> Any:
 
 
 class Llama(nnx.Module):
-    """Tokens in, for each position the scores of the token that comes next out."""
+    """Maps tokens to the logits of the next token at each position."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -222,7 +222,7 @@ class Llama(nnx.Module):
         return self._scores(x_BTD)
 
     def decode(self, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
-        """The scores, and the past of the tokens to come, as in gpt.py."""
+        """The logits, and the past for later tokens, as in gpt.py."""
         x_BTD = self._embedded(tokens_BT)
         if self.config.scan:
             layers = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), past)
@@ -245,7 +245,7 @@ class Llama(nnx.Module):
         return self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 # On a mesh with a tensor axis every device has some heads and some of the hidden features: the first matrices of each
 # half of a block are cut by columns and the last by rows, so that a half needs one sum over the devices, at its end.
@@ -263,7 +263,7 @@ def build(config: LlamaConfig, rngs: nnx.Rngs) -> Llama:
 
 
 def check_heads(config: LlamaConfig, degree: int) -> None:
-    """Raises where a head of keys would be on two devices of the tensor axis; `fully_shard` sees to the rest."""
+    """Raises if a head of keys would be on two devices of the tensor axis; `fully_shard` checks the rest."""
     if config.n_kv_head % degree:
         raise js.ShardingError(
             "The heads do not split over the tensor axis.",
@@ -289,7 +289,7 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
 
 
 def flops(recipe: Recipe) -> tuple[float, str]:
-    """Of a step. The table that embeds multiplies nothing, and of the 8B attention is an eighth."""
+    """FLOPs of a step. The embedding table multiplies nothing; in the 8B, attention is an eighth."""
     config, length = recipe.model, recipe.sequence_length
     D, K = config.d_model, config.head_width
     in_layer = 2 * D * K * (config.n_head + config.n_kv_head) + 3 * D * config.d_ff
@@ -301,7 +301,7 @@ def flops(recipe: Recipe) -> tuple[float, str]:
 
 
 def hf_names(config: LlamaConfig) -> dict[str, str | Stored]:
-    """Where Hugging Face's LlamaForCausalLM keeps each parameter; torch's Linear is (out, in)."""
+    """The name of each parameter in Hugging Face's LlamaForCausalLM; torch's Linear is (out, in)."""
     names: dict[str, str | Stored] = {
         "tokens/embedding": "model.embed_tokens.weight",
         "norm/scale": "model.norm.weight",
@@ -321,7 +321,7 @@ def hf_names(config: LlamaConfig) -> dict[str, str | Stored]:
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:
-    """What `config.json` says of such a Llama."""
+    """The contents of `config.json` for such a Llama."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -368,7 +368,7 @@ def tiny() -> Recipe:
 
 
 def large(config: LlamaConfig, *, sequence_length: int, accumulate: int, learning_rate: float) -> Recipe:
-    """What the recipes below share; the schedule is that of the Llama 3 paper (arXiv 2407.21783, section 3.4.1)."""
+    """Shared by the recipes below; the schedule is that of the Llama 3 paper (arXiv 2407.21783, section 3.4.1)."""
     return Recipe(
         model=dataclasses.replace(config, scan=True, compute_dtype="bfloat16", remat="full"),
         sequence_length=sequence_length,
@@ -395,7 +395,7 @@ def llama3_70b() -> Recipe:
 def llama3_405b() -> Recipe:
     """405.9B parameters: 4M tokens a step as the paper begins, on 512 GPUs a sequence at a time.
 
-    What 126 blocks keep of a sequence of 8,192 is 34 GB: it fits, but leaves no room to gather ahead.
+    For a sequence of 8,192, 126 blocks keep 34 GB: it fits, but leaves no room to gather ahead.
     """
     config = LlamaConfig(n_layer=126, n_head=128, d_model=16_384, d_ff=53_248)
     return large(config, sequence_length=4096, accumulate=2, learning_rate=8e-5)

@@ -1,19 +1,19 @@
-"""A mixture of experts to read from top to bottom, after Mixtral: the model, its sharding, its loss and its recipes.
+"""A mixture of experts after Mixtral, in one readable file: the model, its sharding, its loss and its recipes.
 
     jshard train moe                                   # the tiny recipe, minutes on a laptop
     jshard train moe --mesh fsdp=4,expert=2            # the experts on an axis of their own
     jshard train moe --recipe mixtral_8x7b --mesh fsdp=8,expert=8 --dry-run
 
 In each block a router sends every token to the best `top_k` of E feed-forward layers, the experts. On a mesh with an
-`expert` axis they are apart: each device holds E / (its degree) of them, sharded over `fsdp` like anything else, and
-the tokens travel to them and back. `js.parallel.to_experts` and `from_experts` are all that the model knows of it.
+`expert` axis they are split: each device has E / (its degree) of them, sharded over `fsdp` like other parameters, and
+tokens are sent to them and back. The model only calls `js.parallel.to_experts` and `from_experts` for this.
 
-A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token that finds none
-passes that expert by. As places are counted in each sequence by itself, it does not matter how the batch is split.
+A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token without a place
+skips that expert. Places are counted in each sequence separately, so the split of the batch does not matter.
 With capacity=0 no token is dropped: tokens are sorted by expert, `jax.lax.ragged_dot` multiplies them, and the devices
 along `expert` gather each other's tokens. Not for GPUs yet: XLA of jax 0.10 multiplies each row by all experts there.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch                 D  model width (d_model)       H  heads      E  experts
     T  position in sequence  F  width of an expert (d_ff)   K  width of one head (D / H)
@@ -40,7 +40,7 @@ from jshard.train import Batch, Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Size and kind of the model. Parameters are float32 whatever `compute_dtype` says."""
+    """Size and kind of the model. Parameters are float32 regardless of `compute_dtype`."""
 
     vocab_size: int = 32_000
     n_layer: int = 32
@@ -79,7 +79,7 @@ def rms_norm(config: MoEConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def rotate(x_BTHK: jax.Array, base: float) -> jax.Array:
-    """Rotary positions: turns each pair of features by an angle that grows with the position."""
+    """Rotary positions: rotates each pair of features by an angle that grows with the position."""
     T, K = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency_k = base ** (-jnp.arange(K // 2) / (K // 2))
     angle_TK = jnp.arange(T)[:, None] * frequency_k[None]
@@ -111,7 +111,7 @@ class Attention(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """E feed-forward layers side by side, each on the tokens that were sent to it."""
+    """E parallel feed-forward layers, each applied to the tokens sent to it."""
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
         E, D, F = config.n_expert, config.d_model, config.d_ff
@@ -119,7 +119,7 @@ class Experts(nnx.Module):
         self.gate, self.up, self.down = normal(E, D, F), normal(E, D, F), normal(E, F, D)
 
     def __call__(self, x_EBCD: jax.Array) -> jax.Array:
-        """Of tokens at their places."""
+        """Applies the experts to tokens at their places."""
         gate_EBCF = checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, self.gate[...]), "mlpwi_0")
         up_EBCF = checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, self.up[...]), "mlpwi_1")
         h_EBCF = jax.nn.silu(gate_EBCF) * up_EBCF
@@ -132,7 +132,7 @@ class Experts(nnx.Module):
 
 
 def sorted_by_expert(tokens: tuple[jax.Array, ...], experts: tuple[jax.Array, ...]) -> jax.Array:
-    """What some experts in a row add to tokens: the rows r of each expert are side by side, those of others last."""
+    """The contribution of some consecutive experts: the rows r of each expert are contiguous, those of others last."""
     (x_BTD, weight_BTn, chosen_BTn), (number_e, gate_eDF, up_eDF, down_eFD) = tokens, experts
     x_ND, n, e = x_BTD.reshape(-1, x_BTD.shape[-1]), chosen_BTn.shape[-1], len(number_e)
     expert_s = chosen_BTn.reshape(-1) - number_e[0]
@@ -247,7 +247,7 @@ class Model(nnx.Module):
         return self.head(self.norm(x_BTD)), self.config.balance * uneven + self.config.z_loss * z_L.mean()
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: MoEConfig, rngs: nnx.Rngs) -> Model:

@@ -10,7 +10,7 @@ gradient reaches: the step carries them along, checkpoints hold them, evaluation
 
 The images are the handwritten digits of `digits.py`, which is beside this file; large recipes enlarge them.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch    Y  rows of pixels    X  columns of pixels    C  channels    V  classes
 """
@@ -138,7 +138,7 @@ class ResNet(nnx.Module):
         return self.head(x_BC)
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: ResNetConfig, rngs: nnx.Rngs) -> ResNet:

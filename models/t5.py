@@ -1,4 +1,4 @@
-"""T5 to read from top to bottom: an encoder and a decoder that share a table, trained to fill in what was cut out.
+"""T5 in one readable file: an encoder and a decoder that share a table, trained to fill in removed spans.
 
     jshard train t5                                                # the tiny recipe, minutes on a laptop
     jshard plan t5 --recipe t5_11b --topology h100:64x8            # without a GPU
@@ -7,7 +7,7 @@ The data are those of the T5 paper (arXiv 1910.10683), over bytes: spans of text
 left, and the decoder writes the spans. They come from `spans.py`, which is beside this file. Everything up to
 `annotate` is plain Flax; `annotate` alone says what is sharded.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch                     D  model width (d_model)       H  heads
     S  position in the input     F  feed-forward width (d_ff)   K  width of one head (d_kv; not D / H)
@@ -38,7 +38,7 @@ from jshard.train import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config:
-    """Size and kind of a T5. Parameters are float32 whatever `compute_dtype` says."""
+    """Size and kind of a T5. Parameters are float32 regardless of `compute_dtype`."""
 
     vocab_size: int = 32_128
     n_layer: int = 24  # of the encoder, and again of the decoder
@@ -65,7 +65,7 @@ def linear(d_in: int, d_out: int, *, std: float, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 def embed(num: int, width: int, *, std: float, rngs: nnx.Rngs) -> nnx.Embed:
-    """A table that computes in the dtype it has at the moment; Flax would hold it to the one it was built with."""
+    """A table that computes in its current dtype; Flax would use the one it was built with."""
     table = nnx.Embed(num, width, embedding_init=nnx.initializers.normal(std), rngs=rngs)
     table.dtype = None
     return table
@@ -231,7 +231,7 @@ class T5(nnx.Module):
         return x
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: T5Config, rngs: nnx.Rngs) -> T5:

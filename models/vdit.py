@@ -1,4 +1,4 @@
-"""A diffusion transformer to read from top to bottom: DiT (Peebles & Xie 2022, arXiv 2212.09748), for images and video.
+"""A diffusion transformer in one readable file: DiT (Peebles & Xie 2022, arXiv 2212.09748), for images and video.
 
     jshard train vdit                         # the tiny recipe: handwritten digits of 8 x 8 pixels
     jshard train vdit --recipe tiny_video     # digits that move
@@ -8,7 +8,7 @@ An image is a video of one frame. The model turns noise into videos of a class b
 arXiv 2209.03003): it learns with what velocity a sample moves on the straight line from noise to video. Who copies
 this file copies `digits.py`, which is beside it, too, or brings other `data`.
 
-Names end in the dims of the array they hold:
+Names end in the dims of their array:
 
     B  batch                 N  patches, of all frames                   D  model width (d_model)
     T  frames                P  numbers in a patch                       H  heads
@@ -39,7 +39,7 @@ NUM_SINUSOIDS = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VDiTConfig:
-    """Size and kind of a diffusion transformer. Parameters are float32 whatever `compute_dtype` says."""
+    """Size and kind of a diffusion transformer. Parameters are float32 regardless of `compute_dtype`."""
 
     num_frames: int = 1  # of an image
     image_size: int = 8  # rows, and columns
@@ -280,7 +280,7 @@ def sample(
     return jax.lax.fori_loop(0, num_steps, step, noise_BTYXC)
 
 
-# ---- What `jshard train` asks of a model file ---------------------------------------------------
+# ---- The interface for `jshard train` -----------------------------------------------------------
 
 
 def build(config: VDiTConfig, rngs: nnx.Rngs) -> VDiT:

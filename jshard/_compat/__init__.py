@@ -1,4 +1,4 @@
-"""Every difference between versions of what we stand on, and every name of theirs that is not public.
+"""Every difference between versions of our dependencies, and every non-public name of theirs that is used.
 
 A file for each of what they are about, loaded when it is first asked for: who asks for a launcher waits for no Flax.
 """

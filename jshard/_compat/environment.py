@@ -1,4 +1,4 @@
-"""The process and what it stands on: installed versions, JAX's CUDA plugin, processes that meet, wait and end.
+"""The process and its dependencies: installed versions, JAX's CUDA plugin, processes that meet, wait and end.
 
 Nothing here imports jax at its top: a useless plugin has to be hidden before.
 """

@@ -1,4 +1,4 @@
-"""What a trace says of itself: axes, tracers, equations and who made them; programs without types of varying axes."""
+"""Inspection of traces: axes, tracers, equations and their origin; programs without types of varying axes."""
 
 import contextlib
 import inspect

@@ -1,1 +1,1 @@
-"""The verbs of `js`: annotate, initialise, hold an optimizer, differentiate."""
+"""The main functions of `js`: annotate, initialise, shard the optimizer, differentiate."""

@@ -1,4 +1,4 @@
-"""`fully_shard`: which modules are units, their parameters sharded over the mesh; and other settings for them."""
+"""`fully_shard`: makes modules units, with parameters sharded over the mesh; and changes the settings of units."""
 
 import collections
 import dataclasses
@@ -58,55 +58,54 @@ def fully_shard(
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
-    Call it on submodules first, then on the root. When annotated, each parameter is placed on the mesh,
-    sharded along its largest dim that divides by the degree of `fsdp` (times `expert`); if none does, along one that is
-    stored with some rows of padding, which reads of the parameter do not show (such a model needs the
-    optimizer of `js.shard_optimizer`); a small parameter is then replicated. When the root is called,
-    the call is traced once, in global view, and its program runs on data shards: each unit all-gathers its
-    own parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
-    which come out sharded like the parameters. The numbers are those of one device, also where the model
-    combines examples of the batch. The module keeps its class, names, variables and tree; the training step
-    stays plain Flax, in global view.
+    Call it on submodules first, then on the root. Annotation places each parameter on the mesh, sharded along
+    its largest dim that is divisible by the degree of `fsdp` (times `expert`). If no dim is, a small parameter is
+    replicated, and a larger one is stored with some rows of padding, which are not visible when the parameter
+    is read (such a model needs the optimizer of `js.shard_optimizer`). A call of the root is traced once, in
+    global view, and its program runs on data shards: each unit all-gathers its own parameters, computes, then
+    frees the gathered copies; backward gathers them again and reduce-scatters the gradients, which are
+    sharded like the parameters. The results equal those on one device, even where the model combines
+    examples of the batch. The module keeps its class, names, variables and tree; the training step stays
+    plain Flax, in global view.
 
     A unit should be a layer or a block: large enough for efficient collectives, small enough that one
     gathered unit fits beside the shards. Parameters outside the inner units belong to the root.
 
     Args:
-        module: the module; or a list of modules that form one unit together, such as a norm and a head: one row in
-            the plan; each gathers its part when it is called. Or a whole Linen model.
-        mesh: from `js.mesh`, or any mesh of JAX with these names; its Explicit axes are taken as Auto ones. Parameters
-            are sharded over `fsdp` and repeated over `replica`.
+        module: the module; or a list of modules that together form one unit, such as a norm and a head: one row in
+            the plan, but each module gathers its part when it is called. Or a whole Linen model.
+        mesh: from `js.mesh`, or any JAX mesh with these axis names; Explicit axes are treated as Auto. Parameters
+            are sharded over `fsdp` and replicated over `replica`.
         units: one-call form: which submodules are units: a class, a path pattern such as `"blocks/*"`, a
-            function of (path, module), or a list of these. The same settings go to all and to the root, but for
-            `remat`, which goes to the units alone. For a Linen model also a dict of such choices with settings of
-            their own: `{Block: {"remat": "full"}}`.
-        reshard_after_forward: True: let the gathered parameters go after forward and gather again in
+            function of (path, module), or a list of these. The settings apply to all units and to the root, except
+            `remat`, which applies to the units only. A Linen model also accepts a dict from such choices to their
+            own settings: `{Block: {"remat": "full"}}`.
+        reshard_after_forward: True: free the gathered parameters after forward and gather them again in
             backward (ZeRO-3). False: keep them until backward (ZeRO-2). A number k: keep 1/k of them on each
             device and gather again within groups of k neighbours (ZeRO++ hpZ). None: True for units inside
-            the root, False for the root itself, whose parameters backward needs at once.
+            the root, False for the root itself, whose parameters backward needs immediately.
         mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
-        remat: activation checkpointing of the unit: a name (docs/sharding_a_model.md has them all, such as `"full"`,
-            `"dots"`, `"offload"`, `"torchtitan_selective"`, `"minimal_flash"`), `"names:NAME,..."` for values that
-            `jax.ad_checkpoint.checkpoint_name` has named, or a policy from `jax.checkpoint_policies`. Gathered
-            parameters are never kept on its account. `"offload"` keeps what `"dots_with_no_batch_dims"` keeps, in host
-            memory; a policy offloads activations by name. With
-            `units=` it is that of the units and not of the root, around which it would run every unit three times;
-            for both, annotate the units one by one, then the root.
+        remat: activation checkpointing of the unit: a name (all are in docs/sharding_a_model.md, such as `"full"`,
+            `"dots"`, `"offload"`, `"torchtitan_selective"`, `"minimal_flash"`), `"names:NAME,..."` for values named
+            by `jax.ad_checkpoint.checkpoint_name`, or a policy from `jax.checkpoint_policies`. No policy keeps
+            gathered parameters. `"offload"` keeps in host memory the values that `"dots_with_no_batch_dims"` keeps;
+            a policy offloads activations by name. With `units=` it applies to the units and not to the root, where it
+            would run every unit three times; for both, annotate the units one by one, then the root.
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
-            the same in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
-            the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
-        placement: where its parameters are, if not along the largest dim that divides: `js.ShardPlacement`.
-        fallback: what an operation is that has no form on one data shard, so that every device computes it for the
-            whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
-        **old: settings from before, for one more release; a warning says what to write instead.
+            the same in backward, in reverse order. 0: when it is needed. A budget such as `"512MiB"`: as early as
+            the bytes gathered but not yet used stay within it. None: the compiler chooses, without a bound.
+        placement: a `js.ShardPlacement`, to override the default of sharding the largest divisible dim.
+        fallback: how to treat an operation that has no form on one data shard, so that every device computes it for
+            the whole batch: `"warn"`, from 1 MiB and 1 % of the parameters' traffic on; or `"error"`. Set on the root.
+        **old: deprecated settings, accepted for one more release; a warning gives the replacement.
 
     Returns:
-        The same object, annotated in place; of a Linen model an annotated copy.
+        The same object, annotated in place; for a Linen model, an annotated copy.
 
     Raises:
-        AnnotationError: an argument does not fit the model, all bad parameters in one message; or the model has float
-            arrays and not one `nnx.Param`.
-        MeshError: the mesh has no `fsdp` axis, or Manual axes, or no host memory to offload to.
+        AnnotationError: an argument does not fit the model (one message lists all bad parameters), or the model has
+            float arrays but no `nnx.Param`.
+        MeshError: the mesh has no `fsdp` axis, has Manual axes, or has no host memory to offload to.
 
     Example:
         >>> for block in model.blocks:
@@ -141,7 +140,7 @@ def fully_shard(
 
 
 def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module], unit: Unit) -> None:
-    """Annotates the chosen submodules, then the modules; all of them or, if one fails, none."""
+    """Annotates the chosen submodules, then the modules; if one fails, none is annotated."""
     if len(modules) > 1:
         root = dataclasses.replace(root, policy=dataclasses.replace(root.policy, group=next(_groups)))
     done: list[nnx.Module] = []
@@ -177,7 +176,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
 
 
 def _units(module: nnx.Module) -> dict[Path, Unit]:
-    """The records of the units in a module by path, as the module around them makes them."""
+    """The records of the units in a module, by path, as seen from the enclosing module."""
     units = {path: unit for path, one in nested_units(module) if (unit := unit_of(one)) is not None}
     allowed = []
     for path, unit in units.items():
@@ -203,7 +202,7 @@ def _leaves(module: nnx.Module) -> dict[Path, Leaf]:
 
 
 def _given_spec(variable: nnx.Param) -> tuple:
-    """Mesh axes that the model's own `out_sharding` metadata names, such as a tensor axis."""
+    """Mesh axes named by the model's own `out_sharding` metadata, such as a tensor axis."""
     given = variable.get_metadata("out_sharding", None)
     return tuple(given) if given else ()
 
@@ -223,7 +222,7 @@ def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
 
 
 def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
-    """The submodules that the one-call form names, inner ones first."""
+    """The submodules selected by the one-call form, inner ones first."""
     if units is None:
         return []
     if isinstance(units, Mapping):
@@ -247,19 +246,19 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
     return found
 
 
-# Other settings for the units of an annotated model: ways to train it are tried without touching its file.
+# Changed settings for the units of an annotated model: to try configurations without editing its file.
 
 SETTINGS = ("reshard_after_forward", "remat", "prefetch")
 """What `revise` changes; each as in `js.fully_shard`."""
 
 
 def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
-    """Changes settings (`SETTINGS`) of an annotated model's units, in place. Where the parameters are stays as it is.
+    """Changes settings (`SETTINGS`) of an annotated model's units, in place. Parameters keep their placement.
 
-    `prefetch`, and a `reshard_after_forward` of False, go to every unit inside the root. Other values of
-    `reshard_after_forward`, and `remat`, go to the layers only: units that the model has several of, or stacks of
-    them; to all innermost units where nothing comes twice. A head or an encoder's wrapper keeps what it was given, and
-    so does a unit that is never gathered.
+    `prefetch`, and a `reshard_after_forward` of False, apply to every unit inside the root. Other values of
+    `reshard_after_forward`, and `remat`, apply to the layers only: units that the model has several of, or stacks of
+    them; to all innermost units if no unit repeats. A head or an encoder's wrapper keeps its settings, as does a unit
+    that is never gathered.
     """
     root = record_of(model)
     assert root.plan is not None, "an annotated model has one"
@@ -298,7 +297,7 @@ def _is_for_all(name: str, value: Any) -> bool:
 
 
 def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
-    """The units that repeat, and how many layers each holds: innermost ones that come several times, or stacks."""
+    """The units that repeat, with the number of layers in each: innermost units that occur several times, or stacks."""
     inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
     inner = [module for module in inner if record_of(module).placement.gathered]
     depths = {module: max((leaf.placement.layers for leaf in record_of(module).members), default=1) for module in inner}

@@ -1,10 +1,10 @@
-"""`js.value_and_grad`: the gradients of a loss, over microbatches, of an nnx model or of a Linen one; loss scaling.
+"""`js.value_and_grad`: the gradients of a loss, over microbatches, for an nnx or Linen model; and loss scaling.
 
-Loss scaling is for gradients in float16: the loss is multiplied before backward, the gradients divided after. What is
-smaller than 6e-8 is zero in float16, what is larger than 65504 infinite. So the loss is scaled up as far as it goes: an
-update whose gradients are not finite is skipped, and the scale halved; after many good ones it is doubled. The scale
-lives in the optimizer's state: it is sharded, saved and restored as that is. Gradients are global arrays, so that
-whether they are finite is one fact for all devices, wherever the overflow was.
+Loss scaling is for gradients in float16: the loss is multiplied before backward, the gradients divided after. In
+float16, values below 6e-8 become zero and values above 65504 infinite. So the loss is scaled up as far as possible: an
+update with non-finite gradients is skipped and the scale halved; after many good updates the scale is doubled. It is
+part of the optimizer's state, and is sharded, saved and restored with it. Gradients are global arrays, so all devices
+agree on whether they are finite, wherever the overflow occurred.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ def value_and_grad(
     has_aux: bool = False,
     wrt: Any = nnx.Param,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` over microbatches; of a Linen model `jax.value_and_grad`.
+    """`nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
-    The batch is cut into `accumulate` microbatches along its batch dim; loss and gradients are the means over
-    them. State that an nnx model changes (BatchNorm, dropout counts) passes from one to the next.
+    The batch is split into `accumulate` microbatches along its batch dim; loss and gradients are the means over
+    them. State that an nnx model changes (BatchNorm, dropout counts) is carried from one to the next.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view; of a Linen model
+        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view; for a Linen model
             `loss_fn(params, *batch)`.
-        model: the annotated Linen model that `loss_fn` calls; nnx models are their own.
+        model: the annotated Linen model that `loss_fn` calls; not needed for nnx models.
         accumulate: number of microbatches.
         sync: `"each"`: every microbatch gathers parameters and reduce-scatters gradients; the sum is sharded.
-            `"last"`: parameters are gathered once and gradients reduced once per step; each device holds the
-            full parameters and gradients of the model meanwhile. What is never gathered is as with `"each"`.
-        has_aux: `loss_fn` returns `(loss, aux)`; aux comes back stacked over the microbatches.
-        wrt: the parameters to differentiate with respect to, as `nnx.Optimizer` takes them: an nnx filter. The others
-            are frozen: gathered, and nothing more. Of a Linen model a path pattern such as `"*/lora_*"`, a function of
-            (path, parameter), the path as a tuple, or a list of these.
+            `"last"`: parameters are gathered once and gradients reduced once per step; meanwhile each device
+            holds the full parameters and gradients. Parameters that are never gathered are as with `"each"`.
+        has_aux: `loss_fn` returns `(loss, aux)`; aux is returned stacked over the microbatches.
+        wrt: the parameters to differentiate with respect to, as for `nnx.Optimizer`: an nnx filter. The others are
+            frozen: they are only gathered. For a Linen model: a path pattern such as `"*/lora_*"`, a function of
+            (path, parameter) with the path as a tuple, or a list of these.
 
     Returns:
         A function of `(model, *batch)`, or `(params, *batch)`, that returns `(loss, gradients)`, or
-        `((loss, aux), gradients)`. The gradients of a Linen model have the form of `params`; in the place of a frozen
-        array is an `optax.MaskedNode`, which `optax.apply_updates` leaves the parameter alone for.
+        `((loss, aux), gradients)`. The gradients of a Linen model have the structure of `params`, with an
+        `optax.MaskedNode` for each frozen array, for which `optax.apply_updates` leaves the parameter unchanged.
 
     Raises:
-        AnnotationError: the model is not annotated, or `wrt` chooses none of a Linen model's parameters.
-        CallError: the batch does not divide into microbatches that divide over the data shards; or no call of the
-            model is with the parameters that were gathered for it.
+        AnnotationError: the model is not annotated, or `wrt` selects none of a Linen model's parameters.
+        CallError: the batch does not divide into microbatches that divide over the data shards; or the model is never
+            called with the parameters that were gathered for it.
 
     Example:
         >>> grad_fn = js.value_and_grad(loss_fn, accumulate=4, sync="last")
@@ -134,7 +134,7 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
 
 
 def _check_parameters(params: Any, name: str) -> None:
-    """Raises for variables that are differentiated and no parameters: they have no shards."""
+    """Raises for differentiated variables that are not parameters: they have no shards."""
     kinds = [(dotted(path), type(v).__name__) for path, v in nnx.to_flat_state(params) if not isinstance(v, nnx.Param)]
     if kinds:
         raise CallError(
@@ -149,12 +149,12 @@ _MOST = 2.0**64  # far beyond what float16 can use; its product with a loss is f
 
 
 class LossScaleState(NamedTuple):
-    """What `LossScale` adds to an optimizer's state.
+    """The optimizer state of `LossScale`.
 
     Attributes:
-        scale: what the loss is multiplied by.
+        scale: the factor that the loss is multiplied by.
         good_steps: updates since the scale last changed.
-        skipped: updates that were skipped, in all.
+        skipped: total number of skipped updates.
         inner: the state of the optimizer.
     """
 
@@ -166,12 +166,12 @@ class LossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """Dynamic loss scaling, to be put around an optimizer.
+    """Dynamic loss scaling, to be wrapped around an optimizer.
 
     Args:
-        initial: the scale at the beginning.
-        growth_interval: so many good updates in a row, and the scale grows.
-        factor: by which it grows and shrinks; it does not shrink below 1.
+        initial: the initial scale.
+        growth_interval: number of consecutive good updates after which the scale grows.
+        factor: the factor by which it grows and shrinks; it does not shrink below 1.
 
     Example:
         >>> optimizer = js.shard_optimizer(model, LossScale().around(optax.adamw(1e-3)))
@@ -193,10 +193,10 @@ class LossScale:
             )
 
     def around(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        """The transformation, which skips updates whose gradients are not finite, with the scale in its state.
+        """Wraps a transformation: updates with non-finite gradients are skipped, and the scale is in its state.
 
         Args:
-            tx: any Optax transformation, with its clipping: it sees gradients without the scale.
+            tx: any Optax transformation, with its clipping: it receives unscaled gradients.
         """
         inner = optax.with_extra_args_support(tx)
 
@@ -205,7 +205,7 @@ class LossScale:
             return LossScaleState(jnp.asarray(self.initial, jnp.float32), zero, zero, inner.init(params))
 
         def update(grads: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
-            # The sum that a clip of the global norm needs too, so that the compiler makes it once.
+            # The sum that clipping by the global norm needs too, so the compiler computes it once.
             is_finite = jnp.isfinite(optax.tree.norm(grads))
             updates, after = inner.update(grads, state.inner, params, **extra)
             either = lambda new, old: jnp.where(is_finite, new, old)
@@ -227,7 +227,7 @@ def loss_scale_of(optimizer: Any) -> LossScaleState | None:
     """The loss scale in an optimizer's state; None if there is none.
 
     Args:
-        optimizer: an `nnx.Optimizer`, a Linen `TrainState`, or a state of Optax.
+        optimizer: an `nnx.Optimizer`, a Linen `TrainState`, or an Optax state.
     """
     is_scale = lambda x: isinstance(x, LossScaleState)
     leaves = jax.tree.leaves(getattr(optimizer, "opt_state", optimizer), is_leaf=is_scale)
@@ -250,15 +250,14 @@ def scaled_value_and_grad(
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view.
-        optimizer: the optimizer; without a loss scale in its state this is `js.value_and_grad`. Gradients are those of
-            the parameters that it updates.
+        optimizer: the optimizer; without a loss scale in its state this is `js.value_and_grad`. Gradients are taken
+            with respect to the parameters that it updates.
         accumulate: number of microbatches; the loss of each is scaled.
         sync: as in `js.value_and_grad`.
         has_aux: `loss_fn` returns `(loss, aux)`.
 
     Returns:
-        A function of `(model, *batch)` that returns `(loss, gradients)`, or `((loss, aux), gradients)`, both without
-        the scale.
+        A function of `(model, *batch)` that returns `(loss, gradients)`, or `((loss, aux), gradients)`, both unscaled.
     """
     settings: dict[str, Any] = {"accumulate": accumulate, "sync": sync, "has_aux": has_aux, "wrt": optimizer.wrt}
     found = loss_scale_of(optimizer)

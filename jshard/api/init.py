@@ -1,4 +1,4 @@
-"""Every parameter, and all optimizer state, is created where it will live, and kept there."""
+"""Creates every parameter and all optimizer state with its final sharding, and keeps it there."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, overload
@@ -36,10 +36,10 @@ M = TypeVar("M")
 
 
 def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module) -> M:
-    """The annotated model without arrays: shapes, dtypes and shardings, for a plan of any size.
+    """Builds the annotated model without arrays: shapes, dtypes and shardings, to plan a model of any size.
 
     Args:
-        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`; of a Linen model, its variables or a
+        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`; for a Linen model, its variables or a
             `TrainState`.
         annotate: calls `fully_shard` on its submodules and on the root; or the annotated Linen model.
 
@@ -58,20 +58,20 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     """Builds a model with every parameter initialised sharded.
 
     The model is traced abstractly, annotated, and then initialised by one compiled program whose outputs have
-    the plan's shardings: no device and no host ever holds the whole model. Values are bitwise those of `build()`.
+    the plan's shardings: no device or host ever holds the whole model. Values are bitwise those of `build()`.
 
     Args:
-        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`; of a Linen model, its variables or a
-            `TrainState`: optimizer state is placed as its parameters are. It is traced: it must not depend on values.
+        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`; for a Linen model, its variables or a
+            `TrainState`: optimizer state is placed like its parameters. It is traced: it must not depend on values.
         annotate: calls `fully_shard` on its submodules and on the root; or the annotated Linen model.
         mesh: checked against the mesh of the annotation, if given.
 
     Returns:
-        What `build` returns, annotated, its arrays on the mesh.
+        The result of `build`, annotated, with its arrays on the mesh.
 
     Raises:
         AnnotationError: the root is not annotated, or a large parameter would be replicated.
-        MeshError: the annotation's mesh is abstract, or another than `mesh`.
+        MeshError: the annotation's mesh is abstract, or differs from `mesh`.
 
     Example:
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
@@ -98,7 +98,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
 
 
 def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
-    """The mesh of the annotation, which must have devices and be the one that was asked for."""
+    """The mesh of the annotation, which must have devices and match the requested one."""
     if isinstance(used, Mesh) and (asked is None or check_mesh(asked) == used):
         return used
     raise MeshError(
@@ -172,28 +172,28 @@ def shard_optimizer(
 ) -> Any:
     """An `nnx.Optimizer` whose state is created sharded; for a Linen model the transformation for its `TrainState`.
 
-    State with the shape of a parameter is placed as the parameter is; other large state is sharded along a dim that
-    divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
-    compiles twice, as its counters do not be on the mesh yet. And it sees the padding of parameters that are stored
-    padded: gradients with respect to them are refused until this function was called for the model.
+    State with the shape of a parameter is placed like the parameter; other large state is sharded along a divisible
+    dim; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
+    compiles twice, because its counters are not on the mesh yet. It also sees the padding of parameters that are
+    stored padded: gradients with respect to them are refused until this function has been called for the model.
 
-    State of parameters that were annotated with `offload` is in host memory, and so it stays: an update brings it to
-    the device and takes it back, leaf by leaf. Such parameters need this optimizer.
+    State of parameters annotated with `offload` stays in host memory: an update copies it to the device and back,
+    leaf by leaf. Such parameters need this optimizer.
 
     A Linen model's state is created by its `TrainState.create(..., tx=js.shard_optimizer(model, tx))`, and sharded by
-    `shard_init`. Its parameters need this only where they are stored padded, or `offload` says where state is.
+    `shard_init`. Its parameters need this only if they are stored padded or annotated with `offload`.
 
     Args:
-        model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it. Or a Linen model.
+        model: the annotated model, with its arrays on the mesh, or abstract, from `abstract_init`. Or a Linen model.
         tx: any Optax transformation, unchanged: it sees whole parameters in global view.
-        wrt: which variables it updates; of a Linen model which parameters, as in `js.value_and_grad`: the others have
+        wrt: which variables it updates; for a Linen model which parameters, as in `js.value_and_grad`: the others have
             no state.
         shard_replicated: ZeRO-1: also shard the state of replicated parameters, over `replica`. Each device
-            then updates its part, and the parameters are gathered again. Of an nnx model.
+            then updates its part, and the parameters are gathered again. For nnx models.
 
     Returns:
-        The optimizer; for an abstract model an abstract one, with the same shapes and shardings, for
-        `jshard.checkpoint.restore`: so a run that continues never holds its state twice. For a Linen model an
+        The optimizer. For an abstract model it is abstract, with the same shapes and shardings, for
+        `jshard.checkpoint.restore`, so that a resumed run never holds its state twice. For a Linen model an
         `optax.GradientTransformationExtraArgs`.
 
     Raises:
@@ -223,7 +223,7 @@ def shard_optimizer(
 def abstract_optimizer(
     model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
 ) -> nnx.Optimizer:
-    """What `shard_optimizer` makes of a model, abstract or not, without arrays: shapes, dtypes and shardings."""
+    """The result of `shard_optimizer` for a model, abstract or not, without arrays: shapes, dtypes and shardings."""
     unit = record_of(model)
     mesh = _mesh_of_devices(unit.mesh, None, f"shard_optimizer({plain_class(model).__name__})")
     if isinstance(tx, _Placed) and tx.mesh != mesh:
@@ -247,16 +247,16 @@ def abstract_optimizer(
 
 
 class _Placed(optax.GradientTransformationExtraArgs):
-    """A transformation that holds its state to a plan, and so belongs to the plan's mesh."""
+    """A transformation that constrains its state to a plan, and so belongs to the plan's mesh."""
 
     mesh: Mesh
 
 
 class OffloadedOptimizer(nnx.Optimizer):
-    """An `nnx.Optimizer` of arrays in host memory: they are updated on the device, and go back to where they were."""
+    """An `nnx.Optimizer` for arrays in host memory: they are updated on the device, then copied back."""
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
-        """As `nnx.Optimizer.update`, a part of the parameters after another; the updates are on the device."""
+        """As `nnx.Optimizer.update`, one part of the parameters after another; the updates are on the device."""
         graphdef, state = nnx.split((model, self))
         (leaves, tree), (of_grads, grads_tree) = jax.tree.flatten(state), jax.tree.flatten(grads)
         shape_of_updates: Any = None
@@ -307,9 +307,9 @@ def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh
 def _placed(
     tx: optax.GradientTransformation, places: StatePlaces, parameters: StatePlaces, mesh: Mesh
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation on logical arrays, its state held to the plan, its updates to the parameters' placements.
+    """The transformation on logical arrays; its state is constrained to the plan, its updates to the placements.
 
-    Cutting padding off and adding it again stays on each device: inside a program arrays may be sharded unevenly.
+    Removing and adding padding is local to each device: inside a program arrays may be sharded unevenly.
     """
     tx = optax.with_extra_args_support(tx)
 

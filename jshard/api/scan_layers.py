@@ -1,4 +1,4 @@
-"""`scan_layers`: a deep stack of equal layers as one loop, whose compile time does not grow with depth."""
+"""`scan_layers`: a deep stack of equal layers as one loop, so that compile time does not grow with depth."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,25 +30,25 @@ def scan_layers(
 ) -> Any:
     """`for layer in layers: x = layer(x, *args, **kwargs)`, as one `jax.lax.scan` over all layers.
 
-    A convenience: a list of layers is stacked, their state is written back, and what cannot be scanned is an error.
-    Any other scan over stacked layers, such as `nnx.scan`, has the same schedule in a sharded model. A list that is
-    not part of a sharded model's call is run as the plain loop.
+    A convenience: a list of layers is stacked, their state is written back, and layers that cannot be scanned raise.
+    Any other scan over stacked layers, such as `nnx.scan`, has the same schedule in a sharded model. Outside a sharded
+    model's call, a list runs as the plain loop.
 
     Args:
         layers: equal layers: a list of modules; or one module whose variables have a leading dim of layers, made by
             `nnx.vmap` and annotated with `js.ShardPlacement(stacked=1)`.
-        x: what goes from layer to layer: an array, or a pytree of arrays. Its shapes and dtypes stay the same.
+        x: the value passed from layer to layer: an array, or a pytree of arrays. Its shapes and dtypes stay the same.
         *args: further arguments, the same for every layer.
-        xs: arguments of each layer's own, such as caches: a pytree of arrays with a leading dim of layers. A layer
-            is then called with `(x, its part of xs, *args)`.
-        collect: layers return `(x, output)`, and the outputs come back stacked: `(x, outputs)`.
+        xs: per-layer arguments, such as caches: a pytree of arrays with a leading dim of layers. A layer is then
+            called with `(x, its part of xs, *args)`.
+        collect: layers return `(x, output)`, and the outputs are returned stacked: `(x, outputs)`.
         method: the method to call.
-        prefetch: has no effect any more; the layers' `js.fully_shard` has it.
-        delay_reduce: has no effect any more.
+        prefetch: no longer has an effect; set it on the layers' `js.fully_shard`.
+        delay_reduce: no longer has an effect.
         **kwargs: further arguments, the same for every layer.
 
     Returns:
-        What the last layer returned; with `collect`, `(x, outputs)`.
+        The result of the last layer; with `collect`, `(x, outputs)`.
 
     Raises:
         CallError: the layers are not equal, share variables, or change the type of `x`.
@@ -67,7 +67,7 @@ def scan_layers(
 
 
 class _Stack:
-    """Equal layers, a list of them or one module that holds all, taken apart into arrays with a row per layer."""
+    """Equal layers, a list or one module that holds all, as arrays with a row per layer."""
 
     def __init__(
         self, layers: Any, method: str, x: Any, xs: Any, args: tuple, kwargs: dict[str, Any], *, collect: bool
@@ -134,7 +134,7 @@ class _Stack:
 
 
 def _loop(stack: _Stack) -> Any:
-    """The loop that `scan_layers` stands for."""
+    """The loop that `scan_layers` is equivalent to."""
     x, outputs = stack.x, []
     for i, module in enumerate(stack.modules):
         x, output = stack.run(module, x, _row(stack.xs, i))
@@ -167,7 +167,7 @@ def _scan(stack: _Stack) -> Any:
 
 
 def _as_returned(stack: _Stack, layer: Callable[[Any, Any], Any], row: Any) -> Any:
-    """What goes into the first layer, in the dtypes that a layer gives it: a unit that casts its inputs takes both."""
+    """The first layer's input, in the dtypes that a layer returns: a unit that casts its inputs accepts both."""
     unit = unit_of(stack.modules[0])
     if unit is None or not (unit.policy.mixed_precision.param and unit.policy.mixed_precision.cast_inputs):
         return stack.x
@@ -186,7 +186,7 @@ def _row(rows: Any, i: int) -> Any:
 
 
 def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
-    """Raises unless a layer returned what it was given: the same structure, shapes and dtypes."""
+    """Raises unless a layer's result has the structure, shapes and dtypes of its input."""
     types_of = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     given, got = types_of(_arrays(before)), types_of(_arrays(after))
     if given == got:
@@ -211,7 +211,7 @@ def _refuse_linen(layers: Any) -> None:
 
 
 def _check_equal(calls: list[MethodCall]) -> None:
-    """Raises unless all layers are built alike and share nothing."""
+    """Raises unless all layers have the same structure and share nothing."""
     first, seen = calls[0], {}
     if first.has_objects:
         raise CallError(

@@ -1,7 +1,7 @@
-"""A checkpoint against its sums, and two against each other: with no more than some boxes of each in memory.
+"""Compares a checkpoint with its checksums, or two with each other, with only some boxes of each in memory.
 
-`verify` finds whether everything that was saved is still there, every file and the values of every leaf; `diff` where
-two checkpoints differ, by path, shape, dtype and value; `listing` what is in a folder of them, without a value.
+`verify` checks that every file and the values of every leaf are intact; `diff` finds where two checkpoints differ, by
+path, shape, dtype and value; `listing` lists a folder of them without reading values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BATCH_BYTES = 256 << 20  # of leaves that Orbax reads at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is not as it was saved."""
+    """A difference from what was saved."""
 
     leaf: str | None  # the path of the leaf that is damaged; None where a file belongs to no leaf alone
     # the file, or the folder with the leaf's files where it is not known which; None if leaves share them
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What `verify` came to."""
+    """The result of `verify`."""
 
     path: Place  # the checkpoint
     findings: tuple[Finding, ...]  # what is damaged; none for a good checkpoint
@@ -56,20 +56,20 @@ class Verdict:
 
 
 def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = lambda num_bytes: None) -> Verdict:
-    """Reads a whole checkpoint, and compares it with what was noted when it was saved.
+    """Reads a whole checkpoint, and compares it with the checksums recorded when it was saved.
 
-    It reads in parts of some MiB, or leaf by leaf where Orbax wrote them. One process calls it, on any machine that
-    sees the folder; no accelerator is needed.
+    It reads in parts of some MiB, or leaf by leaf if Orbax wrote them. One process calls it, on any machine with
+    access to the folder; no accelerator is needed.
 
     Args:
-        path: a checkpoint, or one that plain Orbax wrote: that has no sums, and can only be read.
-        on_read: called with the bytes of each box that was read, by any thread.
+        path: a checkpoint, or one written by plain Orbax, which has no checksums and can only be read.
+        on_read: called, from any thread, with the bytes of each box that was read.
 
     Returns:
-        Everything that is missing, cut off or changed.
+        Everything that is missing, truncated or changed.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a newer jshard wrote it.
+        CheckpointError: there is no checkpoint, or it was written by a newer jshard.
 
     Example:
         >>> verdict = js.checkpoint.verify("run/checkpoints/100")
@@ -100,7 +100,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
 
 
 def _in_leaves(source: OrbaxCheckpoint, names: list[str], on_read: Callable[[int], object]) -> list[Finding]:
-    """What is wrong with some leaves that Orbax wrote: it reads many in the time of one."""
+    """The damage in some leaves written by Orbax, which reads many in the time of one."""
     leaves = {name: source.leaves[name] for name in names}
     num_bytes, values = sum(leaf.nbytes for leaf in leaves.values()), None
     if len(names) == 1 or num_bytes <= _BATCH_BYTES:
@@ -119,7 +119,7 @@ def _in_leaves(source: OrbaxCheckpoint, names: list[str], on_read: Callable[[int
 
 
 def _unreadable(path: Place, error: RunError) -> Verdict:
-    """What describes the checkpoint is damaged: nothing else of it is known."""
+    """The verdict if the checkpoint's metadata are damaged, so that nothing else is known."""
     file = error.where[0].removeprefix(f"{path}/")
     finding = Finding(leaf=None, file=None if file == str(path) else file, why=error.why)
     return Verdict(path=path, findings=(finding,), num_leaves=0, num_bytes=0, num_files=0)
@@ -134,7 +134,7 @@ Kind = Literal["only in a", "only in b", "shape", "dtype", "values", "equal"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norms:
-    """How far two leaves of a shape are apart; in float64, NaN where one of them holds NaN."""
+    """The distance of two leaves of one shape, in float64; NaN if one of them contains NaN."""
 
     a: float  # the 2-norm of one
     b: float
@@ -144,7 +144,7 @@ class Norms:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafDiff:
-    """A leaf, and how it differs: the first of its kinds, or it is equal bit for bit."""
+    """A leaf, and its first kind of difference, or that it is equal bit for bit."""
 
     path: str
     kind: Kind
@@ -178,7 +178,7 @@ def diff(
 
 
 def _known(a: StoredLeaf | None, b: StoredLeaf | None) -> Kind:
-    """What is known without values."""
+    """The kind of difference known without values."""
     if a is None or b is None:
         return "only in b" if a is None else "only in a"
     if a.shape != b.shape:
@@ -216,7 +216,7 @@ def _compared(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListedCheckpoint:
-    """A checkpoint, as it is listed; what only its manifest says is empty for one that jshard did not write."""
+    """A listed checkpoint; fields from the manifest are empty if jshard did not write it."""
 
     path: Place
     step: int | None  # number of steps that were done; None where nobody said

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, as a user meets it."""
+"""Errors of checkpoints, as shown to users."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jshard.errors import FourPartError, RunError, ShardingError, causes
 
 
 class CheckpointError(ShardingError):
-    """A checkpoint cannot be written there, or does not fit what it is to be restored into."""
+    """A checkpoint cannot be written there, or does not match the state to restore into."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something about a checkpoint that was done as asked, and that whoever asked may not expect."""
+    """A requested operation on a checkpoint has an effect that may be unexpected."""
 
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def reason(error: BaseException) -> str:
-    """The cause in one line; of a refusal by the operating system, its own words."""
+    """The cause in one line; for an error of the operating system, its own message."""
     chain = list(causes(error, context=True))
     for found in chain:
         match = _OS_ERROR.search(str(found))  # the storage library knows errors by their text alone
@@ -44,7 +44,7 @@ _MENDS = {  # by the names of errors, as `reason` has them
 
 
 def in_four_parts(path: object, error: Exception) -> FourPartError:
-    """An error of whatever kind, of a checkpoint that could not be written, as a user meets it."""
+    """Any error of a checkpoint that could not be written, in the form shown to users."""
     return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
 
 

@@ -1,4 +1,4 @@
-"""A restore: match, check, read, verify, and bring every leaf into the form in which it is wanted."""
+"""A restore: match, check, read, verify, and convert every leaf to the requested form."""
 
 from __future__ import annotations
 
@@ -50,42 +50,42 @@ def restore(
     verify: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> T:
-    """Reads a state back, every array with the sharding that its counterpart in `like` has.
+    """Restores a state, every array with the sharding of its counterpart in `like`.
 
-    What is on disk knows nothing of the mesh, the strategy or the number of processes it was saved from, nor of
+    A checkpoint does not depend on the mesh, the strategy or the number of processes it was saved from, nor on
     whether layers were stacked for a scan: `like` may differ in all of them. All leaves are compared before any
     is read. Dtypes may change among floating ones, and to wider integers, and random keys between their two forms; one
     warning lists them.
 
     Args:
-        path: what `save` was given; the folder of a run, or of checkpoints, whose newest counts; or what plain Orbax,
-            PyTorch's distributed checkpoints (DCP), DeepSpeed's ZeRO-3 or safetensors wrote.
+        path: the path given to `save`; the folder of a run, or of checkpoints, of which the newest is read; or a
+            checkpoint of plain Orbax, PyTorch's distributed checkpoints (DCP), DeepSpeed's ZeRO-3 or safetensors.
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
-            changed, but for objects with `set_state()`, which are set. Names that it leaves out are not read.
-        only: "params" reads the parameters (the `nnx.Param`s of modules, and what is below a name `params`), and the
-            beginning of a path what is below it; all else is as `like` has it.
-        rename: beginnings of paths in `like`, and of the stored paths that they stand for.
-        missing: what to do where nothing is stored for a leaf: "error", or "init" to leave it as `like` has it.
+            changed, except that objects with `set_state()` are set. Names that it leaves out are not read.
+        only: "params" reads only the parameters (the `nnx.Param`s of modules, and everything below a name `params`);
+            a path prefix reads only what is below it. Everything else is as in `like`.
+        rename: from path prefixes in `like` to the corresponding stored prefixes.
+        missing: what to do if nothing is stored for a leaf: "error", or "init" to keep its value in `like`.
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
-        names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in a
-            model file says; see `jshard.checkpoint.formats.Stored`.
-        read_once: whether what several processes hold (HSDP) is read once, each of them a part, and exchanged between
-            their devices: for storage that is slower than the network. On one machine it is slower. Of packed
+        names: another library's names for the leaves below the one name in `like`, as from `hf_names(config)` in a
+            model file; see `jshard.checkpoint.formats.Stored`.
+        read_once: whether values held by several processes (HSDP) are read once, a part by each, and exchanged between
+            their devices: for storage that is slower than the network. On one machine it is slower. Only for packed
             checkpoints; others are read by every process.
-        map: whether arrays on CPU devices are to be the files themselves, mapped into memory, where the checkpoint has
-            them cut as `like` does: nothing is copied, and processes of one machine share the memory. The files must
-            stay as they are while the arrays live. Deleting them is safe, and frees the disk when the arrays are gone.
-            But a file that is cut short ends the program by SIGBUS, and one that is written over changes the arrays:
-            a program cannot be protected from that. What is on a network is read, and so are other formats, with a
+        map: whether arrays on CPU devices are memory-mapped files, where the checkpoint's pieces match the shards of
+            `like`: nothing is copied, and processes of one machine share the memory. The files must not change
+            while the arrays exist. Deleting them is safe, and frees the disk when the arrays are gone.
+            But a truncated file ends the program with SIGBUS, and an overwritten one changes the arrays; a program
+            cannot be protected from that. Files on a network, and other formats, are read instead, with a
             warning.
-        verify: whether sums of all values are compared with those that were computed when they were saved.
+        verify: whether checksums of all values are compared with those computed when they were saved.
         timeout_s: how long to wait for other processes.
 
     Returns:
         New objects of the kinds in `like`.
 
     Raises:
-        CheckpointError: there is no checkpoint at `path`, or its leaves do not fit those of `like`.
+        CheckpointError: there is no checkpoint at `path`, or its leaves do not match those of `like`.
         RunError: it is damaged, or cannot be read.
 
     Example:
@@ -100,20 +100,20 @@ def restore(
 
 
 def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = None, **options: Any) -> Forecast:
-    """What `restore` would read in this process, from what describes the checkpoint alone.
+    """Forecasts what `restore` would read in this process, from the checkpoint's metadata alone.
 
     Args:
         path: see `restore`.
         like: a state of the same structure.
-        names: what another library calls the leaves.
+        names: another library's names for the leaves.
         **options: `only`, `rename`, `missing`, `extra`, `read_once` and `verify` of `restore`.
 
     Returns:
-        Bytes that are wanted, that are read for them, and of host memory; as a text, one line.
+        The needed bytes, the bytes read for them, and host memory; prints as one line.
 
     Raises:
-        CheckpointError: there is no checkpoint at `path`, or its leaves do not fit those of `like`.
-        RunError: what describes it is damaged.
+        CheckpointError: there is no checkpoint at `path`, or its leaves do not match those of `like`.
+        RunError: its metadata are damaged.
 
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
@@ -129,15 +129,15 @@ def _restoring(path: Place, like: Any, *, names: Names | None, verify: bool = Tr
 
 
 def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str] | None:
-    """A `rename` that leaves out the one name in `like`: other libraries have no name for the whole model."""
+    """A `rename` that removes the one name in `like`: other libraries have no name for the whole model."""
     if not isinstance(opened, ForeignCheckpoint) or not isinstance(like, Mapping) or len(like) != 1:
         return None
     name = _leaves.escape(str(next(iter(like))))
     return None if any(f"{path}/".startswith(f"{name}/") for path in opened.leaves) else {name: ""}
 
 
-_AMPLIFICATION = 4.0  # bytes read for each that is wanted: from here on it is worth a word
-_WORTH_BYTES = 1 << 30  # of reads in vain
+_AMPLIFICATION = 4.0  # bytes read per needed byte, from which a warning is given
+_WORTH_BYTES = 1 << 30  # of unneeded reads
 _SUMMING_THREADS = 2  # of whole leaves, as Orbax has them
 
 
@@ -166,7 +166,7 @@ class Forecast:
 
 
 class Restoring:
-    """A restore that was matched and not begun; its arguments are those of `restore`."""
+    """A matched restore that has not started; its arguments are those of `restore`."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class Restoring:
 
     @functools.cached_property
     def reads(self) -> dict[str, Any]:
-        """What is read, by stored path, with shardings."""
+        """The arrays to read, by stored path, with shardings."""
         found: dict[str, Any] = {}
         for key, pick in self.match.picks.items():
             for path in pick.stored:
@@ -238,7 +238,7 @@ class Restoring:
 
     @functools.cached_property
     def _members(self) -> tuple[int, ...]:
-        """The processes that read a part each of what all of them want; empty where nothing is shared."""
+        """The processes that each read a part of the values that all of them need; empty if nothing is shared."""
         can_share = jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
         return sharers(self.reads.values()) if self._read_once and not self._map and can_share else ()
 
@@ -277,7 +277,7 @@ class Restoring:
         return restored
 
     def _read(self, verify: bool, together: Together | None) -> tuple[dict[str, Any], dict[str, Sums]]:
-        """The stored leaves, and the sums over what this process holds of them."""
+        """The stored leaves, and the checksums over this process's part of them."""
         manifest = self.opened.manifest
         if verify and manifest is not None:
             with self.phases("plan"):
@@ -300,7 +300,7 @@ class Restoring:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
 
     def _unmapped(self) -> str:
-        """Why nothing of it can be mapped, if that is so."""
+        """The reason why nothing can be mapped, if any."""
         if not isinstance(self.opened, PackedCheckpoint):
             return "it is not packed"
         if not any(isinstance(like, jax.ShapeDtypeStruct) and is_on_cpu(like) for like in self.reads.values()):
@@ -308,7 +308,7 @@ class Restoring:
         return "" if self.opened.can_be_mapped else "it is not on a disk of this machine"
 
     def _filled(self, found: dict[str, Any]) -> Any:
-        """New objects of the kinds in `like`, made of what was read."""
+        """New objects of the kinds in `like`, with the values read."""
         filled = dict(self._live.values())
         finished = self._finished(found)
         for key, leaf in finished.items():  # all of them, before the first one moves
@@ -320,11 +320,11 @@ class Restoring:
         return _leaves.unflatten_like(self._like, filled)
 
     def _finished(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Every wanted leaf, made of what was read; each stored leaf is let go after its last use."""
+        """Every needed leaf, from the values read; each stored leaf is freed after its last use."""
         left = collections.Counter(path for pick in self.match.picks.values() for path in pick.stored)
         finished = {}
         self._overflows: list[str] = []
-        # Leaf by leaf of what is stored, so that no more than one stack is there twice.
+        # One stored leaf after another, so that at most one stack is in memory twice.
         for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
             with own_mesh(self._wanted[key]):
                 parts = [found[path] for path in pick.stored]
@@ -342,7 +342,7 @@ class Restoring:
         return finished
 
     def _warn(self, verify: bool) -> None:
-        """One warning with all that was done and may not be expected."""
+        """One warning with everything that may be unexpected."""
         rest = {key: leaf for key, (_, leaf) in self._live.items() if key not in self.match.picks}
         abstract = tuple(sorted(key for key, leaf in rest.items() if isinstance(leaf, jax.ShapeDtypeStruct)))
         done = {
@@ -407,7 +407,7 @@ def _check_policies(missing: str, extra: str) -> None:
 
 
 def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
-    """Compares the sums of what all processes have read with those of the manifest."""
+    """Compares the checksums of the values read by all processes with those in the manifest."""
     bad = []
     for key in heard[0]:
         leaf = manifest.leaves[key]

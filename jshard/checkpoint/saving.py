@@ -1,4 +1,4 @@
-"""`save` and `save_async`: a state written by all processes, which counts when its manifest is there."""
+"""`save` and `save_async`: a state written by all processes, complete once its manifest exists."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ TIMEOUT_S = 1200.0
 
 
 def save(path: str | os.PathLike[str], state: Any, *, format: Format = "packed", timeout_s: float = TIMEOUT_S) -> None:
-    """Writes a state; every process calls it, and each writes what its devices hold.
+    """Saves a state; every process calls it, and each writes the values on its devices.
 
-    It returns when the checkpoint is complete, on the disk, and under its name.
+    It returns when the checkpoint is complete, on the disk, and under its final name.
 
     Args:
         path: a folder that does not exist yet.
-        state: names and what they stand for, or one such thing alone: nnx modules, nnx optimizers, pytrees of
-            arrays (random keys among them), numbers and texts, and objects with `get_state()` and `set_state()`.
-        format: "packed", a few large files; or "orbax", which lets Orbax write in its own way, for others to read.
+        state: a dict from names to objects, or a single object: nnx modules, nnx optimizers, pytrees of
+            arrays (including random keys), numbers and strings, and objects with `get_state()` and `set_state()`.
+        format: "packed", a few large files; or "orbax", Orbax's own format, for other programs to read.
         timeout_s: how long to wait for other processes.
 
     Raises:
-        CheckpointError: there is something at `path` already, or some leaves are no data.
-        RunError: writing failed, for example on a full disk, or a process did not come. What is there then is not a
-            checkpoint.
+        CheckpointError: `path` already exists, or some leaves are not data.
+        RunError: writing failed, for example on a full disk, or a process did not respond. The files left at
+            `path` are not a checkpoint.
 
     Example:
         >>> js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
@@ -67,12 +67,12 @@ def save(path: str | os.PathLike[str], state: Any, *, format: Format = "packed",
 def save_async(
     path: str | os.PathLike[str], state: Any, *, format: Format = "packed", timeout_s: float = TIMEOUT_S
 ) -> Pending:
-    """`save` that returns when the devices' values are copied: the next step may overwrite them.
+    """`save` that returns when the devices' values are copied, so that the next step may overwrite them.
 
-    Arguments and errors are those of `save`, but for what goes wrong later.
+    Arguments and errors are those of `save`, except for later failures.
 
     Returns:
-        The save at work. Its `wait()` raises what went wrong; a program that ends waits for it where Python can.
+        The pending save. Its `wait()` raises later failures; on exit a program waits for it where Python can.
 
     Example:
         >>> pending = js.checkpoint.save_async("run/200", {"model": model, "step": 200})
@@ -89,7 +89,7 @@ _END_S = 2400.0  # the longest that the end of a program waits by default
 
 
 class Saving:
-    """A save whose values are held: `finish` does the rest, in the same thread or another."""
+    """A save whose values are copied: `finish` does the rest, in the same thread or another."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Saving:
         self.record: dict[str, Any] = begin
 
     def failure(self) -> FourPartError | None:
-        """What another process, or this one, could not write, while the rest may still wait for it in Orbax."""
+        """A write failure of any process, while the others may still wait for it in Orbax."""
         found = failures(self._failures)
         return self._others_failed(found) if found else None
 
@@ -167,9 +167,9 @@ class Saving:
             self.record |= {"processes": reports}
 
     def _write(self, write: Callable[[], dict[str, tuple[int, int]]], folder: Place) -> None:
-        """Writes what is held; all processes do, or none, and then the first one makes it a checkpoint.
+        """Writes the copied values; all processes do or none, and then the first one makes it a checkpoint.
 
-        Orbax, which waits for this, gives the folder its name when its own process is done.
+        Orbax, which waits for this, gives the folder its final name when its own process is done.
         """
 
         def work() -> tuple[None, dict[str, Any]]:
@@ -226,7 +226,7 @@ class Saving:
             return {key: leaf for key, leaf in {**leaves, **full}.items() if getattr(leaf, "size", 1)}  # Orbax's rule
 
     def _begun(self, held: HeldState | dict[str, Any]) -> Callable[[], None]:
-        """Begins to write what is held; a function that waits until the checkpoint has its name."""
+        """Starts writing the copied values; returns a function that waits for the checkpoint's final name."""
         self._num_bytes = sum(values.nbytes for parts in self._totals.values() for values, _ in parts)  # of Orbax
         if isinstance(self.path, BucketPath):
             assert not isinstance(held, dict)
@@ -258,7 +258,7 @@ class Saving:
             warnings.warn(message, CheckpointWarning, stacklevel=7)
 
     def _seal(self, folder: Place) -> None:
-        """What the first process does when all have written."""
+        """The work of the first process when all have written."""
         if self._owner is not None:
             self._owner.check()
         self._check()
@@ -322,7 +322,7 @@ class Saving:
 
 
 def seal(folder: Place, path: Place, manifest: Manifest) -> None:
-    """Writes the manifest of a checkpoint whose files are all there: in a bucket it is complete then."""
+    """Writes the manifest of a checkpoint whose files all exist: in a bucket this completes it."""
     files = {f"{FOLDER}/{name}": (size, None) for name, (size, _) in manifest.packed.items()}
     manifest = dataclasses.replace(manifest, files=files, versions=versions(_manifest.PACKAGES))
     bad, count = _manifest.damage(folder, manifest), len(manifest.packed)
@@ -340,7 +340,7 @@ def seal(folder: Place, path: Place, manifest: Manifest) -> None:
 
 
 def checked_format(format: str, path: Place) -> Format:
-    """A format that there is, or a `CheckpointError`."""
+    """A valid format, or a `CheckpointError`."""
     if format not in get_args(Format) or (format == "orbax" and isinstance(path, BucketPath)):
         raise CheckpointError(
             "The state cannot be saved so.",
@@ -352,7 +352,7 @@ def checked_format(format: str, path: Place) -> Format:
 
 
 def give_memory_back() -> None:
-    """Hands freed memory back to the system: with many threads, glibc keeps several times the state otherwise."""
+    """Returns freed memory to the system: with many threads, glibc otherwise keeps several times the state."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -383,9 +383,9 @@ _unheard: set[Pending] = set()  # at work, or failed with nobody informed
 
 
 class Pending:
-    """A save at work.
+    """A pending save.
 
-    A program that ends before it, also by an error, waits until it is complete, and says so on stderr if it fails.
+    A program that exits earlier, even with an error, waits until it is complete, and reports a failure on stderr.
     """
 
     def __init__(self, name: str, work: Callable[[], Any], *, timeout_s: float = _END_S) -> None:
@@ -403,17 +403,17 @@ class Pending:
             _unheard.discard(self)
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Waits for its end, for so long; whether it has ended, well or not."""
+        """Waits for its end, up to a time; returns whether it has ended, successfully or not."""
         if not self.is_done():
             self._thread.join(timeout_s)
         return self.is_done()
 
     def give_up(self) -> None:
-        """The end of the program does not wait for it any more: whoever calls this has heard of it."""
+        """Makes the program's exit not wait for it: the caller knows of it."""
         _unheard.discard(self)
 
     def wait(self, timeout_s: float | None = None, *, look: Callable[[], object] = lambda: None) -> Any:
@@ -456,7 +456,7 @@ def _wait_at_the_end() -> None:
 
 
 def _finish_all() -> None:
-    """Waits for what is at work while its threads can still do it, and reports failures that nobody has seen."""
+    """Waits for pending saves while their threads can still run, and reports failures that were not seen."""
     for pending in list(_unheard):
         try:
             pending.wait(pending.timeout_s)

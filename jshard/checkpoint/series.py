@@ -1,4 +1,4 @@
-"""A series of checkpoints by step, of which some are kept."""
+"""A series of checkpoints by step, with rules for which to keep."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from jshard.errors import RunError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints of a series stay; one that any rule keeps stays, and the newest always does.
+    """Which checkpoints of a series are kept: those selected by any rule, and always the newest.
 
     Args:
-        last: the newest so many.
-        every: those of steps that it divides; None for none.
-        best: so many of the best.
-        metric: the name in `save(metrics=...)` that says which are best; steps without it are not among them.
-        higher_is_better: whether a larger value of it is better.
+        last: number of newest checkpoints to keep.
+        every: keep steps divisible by this number; None for no such rule.
+        best: number of best checkpoints to keep.
+        metric: the name in `save(metrics=...)` that ranks them; steps without it are excluded.
+        higher_is_better: whether larger values are better.
 
     Raises:
-        CheckpointError: a count makes no sense.
+        CheckpointError: a count is invalid.
 
     Example:
         >>> js.checkpoint.Checkpointer("run", keep=js.checkpoint.Keep(last=2, every=10_000, best=1))
@@ -57,7 +57,7 @@ class Keep:
             )
 
     def stay(self, steps: Collection[int], metrics: Mapping[int, Mapping[str, float]], *, written: int) -> set[int]:
-        """The steps that stay."""
+        """The steps to keep."""
         newest = [*sorted(step for step in steps if step != written)[max(0, len(steps) - self.last) :], written]
         regular = {step for step in steps if self.every is not None and step % self.every == 0}
         known = [step for step in steps if math.isfinite(self._worth(metrics.get(step, {})))]
@@ -75,27 +75,26 @@ _MEETING_S = 2.0  # what a meeting of all about a failure may take
 class Checkpointer:
     """Checkpoints by step in one folder: `folder/100`, `folder/200` and so on.
 
-    A checkpoint counts from the moment it is complete and on the disk, and only then are older ones deleted. So a
-    crash at any time leaves the last good one. Only what this series wrote is ever deleted, as noted in
-    `series.json`: a folder of somebody else's stays, and so does a checkpoint that was copied in by hand, which
-    counts like the others. In several processes all of them make it and call its methods, in the same order.
+    A checkpoint is valid once it is complete and on the disk, and only then are older ones deleted, so a crash at
+    any time leaves the last good one. Only checkpoints that this series wrote, as recorded in `series.json`, are ever
+    deleted: other folders are kept, and so are checkpoints copied in by hand, which are otherwise
+    treated like the others. With several processes all of them create it and call its methods, in the same order.
 
     Args:
-        folder: made with the first save; until then nothing is written, and who only restores needs no more than to
-            read it.
-        keep: how many of the newest stay, or a `Keep`.
-        every: the interval of `should_save`, in steps; None where the caller decides alone.
+        folder: created by the first save; until then nothing is written, and restoring needs only read access.
+        keep: the number of newest checkpoints to keep, or a `Keep`.
+        every: the interval of `should_save`, in steps; None if the caller decides alone.
         format: see `jshard.checkpoint.save`.
-        on_failure: what becomes of a `save_async` that failed: "raise", if in the background at the next call, or
-            "warn", and training goes on.
-        timeout_s: how long any wait for other processes, or for a save at work, may take.
+        on_failure: how to treat a failed `save_async`: "raise", at the next call if it failed in the background, or
+            "warn", and training continues.
+        timeout_s: how long any wait for other processes, or for a pending save, may take.
 
     Attributes:
-        folder: where they are; absolute, so that it stays the same where the program changes its own.
-        completed: the step that this object saved last, complete and on the disk.
+        folder: the absolute path, unaffected by changes of the working directory.
+        completed: the last step saved by this object, complete and on the disk.
 
     Raises:
-        CheckpointError: `keep` is less than one, or another argument makes no sense.
+        CheckpointError: `keep` is less than one, or another argument is invalid.
 
     Example:
         >>> with js.checkpoint.Checkpointer("run/checkpoints", keep=3, every=100) as checkpoints:
@@ -152,7 +151,7 @@ class Checkpointer:
             self._files.release()
 
     def path(self, step: int) -> Place:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of the checkpoint of a step, existing or not."""
         return self.folder / str(step)
 
     def steps(self) -> list[int]:
@@ -160,7 +159,7 @@ class Checkpointer:
         return steps_in(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is complete and whose files are all there; one warning names others."""
+        """The newest step whose checkpoint is complete with all its files; one warning names others."""
         unreadable = []
         latest = None
         for step in reversed(self.steps()):
@@ -173,10 +172,10 @@ class Checkpointer:
         return latest
 
     def agreed_latest(self) -> int | None:
-        """The newest step that the first process sees; every process calls it, and all get the same answer.
+        """The newest step that the first process sees; every process calls it, and all get the same result.
 
-        A network file system may show the others an older state of the folder: they wait until they see that step,
-        up to a minute.
+        A network file system may show the others an older state of the folder: they wait up to a minute until they
+        see that step.
         """
         seen = self.latest() if is_primary() else None
         latest = exchange(f"latest {self.folder.name}", seen, timeout_s=self.timeout_s)[0]
@@ -184,7 +183,7 @@ class Checkpointer:
         return latest
 
     def should_save(self, step: int) -> bool:
-        """Whether the interval says so, and no good checkpoint of the step is there yet."""
+        """Whether a save is due by the interval, and the step has no good checkpoint yet."""
         if self.every is None or step % self.every != 0:
             return False
         return step not in self.steps() or step in self._passed_over or self._files.damage(step) is not None
@@ -193,17 +192,17 @@ class Checkpointer:
         """Writes the checkpoint of a step and returns when it is on the disk; every process calls it.
 
         Args:
-            step: number of steps that are done.
-            state: what `jshard.checkpoint.save` takes.
-            metrics: what it is worth, for `Keep(best=...)` and for people.
+            step: number of completed steps.
+            state: as for `jshard.checkpoint.save`.
+            metrics: its metrics, for `Keep(best=...)` and for information.
 
         Returns:
-            Where it is.
+            Its path.
 
         Raises:
-            CheckpointError: there is something at that path already, or the processes do not see the same folder.
-            RunError: writing failed; the step does not count, and older checkpoints are as they were. Or a save
-                before failed in the background.
+            CheckpointError: that path already exists, or the processes do not see the same folder.
+            RunError: writing failed; the step has no checkpoint, and older ones are unchanged. Or an earlier save
+                failed in the background.
         """
         step = _checked(step)
         self.wait()
@@ -212,17 +211,17 @@ class Checkpointer:
         return self.path(step)
 
     def save_async(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> None:
-        """`save` that returns when the devices' values are copied; one is at work at a time.
+        """`save` that returns when the devices' values are copied; one save is pending at a time.
 
-        What goes wrong later is raised by the next call of `check`, `save`, `save_async` or `wait`. A save that is
-        still at work is waited for: memory holds one copy of the state, not more. A checkpoint of the step that is
-        damaged is renamed to `STEP.damaged`.
+        Later failures are raised by the next call of `check`, `save`, `save_async` or `wait`. It first waits for a
+        save that is still pending, so memory holds only one copy of the state. A damaged checkpoint of the step
+        is renamed to `STEP.damaged`.
 
         Arguments are those of `save`; the state may be overwritten as soon as this returns.
 
         Raises:
-            CheckpointError: there is something at that path already, or the processes do not see the same folder.
-            RunError: the values could not be copied; or a save before failed.
+            CheckpointError: that path already exists, or the processes do not see the same folder.
+            RunError: the values could not be copied, or an earlier save failed.
         """
         step = _checked(step)
         self.wait()
@@ -240,10 +239,10 @@ class Checkpointer:
             warn(f"training continues without a checkpoint.\n{error}")
 
     def check(self) -> None:
-        """Raises what went wrong with a save in the background; without that, it costs nothing.
+        """Raises the failure of a save in the background, if any; otherwise it is free.
 
         Raises:
-            RunError: the save failed; older checkpoints are as they were.
+            RunError: the save failed; older checkpoints are unchanged.
         """
         if self._pending is not None and self._pending.is_done():
             self.wait()
@@ -251,13 +250,13 @@ class Checkpointer:
             self._hear(self._pending)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until no save is at work.
+        """Waits until no save is pending.
 
         Args:
             timeout_s: how long; by default twice as long as a wait for other processes may take.
 
         Raises:
-            RunError: it failed, or did not end in time; older checkpoints are as they were.
+            RunError: it failed, or did not end in time; older checkpoints are unchanged.
         """
         with self._as_asked():
             self._end(2 * self.timeout_s if timeout_s is None else timeout_s)
@@ -289,10 +288,10 @@ class Checkpointer:
         """Reads a checkpoint into the shardings of `like`; every process calls it.
 
         Args:
-            like: what `jshard.checkpoint.restore` takes; abstract objects will do.
+            like: as for `jshard.checkpoint.restore`; may be abstract.
             step: which one; the newest by default.
-            fall_back: whether to go on with the next older one where one is damaged; a warning says so. A save of the
-                step that was passed over renames it to `STEP.damaged`, and `set_aside_newer` does so at once.
+            fall_back: whether to try the next older checkpoint if one is damaged, with a warning. A later save of the
+                skipped step renames it to `STEP.damaged`; `set_aside_newer` does so immediately.
             only: see `jshard.checkpoint.restore`, as for those below.
             rename: see there.
             missing: see there.
@@ -300,8 +299,8 @@ class Checkpointer:
             verify: see there.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or it does not fit `like`.
-            RunError: it is damaged. The others are named.
+            CheckpointError: there is no such checkpoint, or it does not match `like`.
+            RunError: it is damaged. The message lists the others.
         """
         self.wait()
         steps = [old for old in self.steps() if step is None or old <= step]
@@ -326,12 +325,12 @@ class Checkpointer:
                 return restored
 
     def set_aside_newer(self, step: int) -> None:
-        """Renames what is there of later steps to `STEP.damaged`: a run that went back saves these steps again.
+        """Renames the checkpoints of later steps to `STEP.damaged`: a run that went back saves these steps again.
 
-        Also folders that were copied by half, and stand in the way of a save.
+        This includes incompletely copied folders, which would block a save.
 
         Args:
-            step: the one that was restored; every process calls it.
+            step: the restored step; every process calls it.
         """
         for newer in [*self.steps(), *incomplete_in(self.folder)] if is_primary() else []:
             if newer > step:
@@ -362,7 +361,7 @@ class Checkpointer:
         self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
 
     def _hear(self, pending: Pending) -> None:
-        """Raises what another process could not write, where this one's part of the save waits for that in vain."""
+        """Raises a write failure of another process for which this one's part of the save waits in vain."""
         if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
@@ -374,7 +373,7 @@ class Checkpointer:
         raise not_written(self._saving.path, self.steps(), error)
 
     def _finish(self, saving: Saving, step: int) -> None:
-        """The part of a save that happens while training goes on."""
+        """The part of a save that runs while training continues."""
         try:
             saving.finish()
         except RunError as error:
@@ -386,7 +385,7 @@ class Checkpointer:
             self._delete_old(written=step)
 
     def _delete_old(self, *, written: int) -> None:
-        """Deletes what no rule keeps, of what the series wrote."""
+        """Deletes the checkpoints written by the series that no rule keeps."""
         begun = self._files.begun()
         ours = {written, *(old for old in self.steps() if old in begun)}
         metrics = {old: self._files.metrics(old) for old in ours} if self.keep.best else {}
@@ -409,7 +408,7 @@ class Checkpointer:
 
 
 def _checked(step: Any) -> int:
-    """A step as its folder is called, before any other process hears of it."""
+    """A step as an int for its folder's name, checked before other processes are involved."""
     try:
         number = operator.index(step)
     except TypeError:

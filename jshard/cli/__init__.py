@@ -1,4 +1,4 @@
-"""The `jshard` command: one module per subcommand, each imported only when it is asked for.
+"""The `jshard` command: one module per subcommand, each imported only when it is used.
 
 Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C before the work began. An error has
 four parts; `--debug` anywhere, or JSHARD_DEBUG=1, shows its traceback as well.
@@ -42,7 +42,7 @@ _DEBUG = "JSHARD_DEBUG"
 _PACKAGES = "tyro", "grain", "matplotlib"  # of the extra "train"
 _JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # JAX notes on every error that it has shortened the traceback
 
-# XLA:CPU ends the process when simulated devices meet too late, as they do on a busy machine.
+# XLA:CPU aborts the process when simulated devices reach a collective too late, as on a busy machine.
 _XLA_CPU_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
     "--xla_cpu_collective_timeout_seconds=1200",
@@ -50,7 +50,7 @@ _XLA_CPU_FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, and prints its error in plain words.
+    """Runs one command, and prints its error.
 
     Args:
         argv: the arguments after the program's name; those of the process by default.
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave_if_worker(code: int, error: BaseException | None = None) -> None:
-    """Ends one of several processes: after its peers; at once, not waiting for them, if it has failed."""
+    """Ends one of several processes: after its peers, or immediately if it has failed."""
     if "JSHARD_WORKER" in os.environ:
         from jshard import launch
 
@@ -83,7 +83,7 @@ def leave_if_worker(code: int, error: BaseException | None = None) -> None:
 
 @contextlib.contextmanager
 def _debug_in_environment(debug: bool) -> Iterator[None]:
-    """Says `--debug` to the processes that the command starts, too."""
+    """Passes `--debug` on to the processes that the command starts."""
     before = os.environ.get(_DEBUG, "")
     os.environ[_DEBUG] = "1" if debug else before
     try:
@@ -108,7 +108,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _report(error: BaseException, argv: Sequence[str]) -> int:
-    """Prints what there is to say about an error; the exit code of it."""
+    """Prints an error; returns its exit code."""
     import jax  # here: the processes that read data import this module, too
 
     if isinstance(error, BrokenPipeError) and _nobody_reads():
@@ -118,7 +118,7 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
     is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
         if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
-            traceback.print_exception(error)  # of an error in the user's file or in ours it is what helps
+            traceback.print_exception(error)  # needed for an error in the user's file or in ours
         if isinstance(error, FourPartError):
             notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
             print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
@@ -128,7 +128,7 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
 
 
 def _wrapped(text: str) -> str:
-    """The text of an error. Its sentences wrap between words on a terminal; places and what to paste stay whole."""
+    """The text of an error. On a terminal its sentences wrap between words; places and lines to paste stay whole."""
     lines, part = [], "what"
     for line in text.splitlines():
         if head := re.match(r"  (where|why|do): ", line):
@@ -154,7 +154,7 @@ def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
 
 
 def _nobody_reads() -> bool:
-    """Whether stdout is a pipe that its reader left, as in `jshard ... | head`."""
+    """Whether stdout is a pipe closed by its reader, as in `jshard ... | head`."""
     try:
         print(flush=True)
     except OSError:
@@ -163,11 +163,11 @@ def _nobody_reads() -> bool:
 
 
 def _flush_stdout() -> None:
-    """Writes what is left, so that a reader that has gone is met here and not in Python's last lines."""
+    """Flushes stdout, so that a closed pipe is detected here and not at Python's exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # a stdout that is no file
+        with contextlib.suppress(OSError):  # stdout is not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -198,6 +198,6 @@ def no_command(program: str, name: str, rest: Sequence[str], commands: Iterable[
 
 
 def loading() -> contextlib.AbstractContextManager[object]:
-    """Says on a terminal, while a block imports jax and what stands on it, that this is what takes so long."""
+    """Shows on a terminal, while the block imports jax and its dependents, that this is in progress."""
     stream = None if "JSHARD_WORKER" in os.environ else sys.stderr
     return at_work("loading jax and Flax", say=lambda line: None, stream=stream)

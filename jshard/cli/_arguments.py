@@ -1,4 +1,4 @@
-"""The arguments of the commands, read by tyro, and the devices of a mesh. What only starts others needs no jax."""
+"""The arguments of the commands, parsed by tyro, and the devices of a mesh. Launching processes needs no jax."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(me
 
 
 def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
-    """The arguments as an object of a dataclass; prints the help, or what is wrong with them, and ends the process.
+    """The arguments as an object of a dataclass; for help or bad arguments, prints a message and exits.
 
-    A field without a default is the file that the command is given, every other one an option. An option that is given
+    A field without a default is the command's positional file; every other field is an option. An option given
     twice, of which the parser would take the last, is a `ShardingError`.
     """
     hints = _shown(cls)
@@ -87,7 +87,7 @@ def _default(label: str) -> str:
 
 
 def check_writable(path: Path | None, *, option: str) -> None:
-    """Refuses a file to write whose folder is not there."""
+    """Refuses a file to write whose folder does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ShardingError(
             "The file cannot be written.",
@@ -98,20 +98,20 @@ def check_writable(path: Path | None, *, option: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file beside the answer, and says so."""
+    """Writes a file in addition to the answer, and reports it."""
     path.write_text(text)
     remark(f"written: {path}")
 
 
 def answer(found: Any, *, json: bool) -> None:
-    """Prints what a command has found, for people or as JSON and nothing else."""
+    """Prints the result of a command, as readable text or as JSON only."""
     from jshard.inspect.tables import show
 
     print(found.to_json()) if json else show(found)
 
 
 def remark(line: str) -> None:
-    """Prints a line beside the answer, on stderr."""
+    """Prints a line on stderr, separate from the answer."""
     print(fitted(line, sys.stderr), file=sys.stderr)
 
 
@@ -135,19 +135,19 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def as_option(sizes: Mapping[str, int]) -> str:
-    """Degrees as `--mesh` takes them."""
+    """Degrees in the form of `--mesh`."""
     return ",".join(f"{axis}={degree}" for axis, degree in sizes.items())
 
 
 def num_devices(sizes: Mapping[str, int]) -> int:
-    """Devices that a mesh of these degrees asks for; an axis of -1, or an open `fsdp`, makes it at least 8."""
+    """Devices that a mesh of these degrees needs; at least 8 with an axis of -1 or an open `fsdp`."""
     fixed = math.prod(degree for degree in sizes.values() if degree > 0)
     is_open = -1 in sizes.values() or "fsdp" not in sizes
     return fixed * math.ceil(_SIMULATED / fixed) if is_open else fixed
 
 
 def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMesh:
-    """The mesh of these degrees: over all devices, or with a number of them one without devices, for a plan."""
+    """The mesh of these degrees: over all devices, or, given a number, an abstract one for a plan."""
     import jax
 
     import jshard as js
@@ -166,10 +166,10 @@ def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMes
 
 
 def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
-    """Lets JAX show as many CPU devices as the mesh asks for, shared by so many processes.
+    """Makes JAX simulate as many CPU devices as the mesh needs, shared by so many processes.
 
-    To be called before JAX is asked for its devices, and so without knowing them; where there is an accelerator it
-    changes nothing. A number that the user has set himself stays.
+    Call it before JAX initialises its devices; it has no effect where there is an accelerator. A number set by the
+    user is kept.
     """
     import jax
 
@@ -179,7 +179,7 @@ def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
 
 
 def parse_steps(text: str, *, option: str) -> range:
-    """The numbers of the steps in `A:B`: those after the end of step A, up to the end of step B."""
+    """The step numbers in `A:B`: those after step A, up to and including step B."""
     found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
     why, meant = (
         "they are given as A:B, two whole numbers: the steps after step A, up to step B.",
@@ -200,21 +200,21 @@ class RecipeArgs:
     """A recipe of a model file, for a mesh."""
 
     model: tyro.conf.Positional[Path]
-    """Python file with the model, its annotation and its recipes; or a model that comes with jshard, by name: gpt."""
+    """Python file with the model, its annotation and its recipes; or the name of a model included in jshard: gpt."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: Settings = ()
-    """Another value for the recipe, as often as needed: --set learning_rate=1e-3 --set model.n_layer=4. --print-config
+    """Override a value of the recipe; repeatable: --set learning_rate=1e-3 --set model.n_layer=4. --print-config
     of `jshard train` shows the keys."""
     unit: Settings = ()
-    """Another setting for the units than the annotation's: --unit remat=full --unit prefetch=2
+    """Override a setting of the annotation's units: --unit remat=full --unit prefetch=2
     --unit reshard_after_forward=false."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """Degrees of the mesh axes, e.g. replica=2,fsdp=4. By default fsdp takes all devices; without accelerators 8 are
     simulated."""
 
     def without_devices(self) -> TrainArgs:
-        """The same recipe, to be planned and not trained."""
+        """The same recipe, for planning only."""
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(RecipeArgs)}
         return TrainArgs(**shared, dry_run=True)
 
@@ -224,60 +224,59 @@ class TrainArgs(RecipeArgs):
     """Trains a recipe of a model file fully sharded.
 
     Writes run.json, metrics.jsonl, loss.png, sample.txt and checkpoints/ into a folder of its own. SIGTERM and Ctrl-C
-    save and stop; --resume goes on. Exit codes: 0 done, 2 the request was wrong, 75 stopped by SIGTERM, or a process
-    was lost (the same command with --resume goes on), 1 the run failed, 130 stopped by Ctrl-C.
+    save and stop; --resume continues. Exit codes: 0 done, 2 invalid request, 75 stopped by SIGTERM, or a process
+    was lost (the same command with --resume continues), 1 the run failed, 130 stopped by Ctrl-C.
     """
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A run as JSON or TOML, as --print-config prints it, or a part of that; what is given here counts instead."""
+    """A run as JSON or TOML, as printed by --print-config, or a part of it; options given here take precedence."""
     steps: Count | None = None
     """Optimizer steps, instead of the recipe's."""
     seed: Count | None = None
     """Seed of parameters, dropout and sample order, instead of the recipe's."""
     auto: bool = False
-    """Choose: how the devices are split, what is kept and computed again, in how many microbatches. Estimates are
-    corrected by the measured steps of a few ways, and the choice is remembered."""
+    """Choose how to split the devices, what to keep and what to recompute, and the number of microbatches. Measured
+    steps of a few configurations correct the estimates, and the choice is stored."""
     options: Options = "fastest"
-    """Options of the compiler, as of js.compiler_options; on a CPU all are none."""
+    """Compiler options, as in js.compiler_options; on a CPU every profile is empty."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
     """Files to train on: text, .jsonl, .parquet, .bin and .npy of token ids, and folders of them or of Hugging Face
-    datasets; as PATH=WEIGHT each gives its part of the samples. By default the sources of Python's standard library."""
+    datasets; PATH=WEIGHT sets the share of samples of each. By default the sources of Python's standard library."""
     held_out: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
-    """The same, for the validation loss; by default it is a twentieth of --data."""
+    """The same, for the validation loss; by default a twentieth of --data."""
     text_key: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Key, or column, of a document's text; by default text."""
+    """Key or column of a document's text; by default text."""
     dtype: Dtype | None = None
     """Dtype of the token ids in .bin files."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A Hugging Face tokenizer.json; by default every byte is a token. Needs the extra `hf`."""
     workers: Count = 0
-    """Processes that read the data, for data that is expensive to make; 0 reads in a thread."""
+    """Processes that read the data, for data that is expensive to produce; 0 reads in a thread."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder to write, empty or new; by default runs/MODEL-RECIPE, with a number if that is taken."""
     resume: bool = False
     """Continue the run in --out (by default the newest of this recipe) from its last checkpoint, with its options."""
     checkpoints: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
-    """Where the checkpoints go: an address in a bucket, of this run alone, gs://BUCKET/NAME or s3://BUCKET/NAME; by
-    default OUT/checkpoints. All else of the run stays in --out."""
+    """Where to store checkpoints: a bucket address for this run alone, gs://BUCKET/NAME or s3://BUCKET/NAME; by
+    default OUT/checkpoints. Everything else of the run stays in --out."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Begin with the parameters of a checkpoint: of jshard (a checkpoint, or a run), of Orbax, of PyTorch's distributed
-    checkpoints, of DeepSpeed's ZeRO-3, or safetensors; the model file's `hf_names` says what others call them. A run
-    that is resumed goes on with its own, and reads them again only if it has saved none."""
+    """Start from the parameters of a checkpoint: of jshard (a checkpoint, or a run), Orbax, PyTorch's distributed
+    checkpoints, DeepSpeed's ZeRO-3, or safetensors; the model file's `hf_names` maps their names. A resumed run
+    continues with its own, and reads these again only if it has saved none."""
     stop_deadline: Seconds | None = None
-    """How long after the signal a run that is asked to stop (SIGTERM) has to end its step and to save; by default as
-    long as it takes."""
+    """How long a run has after SIGTERM to finish its step and save; by default as long as it takes."""
     stall_timeout: Seconds | None = None
     """How long a step, a batch or a batch of an evaluation may take before the run ends as stalled (exit code 75); by
     default 20 times the median step, from 60 to 1800 seconds. A save and the first step have 1800, or this if it is
     longer. There is no limit while the run starts and compiles, and after its last save."""
     keep_in_memory: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
-    """Every so many steps, keep a copy of the state in the memory of another machine; a run that is started again after
-    a loss goes on from there. By default there are only checkpoints."""
+    """Every so many steps, keep a copy of the state in the memory of another machine; a run restarted after a loss
+    continues from it. By default there are only checkpoints."""
     expect: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json")] = None
-    """A plan, saved by `jshard plan --topology ... --json`: stop before the first step if the compiled step is another:
-    by its collectives, their bytes, its peak memory."""
+    """A plan, saved by `jshard plan --topology ... --json`: stop before the first step if the compiled step differs
+    in its collectives, their bytes or its peak memory."""
     expect_within: Annotated[float, tyro.conf.arg(metavar="PART")] = 0.05
-    """The part by which each of these may differ."""
+    """The fraction by which each of these may differ."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Count = 256
@@ -290,26 +289,26 @@ class TrainArgs(RecipeArgs):
     init_timeout: Seconds = launch.Deadlines.init_s
     """How long the processes of a run wait for each other at the start."""
     peer_timeout: Seconds = launch.Deadlines.peer_s
-    """How long a process may give no sign of life before the run ends."""
+    """How long a process may be silent before the run ends."""
     max_restarts: Count = 0
-    """Go on by itself, from the last checkpoint, after the loss of a process, or a stall: so many times."""
+    """How often to restart from the last checkpoint after the loss of a process, or a stall."""
     min_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """On a cluster: processes that may go on without the others, more than half; the mesh shrinks, its data axes first.
-    By default a restart needs all."""
+    """On a cluster: the fewest processes that may continue without the others, more than half; the mesh shrinks, its
+    data axes first. By default a restart needs all."""
     compile_cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of compiled programs, for restarts; "none" compiles each time. By default JAX_COMPILATION_CACHE_DIR, or
     .compiled beside --out."""
     dry_run: bool = False
-    """Print the plan and stop: needs no device and no memory for parameters."""
+    """Print the plan and exit; needs no devices and no memory for parameters."""
     print_config: bool = False
-    """Print everything the run is made from as JSON and stop."""
+    """Print the full configuration of the run as JSON and exit."""
 
     def again(self, out: Path | None = None) -> str:
-        """The command line that goes on with the run."""
+        """The command line that continues the run."""
         return shlex.join(["jshard", "train", *self.words(out), "--resume"])
 
     def words(self, out: Path | None = None) -> list[str]:
-        """The arguments, but for --resume."""
+        """The arguments, without --resume."""
         words = [str(self.model)]
         given = dataclasses.replace(self, out=self.out or out, resume=False)
         base = type(self)(self.model)

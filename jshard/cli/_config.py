@@ -1,4 +1,4 @@
-"""A run as a file: `--config` takes what `--print-config` prints, as JSON, or the same in TOML, or a part of it."""
+"""A run as a file: `--config` reads the JSON printed by `--print-config`, or the same in TOML, or a part of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from jshard.errors import ShardingError
 
-_OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys that are not called as their options
+_OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
 # What a command does now, and what the keys of "recipe" say.
 NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
 
 
 def with_config(argv: Sequence[str], options: Collection[str]) -> list[str]:
-    """The arguments, and those of the file in `--config` that they do not give; `options` are all there are."""
+    """The arguments, completed from the file in `--config`; `options` are all that exist."""
     path = next((_value(argv, i) for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
     if path is None:
         return list(argv)
@@ -67,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_keys(found: Collection[str], known: Collection[str], where: str) -> None:
-    """Raises for keys of a file that are none, with the nearest that is."""
+    """Raises for unknown keys of a file, with the nearest known one."""
     unknown = [key for key in found if key not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.0)
@@ -88,6 +88,6 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_setting(key: str, value: Any) -> str:
-    """A value as `--set` takes it."""
+    """A value in the form of `--set`."""
     values = value if isinstance(value, list) else [value]
     return f"{key}={','.join(str(one).lower() if one is None or isinstance(one, bool) else str(one) for one in values)}"

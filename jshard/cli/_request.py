@@ -1,4 +1,4 @@
-"""What a command is asked for: the recipe of its options, what a resumed run takes over, the plan without devices."""
+"""The request of a command: the recipe of its options, what a resumed run inherits, the plan without devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jshard.train.run_folder import RunFolder
 from jshard.train.trackers import available
 
 _RUNS = Path("runs")
-# Options that a resumed run takes over.
+# Options that a resumed run inherits.
 _WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "held_out", "text_key", "dtype", "tokenizer", "init_from")
 _WHAT += ("checkpoints",)
 _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
@@ -41,9 +41,9 @@ _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be trained, as far as it is known without devices."""
+    """What to train, as far as it is known without devices."""
 
-    args: TrainArgs  # with what a resumed run takes over
+    args: TrainArgs  # with the options that a resumed run inherits
     given: TrainArgs
     model_file: ModelFile
     name: str
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that say what is trained."""
+        """The options that determine what is trained."""
         absolute = {  # a run may be resumed from another folder
             "data": [path.absolute() for path in self.args.data],
             "held_out": [path.absolute() for path in self.args.held_out],
@@ -74,12 +74,12 @@ class Request:
         return self.out or RunFolder.free_name(_RUNS, f"{self.model_file.path.stem}-{self.name}")
 
     def as_begun(self, devices: int) -> Request:
-        """The request on the mesh that the run was last started on, if that has as many devices."""
+        """The request on the mesh of the run's last start, if that has as many devices."""
         sizes = {} if self.out is None else RunFolder.last_mesh(self.out)
         return dataclasses.replace(self, sizes=sizes) if math.prod(sizes.values()) == devices else self
 
     def with_variant(self, variant: Variant) -> Request:
-        """The request that asks for a variant by its own options, and not to choose one."""
+        """The request for a given variant, by its options, without `--auto`."""
         texts = tuple(f"{name}={as_text(value)}" for name, value in variant.units.items())
 
         def asks(args: TrainArgs) -> TrainArgs:
@@ -96,7 +96,7 @@ class Request:
         )
 
     def config(self) -> dict[str, Any]:
-        """Everything, as JSON, and as `--config` takes it."""
+        """The full configuration, in the JSON form that `--config` reads."""
         options = {key: value for key, value in vars(self.args).items() if key not in NOT_IN_FILES}
         return {
             "model_file": str(self.args.model),
@@ -108,14 +108,14 @@ class Request:
 
 
 def request_of(args: TrainArgs) -> Request:
-    """Reads the model file, and of a run that is resumed its record."""
+    """Reads the model file, and the record of a resumed run."""
     _check(args)
     model_file = load_model_file(args.model)
     given = args = _without_config(args, model_file)
     out = args.out
     if args.resume:
         out = out or RunFolder.newest(_RUNS, f"{model_file.path.stem}-{model_file.recipe(args.recipe)[0]}")
-        # A job script may always say --resume: the first time there is nothing to take up.
+        # A job script may always pass --resume: the first time there is nothing to resume.
         stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
         _check_origin(args, stored or {}, out)
         args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
@@ -141,7 +141,7 @@ def _without_config(args: TrainArgs, model_file: ModelFile) -> TrainArgs:
         return args
     config, settings = read_config(args.config), []
     name, recipe = model_file.recipe(args.recipe)
-    if config.get("recipe_name", name) == name:  # another one on the command line brings its own values
+    if config.get("recipe_name", name) == name:  # a different recipe on the command line has its own values
         found, has = leaves(config.get("recipe", {})), leaves(tree(recipe))
         check_keys(found, has, f"--config {args.config}, recipe")
         own = {key for option, key in _KEYS.items() if getattr(args, option) is not None}
@@ -182,7 +182,7 @@ def _has_checkpoints(out: Path | None, place: str | None) -> bool:
 
 
 def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) -> None:
-    """Of a run that is resumed, its checkpoints and what it began with can only be said again, as job scripts do."""
+    """A resumed run may repeat --checkpoints and --init-from, as job scripts do, but not change them."""
     place, began = stored.get("checkpoints"), stored.get("init_from")
     if stored and args.checkpoints not in (None, place):
         option, why = "--checkpoints", f"{out} has its checkpoints in {place or OF_A_RUN}."
@@ -202,7 +202,7 @@ def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) 
 
 
 def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
-    """The arguments, and where they say nothing what the run was begun with; what was chosen for it stays."""
+    """The arguments, completed by those the run was started with; values chosen for the run are kept."""
     if args.auto and stored:
         args = dataclasses.replace(args, unit=(), set=tuple(s for s in args.set if _key(s) != "accumulate"))
     taken = {key: value for key, value in stored.items() if key in _WHAT and getattr(args, key) in (None, ())}
@@ -229,12 +229,12 @@ def _key(setting: str) -> str:
 
 
 def _settings(before: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
-    """Settings of which later ones take the place of earlier ones."""
+    """Settings, with later ones replacing earlier ones."""
     return (*(setting for setting in before if _key(setting) not in {*map(_key, later)}), *later)
 
 
 def own_data(model_file: ModelFile, recipe: Recipe) -> Data | None:
-    """What the model file calls its data; None where it brings none."""
+    """The model file's own data; None if it has none."""
     if model_file.data is None:
         return None
     data = model_file.data(recipe)
@@ -258,7 +258,7 @@ def data_of(
     text_key: str | None = None,
     dtype: Dtype | None = None,
 ) -> Data:
-    """What the model file brings, or what the files of a command line have."""
+    """The model file's own data, or the data of the files on the command line."""
     options = {"data": data, "tokenizer": tokenizer, "held_out": held_out, "text_key": text_key, "dtype": dtype}
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
     if model_file.data is not None and given:
@@ -282,19 +282,19 @@ def data_of(
 
 
 def tokenizer_of(path: Path | None) -> Tokenizer:
-    """That of a file; without one every byte is a token."""
+    """The tokenizer of a file; without one every byte is a token."""
     return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
 
 
 def loss_unit(model_file: ModelFile, data: Data) -> str:
-    """What the loss is counted in; nothing where only the model file knows."""
+    """The unit of the loss; empty if only the model file knows it."""
     is_bytes = isinstance(data.tokenizer, ByteTokenizer)
     return "" if model_file.data is not None else " nats per byte" if is_bytes else " nats per token"
 
 
 @contextlib.contextmanager
 def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tuple[nnx.Module, Any]]:
-    """The annotated model and a microbatch as shapes; what the model refuses in the block is an error of four parts."""
+    """The annotated model and a microbatch as shapes; the model's ValueError in the block becomes a ModelFileError."""
     model_file, recipe = request.model_file, request.recipe
     check_batch(recipe, mesh)
     if data is not None:
@@ -304,12 +304,12 @@ def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tup
         yield abstract_model(model_file, recipe, mesh), batch
     except FourPartError:
         raise
-    except ValueError as error:  # as a model raises that is asked for more than it can do
+    except ValueError as error:  # a model raises it for a request beyond its limits
         raise refuses_batches(model_file.path, error) from error
 
 
 def explained(request: Request, mesh: AnyMesh, data: Data | None = None) -> Explanation:
-    """The plan of a recipe on a mesh, which need not have devices, and its memory; with data that were read already."""
+    """The plan of a recipe and its memory, on a mesh that need not have devices; `data` is data already read."""
     model_file = request.model_file
     with abstract(request, mesh, data or own_data(model_file, request.recipe)) as (model, batch):
         optimizer = request.recipe.optimizer()

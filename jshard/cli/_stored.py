@@ -1,4 +1,4 @@
-"""A run by its folder: the recipe that it was trained by, and the model of its newest checkpoint."""
+"""A run, from its folder: the recipe it was trained with, and the model of its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from jshard.train.run_record import NOTHING, differences
 
 @dataclasses.dataclass(frozen=True)
 class RunArgs:
-    """What the commands that take a run share."""
+    """Options shared by the commands that take a run."""
 
     path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run. Its newest checkpoint is read."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Model file, where it is not where the run had it."""
+    """Model file, if it has moved since the run."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A Hugging Face tokenizer.json, where it is not where the run had it."""
+    """A Hugging Face tokenizer.json, if it has moved since the run."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """Degrees of the mesh axes, e.g. replica=2,fsdp=4. By default fsdp takes all devices; without accelerators 8 are
-    simulated. It need not be that of the run."""
+    simulated. It may differ from that of the run."""
 
     processes: Count = 1
     """Work as N processes on this machine, which share its devices, as a cluster would. Not for clusters."""
 
     def started(self, command: str, argv: Sequence[str]) -> int | None:
-        """Starts the processes that do the work, and gives their exit code; None in those, and where there is one."""
+        """Starts the worker processes and returns their exit code; None in those, or with a single process."""
         if launch.is_worker():
             return None
         line = ["jshard", command, *argv]
@@ -62,7 +62,7 @@ class RunArgs:
         return launch.supervise([sys.executable, "-m", *line], **how)
 
     def open_mesh(self) -> Mesh:
-        """The mesh over the devices that there are; the first thing that asks for them."""
+        """The mesh over the present devices; the first use of them."""
         sizes, cluster = parse_mesh(self.mesh), launch.detect()
         simulate_devices(sizes, processes=1 if cluster is None else cluster.num_processes)
         if launch.is_worker():
@@ -74,14 +74,14 @@ class RunArgs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """What a run was asked to do, as its folder has it.
+    """The request of a run, as recorded in its folder.
 
     Attributes:
         path: its folder.
-        options: those of its command line.
-        data: "description" and "fingerprint" of what it learned from.
-        model_file: the model file as it is now, with the run's settings of the units.
-        recipe: with the values that the run had, whatever the file says now.
+        options: its command-line options.
+        data: "description" and "fingerprint" of its training data.
+        model_file: the model file in its current state, with the run's settings of the units.
+        recipe: with the values of the run, even if the file has changed.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class StoredRun:
 
     @classmethod
     def read(cls, path: Path, *, model: Path | None = None) -> StoredRun:
-        """Reads the record of a run, and its model file, or another one."""
+        """Reads the record of a run, and its model file or the given one."""
         if not RunFolder.holds_run(path):
             raise ShardingError(
                 "There is no run.",
@@ -113,13 +113,13 @@ class StoredRun:
         )
 
     def held(self, mesh: Mesh) -> tuple[HeldModel, int]:
-        """The model of the newest checkpoint, and the steps that it has seen. All processes call it."""
+        """The model of the newest checkpoint, and its number of steps. All processes call it."""
         like = {"model": abstract_model(self.model_file, self.recipe, mesh), "step": 0}
         found = checkpoint.restore(self.options.get("checkpoints") or self.path, like=like)
         return HeldModel(found["model"]), int(found["step"])
 
     def tokenizer_file(self, given: Path | None) -> Path | None:
-        """The tokenizer's file: one that is given, or that of the run; None for bytes."""
+        """The tokenizer's file: the given one, or that of the run; None for bytes."""
         stored = self.options.get("tokenizer")
         return given if given is not None or stored is None else Path(stored)
 
@@ -132,7 +132,7 @@ class StoredRun:
         return transformers_files(file)
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
-        """What turns text into the tokens that the model knows."""
+        """The tokenizer of the model."""
         if self.model_file.data is None:
             file, paths = self.tokenizer_file(given), weighted(self.options.get("data", ()))[0]
             if file is None and paths and all(map(is_tokens, paths)):

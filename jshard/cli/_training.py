@@ -1,4 +1,4 @@
-"""`jshard train` in the process that trains, or that prints what would be trained."""
+"""`jshard train` in the process that trains, or that prints the plan or configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jshard.train.run import Finished, run_recipe
 
 
 def train(args: TrainArgs) -> int:
-    """Trains, or prints what would be trained; the exit code."""
+    """Trains, or prints the plan or configuration; returns the exit code."""
     request = request_of(args)
     if args.print_config:
         open_mesh(request.sizes, devices=num_devices(request.sizes))  # raises for devices that are not there
@@ -50,7 +50,7 @@ def _train(request: Request) -> int:
     assert isinstance(mesh, Mesh)  # devices were not given as a number
     check_batch(request.recipe, mesh)
     expect = None if args.expect is None else ExpectedStep.read(args.expect, within=args.expect_within)
-    # Before the plan: what cannot be read should not wait for it.
+    # Before the plan: unreadable data should fail first.
     how = {name: getattr(args, name) for name in ("held_out", "text_key", "dtype")}
     data = data_of(request.model_file, request.recipe, args.data, args.tokenizer, **how)
     say = show if jax.process_index() == 0 else (lambda *text: None)
@@ -108,7 +108,7 @@ def _devices() -> str:
 
 
 def printable_text(text: str) -> str:
-    """A text that a model wrote, without what a terminal would obey."""
+    """Generated text without terminal control characters."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

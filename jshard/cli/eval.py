@@ -1,4 +1,4 @@
-"""`jshard eval RUN`: the loss of a run's model over held-out samples, of its own data or of others."""
+"""`jshard eval RUN`: the loss of a run's model over held-out samples, of its own or other data."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from jshard.train.run import check_vocabulary, evaluated
 class EvalArgs(RunArgs):
     """Prints the loss of a run's model over held-out samples, as a run computes it between its steps.
 
-    Over its own data that is what the run printed at its end. Exit codes: 0 done, 1 the checkpoint is damaged, 2
-    the request was wrong.
+    On its own data this equals the value printed at the end of the run. Exit codes: 0 done, 1 the checkpoint is
+    damaged, 2 invalid request.
     """
 
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
-    """Other text files, or folders of them; the part of them counts that a run would hold out."""
+    """Other text files, or folders of them; only the part that a run would hold out is used."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`jshard init NAME FILE`: copies a model that comes with jshard, and the files beside it that it imports."""
+"""`jshard init NAME FILE`: copies a model included in jshard, and the files beside it that it imports."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jshard.recipes import shipped_models
 
 @dataclasses.dataclass(frozen=True)
 class InitArgs:
-    """Copies a model that comes with jshard, to be changed; with it the files beside it that it imports.
+    """Copies a model included in jshard, for you to edit, and the files beside it that it imports.
 
-    No file is overwritten. Exit codes: 0 done, 2 the request was wrong.
+    No file is overwritten. Exit codes: 0 done, 2 invalid request.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check(model: str, out: Path, copies: Mapping[Path, Path], *, is_beside: bool) -> None:
-    """Raises where a file would be overwritten; a neighbour that another copy has brought may be there already."""
+    """Raises if a file would be overwritten; a neighbour from an earlier copy may already exist."""
     same = lambda copy: copy != out and copy.is_file() and copy.read_bytes() == copies[copy].read_bytes()
     taken = [copy for copy in copies if copy.exists() and not same(copy)]
     folders = (Path(f"{out.with_suffix('')}{number}") for number in itertools.chain([""], itertools.count(2)))

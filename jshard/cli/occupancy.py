@@ -1,4 +1,4 @@
-"""`jshard occupancy`: how many blocks of a kernel an SM holds, and whether a collective finds room beside them."""
+"""`jshard occupancy`: how many blocks of a kernel fit on an SM, and whether a collective fits beside them."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ from jshard.occupancy.footprints import SHIPPED_SOURCE
 
 @dataclasses.dataclass(frozen=True)
 class OccupancyArgs:
-    """Says how many blocks of a kernel run at once on an SM, and how many must end before a collective begins there.
+    """Reports how many blocks of a kernel run at once on an SM, and how many must end before a collective can start.
 
-    A model, from the numbers of the devices: no GPU is needed, and none is asked. Exit codes: 0 done, 2 the request was
-    wrong.
+    The figures are modelled from device specifications: no GPU is needed or used. Exit codes: 0 done, 2 invalid
+    request.
     """
 
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
     """The GPU: a40, a100, h100, h200, b200, gb200; all of them by default."""
     kernel: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
-    """A kernel of jshard, as often as needed: --kernel matmul for all products of matrices, --kernel matmul_nn_tiled,
+    """A kernel of jshard; repeatable: --kernel matmul for all matrix products, --kernel matmul_nn_tiled,
     or one form of it, --kernel matmul_nn_tiled:64x64x64/2; all of them by default."""
     block: Annotated[str, tyro.conf.arg(metavar="THREADS,REGISTERS,BYTES")] = ""
-    """Any kernel instead: threads of a block, registers of a thread, bytes of shared memory: --block 128,90,90176."""
+    """Any other kernel: threads per block, registers per thread, bytes of shared memory: --block 128,90,90176."""
     footprint: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND")]] = ()
-    """What runs beside it, as often as needed: ring (the default), tree, nvls, pat, p2p, symmetric, copy-engine."""
+    """What runs beside it; repeatable: ring (the default), tree, nvls, pat, p2p, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
-    """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
+    """Version of NCCL, e.g. 2.30.7; by default the newest whose kernels were read."""
     ctas: Count = ASSUMED_CTAS
     """Blocks of the collective; the default is an assumption."""
     json: bool = False
-    """Print JSON with all plans and sources, and nothing else."""
+    """Print only JSON, with all plans and sources."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Draw blocks and drain against padding into a PNG, too. Needs --gpu."""
+    """Also plot blocks and drain against padding as a PNG. Needs --gpu."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -171,7 +171,7 @@ class OccupancyReport(Printed):
         return Group(Text(head), *spaced, *last, Text(_LEGEND))
 
     def to_dict(self) -> dict[str, Any]:
-        """All that is in the report, with its sources, as JSON has it."""
+        """The whole report with its sources, as JSON values."""
         facts = dataclasses.asdict(dataclasses.replace(self.gpu, sources={})) | {"sources": dict(self.gpu.sources)}
         return {
             "gpu": facts,

@@ -1,4 +1,4 @@
-"""`jshard plan MODEL`: what a recipe needs, and with --topology how it compiles for a cluster that is not there."""
+"""`jshard plan MODEL`: what a recipe needs, and with --topology how it compiles for a cluster you do not have."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ from jshard.recipes.recipe import check_batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport(Printed):
-    """The answer to one command: the step that was asked for, and what stands beside it."""
+    """The result of one command: the requested step, and what it is compared with."""
 
     plan: ClusterPlan
     commands: tuple[str, str] = ("", "")  # that plan this step again, and that train it
     comparison: Comparison | None = None  # with other strategies
-    tried: tuple[Compared, ...] | None = None  # ways to make it fit, the last of which does if any does
+    tried: tuple[Compared, ...] | None = None  # configurations tried to make it fit; the last one does if any does
     chosen: Chosen | None = None  # by a search
 
     @property
     def fits(self) -> bool:
-        """Whether the step asked for fits; after a search, whether the chosen one does."""
+        """Whether the requested step fits; after a search, whether the chosen one does."""
         return self.plan.fits if self.chosen is None else self.chosen.fits
 
     def __rich__(self) -> Group:
@@ -103,37 +103,37 @@ _WELL_HIDDEN = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class PlanArgs(RecipeArgs):
-    """Says what training a recipe of a model file needs: without a device, and without memory for parameters.
+    """Reports what training a recipe of a model file needs, without devices or memory for parameters.
 
-    Without --topology: the plan of the annotation and its memory. With it the train step is compiled for that cluster
-    by the compiler of its devices, and it prints two things, never mixed: what was compiled (memory, every collective
-    and what is computed beside it), and what is estimated from that (times, as a range over stated assumptions).
-    Exit codes: 0 it fits, 1 it does not fit or could not be compiled, 2 the request was wrong.
+    Without --topology: the plan of the annotation and its memory. With it, the train step is compiled for that cluster
+    by the compiler of its devices. Two things are printed separately: what was compiled (memory, every collective
+    and the computation beside it), and estimates from that (times, as a range over stated assumptions).
+    Exit codes: 0 it fits, 1 it does not fit or could not be compiled, 2 invalid request.
     """
 
     topology: Annotated[str, tyro.conf.arg(metavar="DEVICE:SHAPE")] = ""
     """The cluster: hosts x GPUs (h100:64x8), slices x hosts x GPUs (h100:4x16x8), or a TPU slice (v5p:8x8x8). Devices:
-    h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, or as clouds rent them: a3-high, a3-mega, p4d, p4de, p5,
+    h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, or cloud machine types: a3-high, a3-mega, p4d, p4de, p5,
     dgx-a100, dgx-h100; or a file that describes one, h20.toml:64x8 (docs/planning.md). Needs the extra `plan-gpu` or
     `plan-tpu`."""
     options: Options = "fastest"
-    """Options of the compiler, as of js.compiler_options."""
+    """Compiler options, as in js.compiler_options."""
     assume: Settings = ()
-    """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9, or a range:
+    """Set an assumption of the estimates to a known value: --assume slow_bytes_per_s=25e9, or a range:
     --assume slow_bytes_per_s=10e9..14e9."""
     xla_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """What a run would have in XLA_FLAGS, for what no option of one program can say; auto says to the scheduler how
-    long collectives take on this cluster and mesh."""
+    """The XLA_FLAGS of the run, for settings that cannot be per-program options; auto gives the scheduler the
+    latencies of collectives on this cluster and mesh."""
     compare: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = ""
-    """Strategies to compile beside it: replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd, which is plain
-    Flax under jax.jit; or all, for replicate,zero2,zero3,hsdp,gspmd."""
+    """Strategies to compile for comparison: replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd, which is
+    plain Flax under jax.jit; or all, for replicate,zero2,zero3,hsdp,gspmd."""
     auto: bool = False
-    """Search: how to split the devices, what to keep and what to compute again, in how many microbatches. The best by
-    the estimates are compiled, and the quickest that fits is chosen."""
+    """Search: how to split the devices, what to keep and what to recompute, and the number of microbatches. The best
+    by the estimates are compiled, and the fastest that fits is chosen."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report with its timeline into one file, too, and the timeline beside it as *.trace.json. Needs
+    """Also write the report with its timeline as one HTML file, and the timeline beside it as *.trace.json. Needs
     --topology."""
     timeout: Seconds = 3600
     """How long the compiler may take."""
@@ -153,7 +153,7 @@ def run(argv: Sequence[str]) -> int:
             remark(line)
         return 0
     topology = parse_topology(args.topology)
-    with traced_for_device(topology.device):  # the processes that compile do so for themselves
+    with traced_for_device(topology.device):  # the compile processes do this themselves
         return _planned(args, request, topology)
 
 
@@ -192,7 +192,7 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
             chosen = choose(costs, asked, sizes, plan=plan, bench=bench)
         elif not plan.fits:
             tried = suggestions(costs, asked, sizes, peak_bytes=step.memory.peak_bytes, bench=bench)
-    except KeyboardInterrupt:  # what is done is shown
+    except KeyboardInterrupt:  # the results so far are shown
         done = Comparison(rows=(as_asked, *bench.rows)) if bench.rows else None
         answer(PlanReport(plan=plan, comparison=done), json=args.json)
         raise
@@ -207,7 +207,7 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
 
 
 def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> str | None:
-    """What to say of the flags of the process."""
+    """A remark on the flags of the process."""
     flags = flags_of(asked)
     if flags:
         return f"compiled with XLA_FLAGS='{flags}', which a run needs in its environment, too."

@@ -1,4 +1,4 @@
-"""`jshard trace RUN`: what a profile of a run says about its steps."""
+"""`jshard trace RUN`: the steps of a run, from its profile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jshard.inspect.profile import trace
 
 @dataclasses.dataclass(frozen=True)
 class TraceArgs:
-    """Reads a profile: of each step, the time in which devices compute, communicate, do both, or neither.
+    """Reads a profile: the time of each step in which devices compute, communicate, do both, or do neither.
 
-    Profiles are recorded by `jshard train gpt --profile 10:15`, or by jax.profiler in a program of your own. Times
+    Profiles are recorded by `jshard train gpt --profile 10:15`, or by jax.profiler in your own program. Times
     are unions of intervals on a device's timeline, never sums over kernels. Exit codes: 0 done, 1 the profile is empty,
-    cut off or without a whole step, 2 the request was wrong.
+    truncated or has no complete step, 2 invalid request.
     """
 
     path: tyro.conf.Positional[Path]
@@ -27,9 +27,9 @@ class TraceArgs:
     steps: Annotated[str, tyro.conf.arg(metavar="A:B")] = ""
     """Only the steps after step A, up to step B."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report with a timeline of one step into one file, too, and the timeline beside it as *.trace.json."""
+    """Also write the report with a timeline of one step as an HTML file, and the timeline beside it as *.trace.json."""
 
 
 def run(argv: Sequence[str]) -> int:

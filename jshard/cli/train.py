@@ -1,4 +1,4 @@
-"""`jshard train MODEL`: trains a recipe, or with --dry-run prints its plan; in several processes, starts them.
+"""`jshard train MODEL`: trains a recipe, or with --dry-run prints its plan; starts the processes if there are several.
 
 With `--max-restarts` and `--min-processes`, the numbers of processes that could continue are known before the start.
 """
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         if "KUBERNETES_SERVICE_HOST" in os.environ and "JAX_NUM_PROCESSES" not in os.environ:
             print(launch.ONE_POD, file=sys.stderr)
     with loading():
-        from jshard.cli._training import train  # here: it brings jax, and whoever only starts others does without
+        from jshard.cli._training import train  # here: it imports jax, which a launcher does not need
 
     return train(args)
 
@@ -50,7 +50,7 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
 
 
 def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
-    """Checks that the processes that a command is asked for may be started, and can share the devices of its mesh."""
+    """Checks that the requested processes may be started, and can share the devices of the mesh."""
     if args.processes != 1 and cluster is not None:
         raise ShardingError(
             "There are processes already.",
@@ -69,7 +69,7 @@ def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
 
 
 def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> launch.Restarts | None:
-    """What is asked for after a loss; None where the loss ends the run. `argv` are the options as they were given."""
+    """The restarts requested after a loss; None if a loss ends the run. `argv` are the options as given."""
     if args.max_restarts < 0 or (args.max_restarts == 0 and args.min_processes is not None):
         raise ShardingError(
             "The restarts make no sense.",
@@ -81,9 +81,9 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
         return None
 
     def command(folder: str | None, mesh: str | None) -> list[str]:
-        # A plan is of one mesh: a run that goes on with another has nothing to be compared with.
+        # A plan is for one mesh: a run that continues on another has nothing to be compared with.
         changed = args if mesh is None else dataclasses.replace(args, mesh=mesh, expect=None)
-        # Without a folder nothing was begun: --resume alone could take up an older run.
+        # Without a folder nothing was started: --resume alone could resume an older run.
         words = changed.words(None if folder is None else Path(folder))
         is_begun = args.resume or folder is not None
         return [sys.executable, "-m", "jshard", "train", *words, *(["--resume"] if is_begun else [])]
@@ -98,9 +98,9 @@ _KEPT = ("expert", "context", "tensor")
 
 
 def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:
-    """The degrees of a mesh for so many processes `of` all: fewer replicas, or where these do not divide, less `fsdp`.
+    """The degrees of a mesh for so many processes `of` all: fewer replicas, or if they do not divide, less `fsdp`.
 
-    None where `expert`, `context` and `tensor`, which stay, do not divide the devices that are left.
+    None if `expert`, `context` and `tensor`, which are kept, do not divide the remaining devices.
     """
     devices, kept = math.prod(sizes.values()), math.prod(sizes.get(axis, 1) for axis in _KEPT)
     left = devices // of * processes
@@ -113,7 +113,7 @@ def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, in
 
 
 def _meshes(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> dict[int, str]:
-    """The mesh of each number of processes that could go on; says which could not."""
+    """The mesh for each number of processes that could continue; reports which could not."""
     assert args.min_processes is not None
     number = 0 if cluster is None else cluster.num_processes
     sizes = parse_mesh(args.mesh)
@@ -162,7 +162,7 @@ def _check(args: TrainArgs, cluster: launch.Cluster | None, sizes: Mapping[str, 
 
 
 def _batch(argv: Sequence[str]) -> tuple[int, int]:
-    """The recipe's `batch_size` and `accumulate`, as a process of its own reads them: this one does without JAX."""
+    """The recipe's `batch_size` and `accumulate`, read by a separate process, as this one does not import JAX."""
     command = [sys.executable, "-m", "jshard", "train", *argv, "--print-config"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JSHARD_WORKER")}
     read = subprocess.run(command, env=environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`jshard tune MODEL`: which setting of a kernel is best beside the collectives of a model."""
+"""`jshard tune MODEL`: the best settings of kernels beside the collectives of a model."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from jshard.occupancy.device import device_named
 from jshard.occupancy.measured import default_path
 from jshard.occupancy.tune import NOT_MEASURED, rank, tune
 
-_ASSUMED = "h200"  # where there is no GPU and none is named
+_ASSUMED = "h200"  # if there is no GPU and none is given
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneArgs(RecipeArgs):
-    """Measures the matrix products of a model beside a load like its collectives, and keeps which setting is best.
+    """Measures the matrix products of a model beside a load like its collectives, and stores the best settings.
 
-    On a GPU each product of the model's units is timed as XLA computes it and with every distinct setting of
-    js.kernels.matmul, alone and beside the load; js.overlap reads what came of it. Without a GPU, or for one that is
-    named, settings are ranked by the model of occupancy, and nothing is measured. The devices of --mesh need not be
-    here. Exit codes: 0 done, 1 the work failed, 2 the request was wrong.
+    On a GPU each product of the model's units is timed with XLA's own kernel and with every distinct setting of
+    js.kernels.matmul, alone and beside the load; js.overlap reads the results. Without a GPU, or with --gpu, settings
+    are ranked by the occupancy model, and nothing is measured. The devices of --mesh need not exist. Exit codes: 0
+    done, 1 the work failed, 2 invalid request.
     """
 
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
-    """Rank for this GPU and measure nothing: h100, h200, or with its cluster, h200:64x8. By default the GPU that is
-    here is measured; without one it is h200."""
+    """Rank for this GPU and measure nothing: h100, h200, or with its cluster, h200:64x8. By default the present GPU
+    is measured; without one, settings are ranked for h200."""
     footprint: Annotated[str, tyro.conf.arg(metavar="KIND")] = "ring"
     """What runs beside the kernels: ring, tree, nvls, pat, p2p, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
-    """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
+    """Version of NCCL, e.g. 2.30.7; by default the newest whose kernels were read."""
     ctas: Count | None = None
     """Blocks of a collective; an assumption by default."""
     cache: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File to keep what was measured; by default one in the user's cache folder."""
+    """File for the measurements; by default one in the user's cache folder."""
     again: bool = False
-    """Measure again what the file has."""
+    """Repeat measurements that the file already has."""
     json: bool = False
-    """Print JSON with all settings, and nothing else."""
+    """Print only JSON, with all settings."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,1 +1,1 @@
-"""Planning for a cluster that is not there: its devices, its compiler, an estimate of its step."""
+"""Planning for a cluster you do not have: its devices, its compiler, an estimate of its step."""

@@ -1,4 +1,4 @@
-"""Compiles the train step of a model file for a cluster that is not there, in a process of its own."""
+"""Compiles the train step of a model file for a cluster you do not have, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ways to train a recipe would hold and take, before any of them is compiled: a sieve, not a measure.
+"""Estimated memory and time of configurations of a recipe, before any is compiled: a filter, not a measurement.
 
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
 what stays exposed of the plan's collectives, if as much as can hides behind computation. What the ways have in common

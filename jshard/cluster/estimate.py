@@ -1,4 +1,4 @@
-"""How long a step would take on a cluster, and how much of its communication is hidden: an estimate with ranges."""
+"""The time of a step on a cluster, and how much of its communication is hidden: an estimate with ranges."""
 
 from __future__ import annotations
 

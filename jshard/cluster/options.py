@@ -1,8 +1,8 @@
-"""`compiler_options`: the options of XLA that were shown to help, for one program at a time.
+"""`compiler_options`: the XLA options that were shown to help, for one program at a time.
 
-They go to `jax.jit(..., compiler_options=...)` or `lowered.compile(compiler_options=...)` and never into XLA_FLAGS,
-where they would hold for every program of the process, and where a name that a version does not know ends it. What was
-read off compiled programs with each of them, and with others, is in docs/schedules.md.
+Pass them to `jax.jit(..., compiler_options=...)` or `lowered.compile(compiler_options=...)`, never in XLA_FLAGS, where
+they would apply to every program of the process, and where a name that the version does not know aborts it.
+docs/schedules.md has the findings in compiled programs for each of them, and for others.
 """
 
 from __future__ import annotations
@@ -74,31 +74,31 @@ _PLATFORMS = {"gpu": GPU, "cuda": GPU, "rocm": GPU, "tpu": TPU, "cpu": "cpu"}
 
 
 class OptionError(ShardingError):
-    """A profile or a platform that is not known, or a value that an option cannot have."""
+    """An unknown profile or platform, or an invalid value of an option."""
 
 
 def compiler_options(
     profile: Literal["fastest", "memory"] | None = "fastest", *, platform: str | None = None, **overrides: Value | None
 ) -> Options:
-    """Options of the compiler for one program, as far as the installed version knows them.
+    """Compiler options for one program, as far as the installed version knows them.
 
-    A profile holds only what was shown to help: on a GPU "fastest" lets eight collectives overlap and double-buffers
-    loops; "memory" overlaps without the second buffer, and pipelines the collectives of loops instead. On a TPU
-    "fastest" has options for v5p and v6e. On an A100 both turn the latency-hiding scheduler on, which XLA itself does
-    for Hopper and Blackwell alone. Elsewhere a profile is empty. An option that the installed version does
-    not know is left out, with one warning for all of them.
+    A profile contains only options that were shown to help: on a GPU "fastest" lets eight collectives overlap and
+    double-buffers loops; "memory" overlaps without the second buffer, and pipelines the collectives of loops instead.
+    On a TPU "fastest" has options for v5p and v6e. On an A100 both enable the latency-hiding scheduler, which XLA
+    enables by itself only for Hopper and Blackwell. Elsewhere a profile is empty. Options that the installed version
+    does not know are left out, with one warning for all of them.
 
     Args:
         profile: "fastest", "memory", or None for the overrides alone.
         platform: "gpu", "tpu" or "cpu", or a device as in a topology ("h100", "v6e"); that of `jax.devices()` by
             default.
-        **overrides: options by their names in XLA, instead of the profile's or besides them; None takes one out.
+        **overrides: options by their XLA names, replacing the profile's or added to them; None removes one.
 
     Returns:
-        What `jax.jit(compiler_options=...)` takes.
+        A dict for `jax.jit(compiler_options=...)`.
 
     Raises:
-        OptionError: the profile or the platform is not known, or an option cannot have its value.
+        OptionError: the profile or platform is unknown, or an option has an invalid value.
 
     Example:
         >>> options = js.compiler_options("fastest", platform="gpu")
@@ -114,7 +114,7 @@ def options_for(
     overrides: Mapping[str, Value | None],
     try_compile: Callable[[Options], Any] | None = None,
 ) -> Options:
-    """`compiler_options` for a platform or device that is known, with another way to ask the compiler."""
+    """`compiler_options` for a known platform or device, with another function to query the compiler."""
     _check(profile, platform)
     family = DEVICES[platform].platform if platform in DEVICES else platform
     profiled = [entry for entry in _entries(profile, platform, family) if not overrides.keys() & entry.keys()]
@@ -133,7 +133,7 @@ def _entries(profile: str | None, platform: str, family: str) -> tuple[Entry, ..
 
 
 def _chosen(entries: Sequence[Entry], refused: frozenset[str]) -> Options:
-    """Of each entry the first name that is not refused; where all are, one warning names them."""
+    """The first name of each entry that is not refused; one warning lists entries whose names are all refused."""
     chosen: Options = {}
     dropped = []
     for entry in entries:
@@ -155,7 +155,7 @@ def _refused_names(family: str, entries: Sequence[Entry], try_compile: Callable 
     asked = tuple((name, value) for entry in entries for name, value in entry.items())
     if try_compile is not None:
         return _refused(asked, try_compile)
-    # The options of a TPU are known to its own compiler alone; where that is not running, the table has to do.
+    # Only the TPU's own compiler knows its options; where it is not running, the table is used.
     is_here = family != TPU or jax.default_backend() == "tpu"
     return _refused_here(asked) if is_here and asked else frozenset()
 
@@ -166,20 +166,20 @@ def _refused_here(asked: tuple[tuple[str, Value], ...]) -> frozenset[str]:
 
 
 def compile_nothing(sharding: Any = None) -> Callable[[Options], Any]:
-    """A function that compiles a program of one scalar with some options: the cheapest way to have them judged."""
+    """A function that compiles a program of one scalar with some options: the cheapest check of them."""
     lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding))
     return lambda options: lowered.compile(compiler_options=options)
 
 
 def _refused(asked: Sequence[tuple[str, Value]], try_compile: Callable[[Options], Any]) -> frozenset[str]:
-    """Asks with all options, and again without the one that the compiler names as long as it names one."""
+    """Tries all options, and again without the one that the compiler rejects, until it rejects none."""
     left, refused = dict(asked), set[str]()
     while left:
         try:
             try_compile(dict(left))
             break
         except Exception as error:
-            # A word that an older version does not have is as a name that it does not know.
+            # A value that an older version does not have is treated like an unknown name.
             unknown = re.search(r"No such compile option: '(\w+)'", str(error))
             unknown = unknown or re.search(r"While setting option (\w+), .* is not a valid enum value", str(error))
             if unknown is None or unknown[1] not in left:
@@ -190,7 +190,7 @@ def _refused(asked: Sequence[tuple[str, Value]], try_compile: Callable[[Options]
 
 
 def _of_value(error: Exception, options: Mapping[str, Any]) -> Exception:
-    """The error of a value that an option cannot have; any other one as it is."""
+    """The error for an invalid value of an option; any other error unchanged."""
     found = re.search(r"While setting option (\w+), .*", str(error))
     if found is None or found[1] not in options:
         return error

@@ -1,4 +1,4 @@
-"""Plays a schedule on two streams, one that computes and one that communicates, under stated assumptions."""
+"""Simulates a schedule on two streams, one for computation and one for communication, under stated assumptions."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What `jshard plan --topology` prints, of one way to train or of several that are compiled and compared."""
+"""The report of `jshard plan --topology`, for one configuration or for several that are compiled and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses among many ways to train a recipe, by estimates and then by compiling; and what to try where none fits."""
+"""Chooses among configurations of a recipe, by estimates and then by compiling; and what to try if none fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters that are not there: `h100:64x8` as devices that a program can be compiled for."""
+"""Clusters you do not have: `h100:64x8` as devices that a program can be compiled for."""
 
 from __future__ import annotations
 

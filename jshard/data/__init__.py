@@ -1,4 +1,4 @@
-"""Data: text or a source of one's own, the order of its samples, and batches ahead of time."""
+"""Data: text or your own source, the order of its samples, and batches made ahead of time."""
 
 from jshard._lazy import attach as _attach
 

@@ -1,7 +1,7 @@
-"""Batches of a Grain dataset, and their position: any mesh and batch size can go on from it.
+"""Batches of a Grain dataset, and their position, from which any mesh and batch size can continue.
 
-Row `r` of the batch after `n` samples is sample `n + r` of the run. Neither the mesh nor the number of processes
-enters, so a run may continue on other machines with the very samples it would have seen.
+Row `r` of the batch after `n` samples is sample `n + r` of the run. This does not depend on the mesh or the number of
+processes, so a run may continue on other machines with exactly the samples it would have seen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
         mesh: the mesh of the model.
 
     Returns:
-        Their indices, 0 to `batch_size - 1`; what `Loader(rows=...)` takes.
+        Their indices, 0 to `batch_size - 1`, for `Loader(rows=...)`.
 
     Raises:
         DataError: the batch does not split evenly over the data axes of the mesh.
@@ -55,9 +55,9 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
 
 
 def order_of(dataset: Any) -> list[str]:
-    """The steps of a dataset that decide the order of its samples, from its sources on.
+    """The steps of a dataset that determine the order of its samples, starting with its sources.
 
-    Steps that only change what a sample looks like are left out: they may differ between two runs.
+    Steps that only change the contents of samples are left out: they may differ between two runs.
 
     Example:
         >>> order_of(grain.MapDataset.source(photos).shuffle(seed=3).map(crop).repeat())
@@ -78,23 +78,23 @@ def order_of(dataset: Any) -> list[str]:
 
 
 class GlobalBatches:
-    """This process's rows of each global batch of a dataset, on from any position.
+    """This process's rows of each global batch of a dataset, from any position on.
 
-    Row `r` of the batch after `n` samples is sample `n + r` of the dataset: neither the mesh nor the number of
-    processes enters. The state is `n`, and what the order of the samples hangs on (lengths and seeds), which a restore
-    compares. So a run may go on with other processes, other rows or another batch size, and repeats no sample and
-    skips none. Of a dataset with an end, samples that fill no batch are left out; `.repeat()` has no end.
+    Row `r` of the batch after `n` samples is sample `n + r` of the dataset, whatever the mesh and the number of
+    processes. The state is `n` and the data that determine the order of samples (lengths and seeds), which a restore
+    compares. So a run may continue with other processes, other rows or another batch size, without repeating or
+    skipping samples. In a finite dataset, samples that do not fill a batch are left out; `.repeat()` is endless.
 
     Args:
-        dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. Not filtered: a
-            filter leaves numbers without a sample.
+        dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. It must not be
+            filtered: a filter leaves numbers without a sample.
         batch_size: samples in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
+        rows: the rows of each global batch to read here, in order; given a mesh, those on this process's devices.
         start: number of the first sample.
         read_options: Grain's; how many threads read, and how many samples ahead.
 
     Raises:
-        ShardingError: the rows are not rows of such a batch, or the data have fewer samples than one.
+        ShardingError: the rows are not rows of such a batch, or the data have fewer samples than one batch.
 
     Example:
         >>> samples = grain.MapDataset.source(photos).shuffle(seed=0).map(crop).repeat()
@@ -138,7 +138,7 @@ class GlobalBatches:
         return self._handed_out(read)
 
     def close(self) -> None:
-        """Ends the reading ahead; what was read and not handed out is read again when it is asked for."""
+        """Stops reading ahead; samples that were read but not returned are read again when needed."""
         if self._reading is not None:
             self._reading.close()
             self._reading = None
@@ -148,17 +148,17 @@ class GlobalBatches:
         return {"kind": type(self).__name__, "order": self.order, **self._position()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a position of `get_state`, whatever the rows, the processes and the batch size were.
+        """Continues from a position of `get_state`, whatever the rows, the processes and the batch size were.
 
         Raises:
-            CheckpointError: it is the position in other data, or in the same data in another order.
+            CheckpointError: it is a position in other data, or in the same data in another order.
         """
         self.check_state(state)
         self.close()
         self._move_to(state)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises what `set_state` would raise, and moves nothing."""
+        """Raises what `set_state` would raise, without changing the position."""
         misfits = list(self._misfits(state))
         if misfits:
             raise CheckpointError(
@@ -170,7 +170,7 @@ class GlobalBatches:
             )
 
     def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
-        """Each thing that differs, in words."""
+        """Each difference, as text."""
         if state.get("kind") != type(self).__name__:
             yield f"kind   saved {state.get('kind', 'another')}  here {type(self).__name__}"
         elif state["order"] != self.order:
@@ -222,7 +222,7 @@ class GlobalBatches:
 
 def _numbered(dataset: Any) -> Any:
     """The dataset as a `grain.MapDataset`: samples by number, in any order, any number of times."""
-    import grain  # here: programs that save no data position do without it
+    import grain  # here: programs that save no data position do not need it
 
     if isinstance(dataset, grain.MapDataset):
         return dataset
@@ -255,32 +255,32 @@ def _check_least(name: str, value: int, least: int, why: str) -> None:
 
 
 class PackedBatches(GlobalBatches):
-    """This process's rows of each global batch of packed sequences, on from any position.
+    """This process's rows of each global batch of packed sequences, from any position on.
 
-    The documents are dealt to `lanes`: lane `v` reads documents `v`, `v + lanes` and so on, and a packer of its own
-    makes sequences of them. Sequence `q` of the run is the next one of lane `q % lanes`, and row `r` of the batch after
-    `n` sequences is sequence `n + r`. So the sequences of the run are fixed by the data and the number of lanes; the
-    mesh, the processes and the batch size only deal them out. A restore brings each lane, with the half-used document
-    in its packer, to the processes that now have its rows: what one process held is split among many, what many held
-    comes together in one, and the sequences are the same to the last token.
+    The documents are distributed over `lanes`: lane `v` reads documents `v`, `v + lanes` and so on, and packs them
+    into sequences with its own packer. Sequence `q` of the run is the next one of lane `q % lanes`, and row `r` of the
+    batch after `n` sequences is sequence `n + r`. So the data and the number of lanes determine the sequences of the
+    run; the mesh, the processes and the batch size only distribute them. A restore moves each lane, with the partly
+    used document in its packer, to the processes that now have its rows: lanes of one process can be split among many
+    and those of many merged into one, and the sequences are the same to the last token.
 
-    The number of lanes belongs to the run: a restore takes over the saved one. As long as the batch size divides it,
-    no two rows of a batch share a lane. With another batch size they do, and processes that share a lane each read all
-    of its documents: for a batch that will grow, begin with as many lanes as its largest size.
+    The number of lanes belongs to the run: a restore uses the saved one. As long as the batch size divides it,
+    no two rows of a batch share a lane. Otherwise they do, and processes that share a lane each read all of its
+    documents: if the batch will grow, start with as many lanes as its largest size.
 
     Args:
-        dataset: the documents; a `grain.MapDataset` without an end (`.repeat()`), filtered if you like.
-        pack: the length of a sequence: documents are 1-d arrays of tokens, laid end to end and cut (a batch then has
+        dataset: the documents; an endless `grain.MapDataset` (`.repeat()`), which may be filtered.
+        pack: the length of a sequence: documents are 1-d arrays of tokens, concatenated and cut (a batch then has
             `tokens`, `tokens_segment_ids` and `tokens_positions`). Or a function from a `grain.IterDataset` of
-            documents to one of sequences, which may use any of Grain's iterators that have a state.
+            documents to one of sequences, which may use any of Grain's stateful iterators.
         batch_size: sequences in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
-        lanes: how many; by default `batch_size`, or what a restored position says.
+        rows: the rows of each global batch to read here, in order; given a mesh, those on this process's devices.
+        lanes: number of lanes; by default `batch_size`, or that of a restored position.
         start: number of the first document.
-        read_ahead: batches that are read ahead, by one thread.
+        read_ahead: number of batches to read ahead, in one thread.
 
     Raises:
-        ShardingError: the rows are not rows of such a batch, the data have an end, or there is no lane.
+        ShardingError: the rows are not rows of such a batch, the data are finite, or there is no lane.
 
     Example:
         >>> documents = grain.MapDataset.source(token_arrays).shuffle(seed=0).repeat()
@@ -350,7 +350,7 @@ class PackedBatches(GlobalBatches):
         return batch
 
     def _position(self) -> dict[str, Any]:
-        """Each process knows where the lanes of its rows are: together they know all."""
+        """Each process knows the positions of its rows' lanes: together they know all."""
         mine = {"at": (self.samples, self.lanes), "looks": self._looks, "moved": self._moved}
         parts = [from_text(text) for text in gather_texts(to_text(mine))]
         if len({part["at"] for part in parts}) > 1:
@@ -380,7 +380,7 @@ class PackedBatches(GlobalBatches):
         return {"sequences": self.samples, "lanes": self.lanes, "looks": looks, "states": states}
 
     def _given(self) -> list[int]:
-        """How many of the sequences that are handed out came from each lane."""
+        """The number of returned sequences from each lane."""
         return [max(0, (self.samples - lane + self.lanes - 1) // self.lanes) for lane in range(self.lanes)]
 
     def _move_to(self, state: dict[str, Any]) -> None:
@@ -404,7 +404,7 @@ class PackedBatches(GlobalBatches):
 
 
 class _Lane:
-    """One stream of sequences, read from a position on; what other processes were given of it is read over."""
+    """One stream of sequences, read from a position on; sequences of other processes are skipped."""
 
     def __init__(self, number: int, sequences: Any, position: Position | None) -> None:
         self._number = number

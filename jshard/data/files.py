@@ -1,4 +1,4 @@
-"""Files of data: found, checked, and read as texts, as documents with a text each, or as token ids in place."""
+"""Data files: found, checked, and read as texts, as documents with one text each, or as token ids in place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _STDLIB_SKIPPED = frozenset(
 
 
 def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
-    """The files in `PATH` or `PATH=WEIGHT`, and their weights; none where no file has one."""
+    """The files in `PATH` or `PATH=WEIGHT`, and their weights; no weights if no file has one."""
     found, weights = [], []
     for given in map(str, paths):
         path, _, text = given.rpartition("=")
@@ -77,10 +77,10 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
 
 
 def read_texts(paths: Sequence[Path], text_key: str) -> tuple[dict[str, bytes], str]:
-    """Texts by name, and what one is called; all paths that cannot be used are one `DataError`.
+    """Texts by name, and the word for one of them; one `DataError` lists all unusable paths.
 
-    A file of documents gives one for each, called by the path and a number; another file is a text. Both in the order
-    of their relative paths.
+    A file of documents gives one text per document, named by the path and a number; any other file is one text. Both
+    are in the order of their relative paths.
     """
     texts: dict[str, list[bytes]] = {}
     places: set[Path] = set()
@@ -119,7 +119,7 @@ def read_texts(paths: Sequence[Path], text_key: str) -> tuple[dict[str, bytes], 
 
 
 def _texts_in(root: Path, text_key: str) -> tuple[dict[Path, list[bytes]], dict[Path, str]]:
-    """The texts in the files at or below `root`, and why other files have none."""
+    """The texts in the files at or below `root`, and the reasons why other files have none."""
     texts: dict[Path, list[bytes]] = {}
     others: dict[Path, str] = {}
 
@@ -177,7 +177,7 @@ def stdlib_texts() -> dict[str, bytes]:
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether it is a folder that Hugging Face's `save_to_disk` wrote."""
+    """Whether it is a folder written by Hugging Face's `save_to_disk`."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
@@ -219,7 +219,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[Any]:
 
 
 def _dataset(path: Path) -> Iterator[Any]:
-    """The same of a folder that `save_to_disk` wrote; of several splits the one to train on."""
+    """The same for a folder written by `save_to_disk`; if there are several splits, the one to train on."""
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if "train" not in splits:
@@ -294,7 +294,7 @@ class TokenFile:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """The number of ids."""
         return self.stop - self.start
 
     def __getitem__(self, where: slice) -> np.ndarray:
@@ -316,7 +316,7 @@ class TokenFile:
         return dataclasses.replace(self, start=self.start + start, stop=self.start + stop)
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """All of a small file; of a large one as many as can be read at once in a moment, spread evenly."""
+        """All ids of a small file; a quickly readable sample of a large one, spread evenly."""
         for at in range(0, self.size, max(_PIECE, -(-self.size // _PIECES))):
             yield self[at : at + _PIECE]
 

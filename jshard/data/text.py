@@ -1,4 +1,4 @@
-"""Files as data: texts turned into tokens, split into what is trained on and what is held out."""
+"""Files as data: texts turned into tokens, split into training and held-out data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Tokenizer(Protocol):
     """Turns text into token ids.
 
     Attributes:
-        name: what identifies it, e.g. in the fingerprint of the data.
+        name: its identifier, e.g. in the fingerprint of the data.
         vocab_size: every id is smaller than this; a model needs at least as many rows of embeddings.
-        end_of_text: the id put after every text, or None where the vocabulary has no such token.
+        end_of_text: the id put after every text, or None if the vocabulary has no such token.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     end_of_text: int | None
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text in UTF-8, of the smallest unsigned dtype that holds all, without `end_of_text`."""
+        """The ids of each UTF-8 text, in the smallest unsigned dtype that fits all, without `end_of_text`."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -47,14 +47,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Every byte is a token, so there is nothing to install and no text it cannot read; a zero byte ends a text."""
+    """Every byte is a token, so it needs no installation and can read any text; a zero byte ends a text."""
 
     name = "bytes"
     vocab_size = 256
     end_of_text: int | None = 0
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The bytes of each text, as they are."""
+        """The bytes of each text, unchanged."""
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
@@ -63,10 +63,10 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a `tokenizer.json`, through the package `tokenizers`.
+    """The tokenizer of a `tokenizer.json`, using the package `tokenizers`.
 
-    A long text is cut at line ends into pieces of about 256 kB, which are encoded in parallel: the memory stays
-    bounded, and a merge across such a cut is lost.
+    A long text is cut at line ends into pieces of about 256 kB, which are encoded in parallel: memory stays
+    bounded, but merges across such a cut are lost.
 
     Args:
         path: the file.
@@ -86,7 +86,7 @@ class HuggingFaceTokenizer:
         self.name = f"{path.name} {zlib.crc32(content):08x}"
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text, encoded on all cores, without the special tokens a file may put around it."""
+        """The ids of each text, encoded on all cores, without the special tokens that the file may add around it."""
         dtype = np.min_scalar_type(self.vocab_size - 1)
         parts = [[np.empty(0, dtype)] for _ in texts]
         pieces = ((own, piece) for own, text in zip(parts, texts, strict=True) for piece in _pieces(text))
@@ -97,7 +97,7 @@ class HuggingFaceTokenizer:
         return [np.concatenate(own) for own in parts]
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of `ids`, special tokens left out."""
+        """The text of `ids`, without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist())
 
 
@@ -145,7 +145,7 @@ def _pieces(text_bytes: bytes) -> Iterator[str]:
 
 
 def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
-    """What is in the file, and the tokenizer of that."""
+    """The contents of the file, and its tokenizer."""
     what, why, do = (
         "The tokenizer cannot be read.",
         "",
@@ -186,29 +186,29 @@ def load_text(
     dtype: Dtype | None = None,
     vocab_size: int | None = None,
 ) -> Data:
-    """Reads files of text, of documents or of token ids, and folders of the first two recursively, by relative paths.
+    """Reads files of text, documents or token ids, and recursively folders of text or documents, by relative path.
 
     A sample is `sequence_length` consecutive tokens, "inputs", and "targets", the same text one token later, both
-    int32. About one file in twenty, picked by a hash of its relative path, is held out: adding a file moves no other
-    one across. With fewer than 20 files it is the last twentieth of each. Of documents (`.jsonl` and `.ndjson`, also
-    with `.gz`; `.parquet`; folders of Hugging Face datasets) each counts as a file. Token ids (`.bin`, `.npy`) stay on
+    int32. About one file in twenty, chosen by a hash of its relative path, is held out, so that adding a file moves no
+    other one. With fewer than 20 files it is the last twentieth of each. Each document (in `.jsonl` and `.ndjson`, also
+    with `.gz`; `.parquet`; folders of Hugging Face datasets) is treated as a file. Token ids (`.bin`, `.npy`) stay on
     the disk, and the last twentieth of each file is held out.
 
-    Text is UTF-8 without zero bytes. In a folder, hidden files and folders are left out, and what cannot be read as
-    text is left out with a warning; a file that was named itself has to be text.
+    Text is UTF-8 without zero bytes. In a folder, hidden files and folders are skipped, and files that cannot be read
+    as text are skipped with a warning; a file that is given directly must be text.
 
     Args:
-        paths: files or folders; none means the sources of the standard library. As `"PATH=WEIGHT"`, all of them, each
-            gives that part of the samples, see `Mixture`.
+        paths: files or folders; none means the sources of the standard library. If all are `"PATH=WEIGHT"`, each
+            provides that share of the samples, see `Mixture`.
         sequence_length: tokens per sample.
         tokenizer: bytes by default.
-        held_out: files or folders to hold out, in place of a part of `paths`.
-        text_key: key, or column, of a document's text.
+        held_out: files or folders to hold out, instead of a part of `paths`.
+        text_key: key or column of a document's text.
         dtype: of the ids in `.bin` files.
         vocab_size: the model's: larger ids in a file are an error when they are read.
 
     Returns:
-        The two parts as windows of tokens, "inputs" and "targets".
+        Training and held-out data as windows of tokens, "inputs" and "targets".
 
     Raises:
         DataError: a path is missing, empty, unreadable or not text (all such paths in one message), or the text is
@@ -264,7 +264,7 @@ def load_text(
 
 @dataclasses.dataclass(frozen=True)
 class _Tokenized:
-    """Tokens that are together, on the disk or here."""
+    """Tokens that belong together, on the disk or in memory."""
 
     train: Any
     held_out: Any

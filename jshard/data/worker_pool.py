@@ -1,9 +1,9 @@
 """Processes that read samples, for data that is expensive to make.
 
-Each worker hangs on a pipe of its own and on nothing else: no lock and no queue is shared, so one that is killed, at
-whatever moment, takes no other process with it. (Grain's workers share locks, wait forever for one that ends with
+Each worker depends only on its own pipe: no lock and no queue is shared, so a worker that is killed, at any
+time, does not affect other processes. (Grain's workers share locks, wait forever for one that ends with
 exit code 0, and outlive a run that is killed.) Step `s` belongs to worker `s % num_workers`, and the batches are
-fetched in the order of the steps: the number of workers does not show in them.
+fetched in the order of the steps: they do not depend on the number of workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens when an annotated model is called: one program, traced in global view, run on data shards.
+"""The call of an annotated model: one program, traced in global view, run on data shards.
 
 From the outside in:
 
@@ -6,12 +6,12 @@ From the outside in:
     trace, call  the call as a function of arrays, traced once, in global view, and differentiated there
     region       forward and backward, each a program in one `jax.shard_map` over the data axes
     partitioner  runs a program equation by equation on one data shard, by the table in `rules`
-    schedule     what it does with units: gathers them in time (`ahead`, `rotation`), reduces their gradients (`stored`)
+    schedule     its treatment of units: gathers them in time (`ahead`, `rotation`), reduces gradients (`stored`)
 
-Beside it: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for
-what holds around a call (global view, shapes only), and `mixing` for what the model's mixing of examples sends.
+In addition: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for
+the context of a call (global view, shapes only), and `mixing` for the communication of mixing examples.
 
-The whole idea on one screen, without units, loops and most rules:
+The core idea in one example, without units, loops and most rules:
 
     >>> import jax, jax.numpy as jnp, numpy as np, jshard as js
     >>> from jax import lax

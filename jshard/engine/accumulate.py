@@ -1,4 +1,4 @@
-"""Gradient accumulation: every microbatch reduced into a sharded sum, or gathered once and reduced once."""
+"""Gradient accumulation: each microbatch is reduced into a sharded sum, or gathers and reductions happen once."""
 
 import contextvars
 import dataclasses
@@ -33,9 +33,9 @@ from jshard.plans.units import Unit
 
 
 def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
-    """Cuts a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
+    """Splits a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
 
-    Scalars go to every microbatch whole; a random key is split.
+    Scalars are passed whole to every microbatch; a random key is split.
     """
     shards = data_degree(unit.mesh)
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -65,9 +65,9 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
 
 
 class Copies:
-    """Full copies of parameters, gathered beforehand: found by the ids of the stored arrays that they are copies of.
+    """Full copies of parameters, gathered beforehand, by the ids of the stored arrays that they are copies of.
 
-    A parameter that was changed since, or another model's, is another array.
+    A parameter that was changed since, or that of another model, is a different array.
     """
 
     def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
@@ -83,8 +83,8 @@ gathered_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar(
 class Once:
     """The parameters of a tree that are gathered beforehand: those that are ever gathered.
 
-    None of them is where all axes of the data have degree 1. `placements` are those of the tree's leaves; None for a
-    leaf that is no parameter.
+    There are none if all data axes have degree 1. `placements` are those of the tree's leaves; None for a leaf that is
+    not a parameter.
     """
 
     def __init__(self, placements: Sequence[Placement | None], mesh: AnyMesh) -> None:
@@ -110,7 +110,7 @@ class Once:
         return jax.shard_map(run, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
 
     def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
-        """The gradients of the shards from each data shard's gradients of its copies."""
+        """The gradients of the shards, from each data shard's gradients of its copies."""
         if not self.at:
             return []
         stored, own, layout = self._layout()
@@ -129,7 +129,7 @@ class Once:
         return jax.shard_map(run, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
 
     def picked(self, tree: Any) -> list[Any]:
-        """The leaves of a tree that stand where these parameters do."""
+        """The leaves of a tree at the positions of these parameters."""
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self.at]
 
@@ -139,7 +139,7 @@ class Once:
         return ["/".join(key_texts(paths[i])) for i in self.at]
 
     def _layout(self) -> tuple[list[PartitionSpec], PartitionSpec, dict[str, Any]]:
-        """Specs of the parameters and of what each data shard has; the mesh, and where `shard_map` is manual."""
+        """Specs of the parameters and of the values on each data shard; the mesh and manual axes of `shard_map`."""
         mesh, axes = self.mesh, region_axes(self.mesh)
         assert isinstance(mesh, Mesh), "the model has arrays"
         layout = {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
@@ -158,7 +158,7 @@ class Loss:
     frozen: Any  # the other ones
     state: Any  # what passes from one microbatch to the next
     placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
-    """Of the leaves of `params`, and of `frozen`; None for what is no parameter."""
+    """For the leaves of `params`, and of `frozen`; None for leaves that are not parameters."""
     root: Unit
     name: str  # of the model, for messages
 
@@ -200,7 +200,7 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
 
 
 def _check_left(names: list[str], total: int, missed: bool, model: str) -> None:
-    """Warns of copies that no call has taken, if a call has gathered for itself; raises if there are no others."""
+    """Warns of copies that no call has used, if a call has gathered on its own; raises if no copy was used."""
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
         " not stored as js.shard_init stores them"

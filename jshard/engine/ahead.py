@@ -1,4 +1,4 @@
-"""What a program gathers, in order, and what of it is gathered ahead of its use."""
+"""The gathers of a program, in order, and which of them happen ahead of their use."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ MIN_TRIPS = 3
 
 @dataclasses.dataclass(eq=False)
 class Planned:
-    """A unit's equation in a program, before it is run."""
+    """A unit's equation in a program, before it runs."""
 
     gathers: list[Value]  # nothing, where forward kept it
     eqn: Eqn
@@ -31,14 +31,14 @@ class Planned:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes on one device of what it gathers."""
+        """Bytes on one device of its gathered parameters."""
         placements = [v.shard.placement for v in self.gathers]
         return sum(p.gathered_bytes // p.layers for p in placements if p.dim is not None)
 
 
 @dataclasses.dataclass(eq=False)
 class Handover:
-    """What a trip of a loop is given of the trips before, and gives to those after it."""
+    """The values that a trip of a loop receives from the trips before, and passes to those after it."""
 
     gathered: list[list[Any]]  # the parameters of its first units, and of later trips' if they are few
     later: list[Planned]  # the units of later trips that are gathered when it ends
@@ -55,7 +55,7 @@ class Handover:
 
 
 class Level:
-    """The units of one program in order, and how far the schedule has come."""
+    """The units of one program in order, and the progress of the schedule."""
 
     def __init__(self, plan: list[Planned]) -> None:
         self.plan, self.at = plan, 0  # the position is that of the next unit
@@ -73,7 +73,7 @@ class Level:
         self.recent: dict[int, tuple[Value, Any]] | None = None
 
     def find(self, eqn: Eqn, shards: Sequence[Value]) -> int | None:
-        """Position of a unit that comes now, if it gathers what was planned; it and all before are done with."""
+        """Position of the current unit, if it gathers as planned; it and all earlier ones are then done."""
         for i, one in enumerate(self.plan[self.at :], self.at):
             if one.eqn is eqn and list(map(id, one.gathers)) == list(map(id, shards)):
                 self.at = i + 1
@@ -118,10 +118,10 @@ def _read_by(jaxpr: Any) -> frozenset[int]:
 
 
 def planned(jaxpr: Any, args: list[Value], before: list | None = None, with_loops: bool = False) -> Iterator[Planned]:
-    """The units that a program calls, in order, and what each gathers; those inside of a unit come after it.
+    """The units that a program calls, in order, and what each gathers; units inside a unit follow it.
 
-    Of its arguments only those that are stored matter. `before` is what the forward unit before gathers, and the pieces
-    that it keeps; it is brought up to date. `with_loops`: also those of the first trips of loops, gathered before them.
+    Only stored arguments matter. `before` has the gathers of the previous forward unit, and the pieces that it keeps;
+    it is updated. `with_loops`: also the units of the first trips of loops, gathered before them.
     """
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
     if not env and before is None:
@@ -174,7 +174,7 @@ class LoopPlan:
 
     @classmethod
     def of(cls, jaxpr: Any, shared: list[Value], carried: list[Value], scanned: list[Value], length: int) -> "LoopPlan":
-        """The units of a loop with this body; of few trips none is gathered ahead."""
+        """The units of a loop with this body; with few trips none is gathered ahead."""
         probe = [loops.rows(v, None) for v in scanned]
         units = list(planned(jaxpr, [*shared, *carried, *probe]))
         at = {id(v): (False, i) for i, v in enumerate(shared)} | {id(v): (True, i) for i, v in enumerate(probe)}
@@ -193,7 +193,7 @@ class LoopPlan:
 
 
 def gathered_ahead(units: Sequence[Planned], trips: int) -> int:
-    """How far into later trips units are gathered when a trip ends, once it is equally far for each."""
+    """The number of units of later trips that are gathered when a trip ends, once it is constant."""
     level, found = Level([*units] * (2 * trips)), -1
     for at in range(trips * len(units)):
         level.gathered.pop(at, None)
@@ -206,7 +206,7 @@ def gathered_ahead(units: Sequence[Planned], trips: int) -> int:
 
 
 def cut_rows(values: Sequence[Value], at: Any) -> list[Value]:
-    """One trip's rows of what is scanned over."""
+    """One trip's rows of the scanned values."""
     found = _rows([v.x for v in values], jnp.int32(at)) if values else []
     return [loops.rows(v, x) for v, x in zip(values, found, strict=True)]
 
@@ -263,7 +263,7 @@ def gathered_in(jaxpr: Any, args: Sequence[Value], kept: Collection[str]) -> lis
 
 
 def tied(*groups: Any) -> Any:
-    """Trees of arrays, each there only once all are."""
+    """Trees of arrays, each available only once all are."""
     flat, tree = jax.tree.flatten(groups)
     at = [i for i, x in enumerate(flat) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
     if len(at) > 1:
@@ -300,7 +300,7 @@ def stored_rows(jaxpr: Any, gradients: Mapping[Any, Shard]) -> dict[Any, Shard]:
 
 
 def _is_of_unit(jaxpr: Any, variable: Any) -> bool:
-    """Whether a unit has made a value, and so has reduced it, or will."""
+    """Whether a unit has computed a value, and so has reduced it or will."""
     for e in jaxpr.eqns:
         if variable in e.outvars:
             if e.primitive.name in rules.CALLS:

@@ -1,4 +1,4 @@
-"""A method call on a module as a function of arrays: taken apart, put together again, its changes written back."""
+"""A method call on a module as a function of arrays: split, merged again, and its changes written back."""
 
 import contextlib
 import contextvars
@@ -44,7 +44,7 @@ def is_float(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """A module and arguments put together from arrays; `graph` has the nnx objects among them: they may share."""
+    """A module and arguments merged from arrays; `graph` has the nnx objects among them: they may share."""
 
     graph: tuple[nnx.Module, tuple[Any, ...]]
     args: tuple
@@ -56,7 +56,7 @@ class Live:
         return self.graph[0]
 
     def contents(self) -> tuple[Kept, dict[Path, Any]]:
-        """The variables, and what plain attributes hold, by path."""
+        """The variables and the values of plain attributes, by path."""
         variables, attributes = [], {}
         for path, x in walk(self.graph, settings=True):
             if type(x) not in _compat.SETTINGS and isinstance(x, nnx.Variable):
@@ -67,7 +67,7 @@ class Live:
 
 
 class MethodCall:
-    """One call, taken apart: parameters, other variables (state), and arrays among the arguments.
+    """One call, split into parameters, other variables (state), and arrays among the arguments.
 
     The paths of variables start with 0 in the module, 1 in the arguments.
     """
@@ -86,7 +86,7 @@ class MethodCall:
         self.state: Kept = list(nnx.to_flat_state(state))
 
     def difference(self, other: "MethodCall") -> str:
-        """Where another call's module is built differently; empty if it is not."""
+        """Where another call's module differs in structure; empty if it does not."""
         kind = lambda x: f"{x.dtype}{list(x.shape)}"
         mine, theirs = ({p: jax.tree.map(kind, raw(v)) for p, v in c.params + c.state} for c in (self, other))
         unlike = [p for p in dict.fromkeys([*mine, *theirs]) if mine.get(p) != theirs.get(p)]
@@ -116,7 +116,7 @@ class MethodCall:
         return Live(graph, args, kwargs)
 
     def write_back(self, changes: Kept) -> None:
-        """Carries what the call changed over to the caller's objects."""
+        """Writes the changes of the call to the caller's objects."""
         mine = dict(walk(self.graph)) if changes else {}
         for path, new in changes:
             if path in mine:
@@ -127,25 +127,25 @@ class MethodCall:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What a live graph held before its method ran."""
+    """The contents of a live graph before its method ran."""
 
     values: dict[Path, Any]
     attributes: dict[Path, Any]
 
     @classmethod
     def of(cls, live: Live) -> "Before":
-        """What it holds now."""
+        """Its current contents."""
         variables, attributes = live.contents()
         return cls({p: v.get_raw_value() for p, v in variables}, attributes)
 
     def changes(self, live: Live, where: str) -> Kept:
-        """State that the method changed or made; refuses parameters and plain attributes: they could not leave it."""
+        """State that the method changed or created; refuses changed parameters and attributes, which would be lost."""
         changed = self.changed(live, where)
         refuse_written([f"{where}: {dotted(p[1:])}" for p, v in changed if isinstance(v, nnx.Param)])
         return changed
 
     def changed(self, live: Live, where: str) -> Kept:
-        """Variables that the method changed or made, parameters among them; refuses a plain attribute."""
+        """Variables that the method changed or created, including parameters; refuses a changed plain attribute."""
         variables, attributes = live.contents()
         before, made_anew = self.attributes, (str, bytes, int, float, complex)  # such may be equal and another object
         same = lambda a, b: a is b or (type(a) is type(b) and isinstance(a, made_anew) and a == b)
@@ -205,7 +205,7 @@ class NnxCall:
         self.written: Sequence[str] = ()
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
-        """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
+        """The input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
         params = [self._parts.params[at] for at in self._planned]
         found = [(v, *_unit_around(self._parts, path)) for path, v in params]
         return _guarded(self.where.split(".")[0], values, found)
@@ -285,10 +285,10 @@ def _guarded(model: str, values: Sequence[Any], params: Sequence[tuple[Any, Unit
 
 @contextlib.contextmanager
 def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
-    """Inside, a unit's module runs in global view; variables that nobody wrote hold what they held again.
+    """Inside, a unit's module runs in global view; afterwards unwritten variables have their old values again.
 
-    Its parameters are on the device: products do not take arrays of both memories. To differentiate a padded one raises
-    as long as an optimizer would see the padding.
+    Its parameters are on the device: products do not accept arrays of both memories. Differentiating a padded one
+    raises while an optimizer would see the padding.
     """
     params = [(v, unit, path) for path, v in walk(module) if isinstance(v, nnx.Param)]
     before = [v.get_raw_value() for v, *_ in params]

@@ -1,4 +1,4 @@
-"""What holds where a model is called: in global view, for shapes only, without an update."""
+"""The context in which a model is called: in global view, for shapes only, without an update."""
 
 import contextlib
 import contextvars
@@ -24,7 +24,7 @@ _no_update = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def during(variable: contextvars.ContextVar[V], value: V) -> Iterator[None]:
-    """Inside, a context variable has a value."""
+    """Sets a context variable inside the block."""
     token = variable.set(value)
     try:
         yield
@@ -38,9 +38,9 @@ def region_mesh() -> Mesh | None:
 
 
 def traced_for(mesh: Mesh) -> AbstractContextManager[None]:
-    """Inside, a model is traced in global view that will run on the data shards of a mesh.
+    """Inside, a model that will run on the data shards of a mesh is traced in global view.
 
-    Whoever declares a call as per example decides here what it will be on a shard, such as the form of a kernel.
+    A call declared as per example decides here what it will be on a shard, such as the form of a kernel.
     """
     return during(_region_mesh, mesh)
 
@@ -51,17 +51,17 @@ def in_shapes_only() -> bool:
 
 
 def shapes_only() -> AbstractContextManager[None]:
-    """Inside, a model with an abstract mesh can be called in a trace that is not compiled."""
+    """Inside, a model with an abstract mesh can be called in a trace that is never compiled."""
     return during(_shapes_only, True)
 
 
 def without_update() -> AbstractContextManager[None]:
-    """Inside, gradients of padded parameters need no optimizer that sees logical arrays: there is no update."""
+    """Inside, there is no update, so gradients of padded parameters need no optimizer that sees logical arrays."""
     return _no_update(True)
 
 
 def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimizer]]) -> list[Any]:
-    """Stored parameters; to differentiate a padded one raises as long as an optimizer would see the padding.
+    """Stored parameters; differentiating a padded one raises while an optimizer would see the padding.
 
     `padded` has those by position, each with its name for messages and the optimizer of its model.
     """
@@ -91,20 +91,20 @@ def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimize
     return [after.get(i, x) for i, x in enumerate(values)]
 
 
-# Attention that is called while a unit is traced: whether backward runs it again, and how often it was called.
+# Attention called while a unit is traced: whether backward runs it again, and how often it was called.
 _attention: contextvars.ContextVar[tuple[bool, list[None]] | None] = contextvars.ContextVar("attention", default=None)
 
 
 @contextlib.contextmanager
 def attention_again(again: bool) -> Iterator[list[None]]:
-    """Inside, a unit is traced whose attention backward runs again, or does not; yields one entry per call of it."""
+    """Inside, a unit is traced whose backward reruns attention, or does not; yields one entry per attention call."""
     calls: list[None] = []
     with during(_attention, (again, calls)):
         yield calls
 
 
 def note_attention() -> bool:
-    """Notes a call of attention; whether backward runs it again."""
+    """Records a call of attention; returns whether backward runs it again."""
     again, calls = _attention.get() or (False, [])
     calls.append(None)
     return again
@@ -124,8 +124,8 @@ def in_plain_flax() -> bool:
 def global_view() -> Iterator[None]:
     """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
 
-    For a sample of one text, or a Hessian-vector product by forward mode. The numbers are those of one device, as they
-    are outside; memory and communication are the compiler's choice. It may be around a jitted step.
+    For a sample of one text, or a Hessian-vector product by forward mode. As outside, the results equal those on one
+    device; the compiler decides memory and communication. It can wrap a jitted step.
 
     Example:
         >>> with js.global_view():
@@ -136,9 +136,9 @@ def global_view() -> Iterator[None]:
 
 
 def plain_flax() -> AbstractContextManager[None]:
-    """Global view as a Flax user would write the model; what jshard is compared with.
+    """Global view as a Flax user would write the model; the baseline for comparisons with jshard.
 
-    Parameters are cast to the dtype of computation, blocks run under `jax.checkpoint`, and the compiler places the
+    Parameters are cast to the compute dtype, blocks run under `jax.checkpoint`, and the compiler places the
     communication.
     """
     return _global_view("flax")

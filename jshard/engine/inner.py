@@ -1,4 +1,4 @@
-"""An inner axis, `expert` or `context`: a program on one data shard, run once more on its part along the axis.
+"""An inner axis, `expert` or `context`: the program of a data shard, split further along the axis.
 
 The program of a data shard, with its collectives, is traced for all experts and whole sequences. Then it is interpreted
 again over one axis alone, by the same table: over `expert` the batch and the experts' parameters are split, over

@@ -1,4 +1,4 @@
-"""What a traced call does besides its plan: what its own mixing of examples sends, what is not split, layers in loops.
+"""Findings about a traced call beside its plan: communication of mixing, what is not split, layers in loops.
 
 A model that looks at its whole batch (statistics, in-batch negatives, sorts) needs the other shards' examples. That is
 right as it is, and it costs collectives that are neither a parameter's gather nor a gradient's reduction: they are

@@ -1,8 +1,8 @@
-"""`js.per_example`: a declared function is one equation, which runs on the examples of a shard and nothing else.
+"""`js.per_example`: a declared function is one equation, which runs only on the examples of a shard.
 
-The equation keeps the function and not its program: a kernel's grid is made for the number of examples, so the function
-is traced again for those of a shard. Forward and backward are an equation each. Backward traces forward again for its
-structure; the residuals that forward kept stand for those that it would compute, and what is left of forward is dead.
+The equation keeps the function, not its program: a kernel's grid depends on the number of examples, so the function
+is traced again for those of a shard. Forward and backward are one equation each. Backward traces forward again for its
+structure; the residuals that forward kept replace those that it would compute, and the rest of forward is dead code.
 A policy of `jax.checkpoint` sees one equation, and the names that the function gave to its results and residuals.
 """
 
@@ -30,7 +30,7 @@ Axes = int | None | tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """A function of arrays, and how the shards have its operands and results."""
+    """A function of arrays, and how its operands and results are split over the shards."""
 
     run: Callable[..., Sequence[jax.Array]]  # arrays to arrays, for any number of examples
     ins: tuple[int | None, ...]  # of each operand the dim of the examples; None: all shards have the same
@@ -39,7 +39,7 @@ class Body:
     own: tuple[int, ...] = ()  # operands of an order that is not for others to know: this call's forward has made them
 
     def without_rows(self, why: str, *where: str) -> CallError:
-        """The error for results that are not as many as the examples."""
+        """The error for results whose number of rows is not that of the examples."""
         return CallError(
             "A result of a function declared with js.per_example does not have a row for each example.",
             where=[self.name, *where],
@@ -49,25 +49,25 @@ class Body:
 
 
 def per_example(fn: Function, in_axes: Axes = 0) -> Function:
-    """Declares that a function acts on each example by itself; for kernels and other calls that cannot be looked into.
+    """Declares that a function acts on each example independently; for kernels and other opaque calls.
 
-    What the engine knows by its operations is split over the data shards as it is. A call that is opaque to it (Pallas,
-    FFI, your own `custom_partitioning`) is computed on the whole batch on every device, unless it is declared. The
-    function is called with the examples of one shard, forward and backward. Without a sharded model it is called as
-    it is.
+    Operations that the engine knows are split over the data shards without a declaration. An opaque call (Pallas,
+    FFI, your own `custom_partitioning`) is computed for the whole batch on every device, unless it is declared. The
+    function is then called with the examples of one shard, forward and backward. Outside a sharded model it is called
+    unchanged.
 
     Args:
-        fn: a function of arrays and static values. All results have the examples as dim 0. A value that it closes over
-            must not be traced.
-        in_axes: as of `jax.vmap`: 0 for an argument whose dim 0 are the examples, None for one that is the same for
-            all examples, such as weights; a tuple has one for each argument. Arrays given by name are along 0. The
-            gradient of an argument along None is summed over the shards.
+        fn: a function of arrays and static values. All results have the examples as dim 0. It must not close over
+            traced values.
+        in_axes: as in `jax.vmap`: 0 for an argument whose dim 0 is the examples, None for one that is the same for
+            all examples, such as weights; a tuple has one entry per argument. Keyword arrays have axis 0. The
+            gradient of an argument with None is summed over the shards.
 
     Returns:
         The function, declared.
 
     Raises:
-        CallError: when it is called, and the arrays are not as declared.
+        CallError: on a call whose arrays are not as declared.
 
     Example:
         >>> normalize = js.per_example(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))  # a kernel of yours
@@ -106,7 +106,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
 
 
 def sum_of_parts(fn: Callable[[Any, Any], jax.Array], whole: Any, parts: Any) -> jax.Array:
-    """A function of arrays of which each shard has all (`whole`) or a part along dim 0: the sum over the parts."""
+    """A function of arrays that each shard has whole (`whole`) or in part along dim 0; returns the sum over parts."""
     arrays, tree = jax.tree.flatten((whole, parts))
     ins = (None,) * len(jax.tree.leaves(whole)) + (0,) * len(jax.tree.leaves(parts))
     body = Body(lambda *xs: [fn(*jax.tree.unflatten(tree, xs))], ins, (PARTIAL,), _place(fn))
@@ -127,7 +127,7 @@ def _results(*avals: Any, body: Body) -> tuple[Sequence[Any], Any]:
 
 
 def _batched(arrays: Sequence[Any], dims: Sequence[int | None], *, body: Body) -> tuple[list, list[int]]:
-    """`jax.vmap` adds its dim behind all others: those of the examples stay where they are."""
+    """`jax.vmap` adds its dim after all others, so the dims of the examples do not move."""
     moved = [x if d is None else jnp.moveaxis(x, d, -1) for x, d in zip(arrays, dims, strict=True)]
     in_axes = tuple(None if d is None else -1 for d in dims)
     run = lambda *arrays: list(jax.vmap(lambda *row: tuple(body.run(*row)), in_axes, -1)(*arrays))
@@ -159,8 +159,8 @@ def _differentiable(body: Body) -> Callable[..., list[jax.Array]]:
 class _Derivative:
     """The two equations of a call that is differentiated.
 
-    Of the residuals of `jax.vjp` those are kept that have the examples along one dim; a result that is one serves as
-    it is. Backward computes the others again: those that are arguments or constants, and what has no such dim.
+    The residuals of `jax.vjp` that have the examples along one dim are kept; a result that is a residual is reused.
+    Backward computes the others again: those that are arguments or constants, or have no such dim.
     """
 
     def __init__(self, body: Body, avals: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where a call into an annotated model goes: the outermost is a sharded region, one inside of it a unit's equation.
+"""The dispatch of a call into an annotated model: the outermost is a sharded region, an inner one a unit's equation.
 
 The call is traced once, in global view, and differentiated there. Forward and backward are each a `jax.shard_map` over
 the data axes, automatic over the others, in which the program is interpreted on a shard. Parameters enter as their

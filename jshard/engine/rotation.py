@@ -1,4 +1,4 @@
-"""Loops over units: what the next trips gather first is gathered in this one, what this one has to reduce in the next.
+"""Loops over units: each trip does the first gathers of the next trips, and the last reductions of the trip before.
 
 The carry holds both. The schedule inside a trip is that of any program; the units of the trips after it stand at its
 end. The gradients of a trip's last unit are reduced in the trip after it, beside all of that trip's products: in their

@@ -1,4 +1,4 @@
-"""Stored shards: how a parameter is gathered from them, and how its gradient becomes one."""
+"""Stored shards: how parameters are gathered from them, and how gradients are reduced to them."""
 
 import functools
 import itertools

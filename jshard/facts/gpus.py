@@ -1,4 +1,4 @@
-"""What one multiprocessor of a GPU holds: threads, registers, shared memory, and in which units they are given out."""
+"""The limits of one GPU multiprocessor: threads, registers, shared memory, and their allocation units."""
 
 from __future__ import annotations
 

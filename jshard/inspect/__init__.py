@@ -1,4 +1,4 @@
-"""Showing what a plan asks for and what a compiled program holds."""
+"""Reports on plans and compiled programs."""
 
 from jshard.inspect.hlo.module import ProgramError as ProgramError
 from jshard.inspect.hlo.walk import collectives as collectives

@@ -1,4 +1,4 @@
-"""`audit`: what a compiled program really sends, holds and overlaps, beside what its plan asks for."""
+"""`audit`: the communication, memory and overlap of a compiled program, compared with its plan."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ _SHOWN = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledMemory:
-    """Bytes of one device, as the compiler lays them out."""
+    """Bytes on one device, as laid out by the compiler."""
 
     arguments_bytes: int  # state and batch
     results_bytes: int  # results, most of them in the place of an argument
@@ -48,12 +48,12 @@ class CompiledMemory:
 
     @property
     def host_bytes(self) -> int:
-        """What the program takes of the host's memory; results are in the place of arguments."""
+        """The program's host memory; results reuse the place of arguments."""
         return max(self.host_arguments_bytes, self.host_results_bytes) + self.host_temporaries_bytes
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "CompiledMemory | None":
-        """What the compiler says of a program; None if it says nothing."""
+        """The compiler's figures for a program; None if it has none."""
         found: Any = compiled.memory_analysis()
         if found is None:
             return None
@@ -67,7 +67,7 @@ class CompiledMemory:
             host_results_bytes=found.host_output_size_in_bytes,
             host_temporaries_bytes=found.host_temp_size_in_bytes,
         )
-        # Not on every platform is the peak of the device's own memory what the compiler calls so.
+        # On some platforms the compiler's peak is not that of the device's own memory.
         temporaries = memory.temporaries_bytes
         standing = memory.arguments_bytes + memory.results_bytes - memory.shared_bytes
         peak = memory.peak_bytes
@@ -80,7 +80,7 @@ class CompiledMemory:
 
 @dataclasses.dataclass(frozen=True)
 class TrafficRow:
-    """Collectives of a program that are alike."""
+    """Equal collectives of a program."""
 
     kind: str  # `all-gather`, `reduce-scatter`, ..
     dtype: str  # on the wire, in HLO's words
@@ -94,7 +94,7 @@ class TrafficRow:
 
     @property
     def executions(self) -> int:
-        """How often they run in one run of the program, together."""
+        """How often they run in total in one run of the program."""
         return sum(w.executions for w in self.windows)
 
     @property
@@ -104,12 +104,12 @@ class TrafficRow:
 
     @property
     def num_async(self) -> int:
-        """Those during which the computation goes on."""
+        """The number of those during which computation continues."""
         return sum(w.is_async for w in self.windows)
 
     @property
     def num_overlapped(self) -> int:
-        """Those with matrix products between start and end."""
+        """The number of those with matrix products between start and end."""
         return sum(w.is_overlapped for w in self.windows)
 
     @property
@@ -140,7 +140,7 @@ class Total:
 
 
 def _rows_of(windows: Iterable[Window]) -> tuple[TrafficRow, ...]:
-    """The collectives, alike ones together, the largest first: by unit, or by the lines of the model."""
+    """The collectives, equal ones grouped, the largest first: by unit, or by the lines of the model."""
     alike: dict[Any, list[Window]] = {}
     for w in windows:
         whose = w.mixing or (bool(w.loop), frozenset(name_pattern(unit)[0] for unit in w.units))
@@ -163,7 +163,7 @@ def _total_of(kind: str, windows: Iterable[Window]) -> Total:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Audit(Printed):
-    """What `js.audit` found. `print` it; in a notebook it shows itself; `to_json` for programs."""
+    """The result of `js.audit`. `print` it; a notebook displays it; `to_json` is for programs."""
 
     schedule: Schedule  # the collectives and the steps of the program
     plan: ShardPlan | None = None  # of the model; None if none was given
@@ -173,12 +173,12 @@ class Audit(Printed):
 
     @property
     def ok(self) -> bool:
-        """Whether the program communicates as planned, but for what XLA:CPU alone does otherwise: see `notes`."""
+        """Whether the program communicates as planned, except for differences specific to XLA:CPU: see `notes`."""
         return not self.differences
 
     @property
     def rows(self) -> tuple[TrafficRow, ...]:
-        """The collectives but those of the model's own mixing, alike ones together, the largest first."""
+        """The collectives except those of the model's own mixing, equal ones grouped, the largest first."""
         return _rows_of(self._others)
 
     @property
@@ -192,14 +192,14 @@ class Audit(Printed):
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """By kind, without the model's own mixing."""
+        """The totals by kind, without the model's own mixing."""
         kinds = {w.kind for w in self._others}
         return tuple(_total_of(kind, self._others) for kind in KINDS if kind in kinds)
 
     def amount(self, kind: str) -> float:
-        """Elements sent by such collectives as `all-gather`, by the number of parameters: 2.0 is every parameter twice.
+        """Elements sent by a kind such as `all-gather`, divided by the number of parameters: 2.0 is each one twice.
 
-        Parameters that are never gathered are not among that number, nor is the model's own mixing among the elements.
+        Parameters that are never gathered, and elements of the model's own mixing, are excluded.
         """
         if self.plan is None:
             raise ShardingError(
@@ -211,11 +211,11 @@ class Audit(Printed):
         return _total_of(kind, self._others).elements / self.plan.gathered_part.num_parameters
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
-        """The collectives that block, or during which nothing is multiplied.
+        """The collectives that block, or overlap with no matrix product.
 
         Args:
             in_loops: only those inside loops.
-            at_least_bytes: only those whose whole arrays are as large.
+            at_least_bytes: only those whose whole arrays are at least this large.
         """
         return self.schedule.not_overlapped(in_loops=in_loops, at_least_bytes=at_least_bytes)
 
@@ -257,21 +257,21 @@ def audit(
     accumulate: int = 1,
     sync: str = "each",
 ) -> Audit:
-    """Reads a compiled train step: its collectives, what overlaps them, its memory, and how it differs from the plan.
+    """Reads a compiled train step: its collectives, their overlap, its memory, and its differences from the plan.
 
     Args:
-        program: what `jax.jit(step).lower(...)` or its `compile()` returned, or the text of a compiled program.
+        program: the result of `jax.jit(step).lower(...)` or its `compile()`, or the text of a compiled program.
         model: the annotated model, concrete or abstract, to compare with.
         plan: its plan.
-        memory: bytes of one device, where only a text is left.
-        accumulate: as in `js.value_and_grad`; what is planned counts that often.
+        memory: bytes of one device, for a program that is given as text.
+        accumulate: as in `js.value_and_grad`; the plan is multiplied by it.
         sync: as in `js.value_and_grad`.
 
     Returns:
         An `Audit`: print it, show it in a notebook, take its JSON, or look at `differences`.
 
     Raises:
-        ProgramError: the program holds communication that is not understood, or none at all.
+        ProgramError: the program has communication that cannot be interpreted, or none at all.
 
     Example:
         >>> lowered = nnx.jit(nnx.value_and_grad(loss_fn)).lower(model, x).lowered
@@ -296,7 +296,7 @@ def audit(
 
 
 def _host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
-    """Whether the parameters that are planned in host memory are among the program's arguments there."""
+    """Differences where parameters planned in host memory are not among the program's arguments there."""
     planned = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
     layout = _ENTRY.search(text)
     arrays = _ON_HOST.findall(layout[1]) if layout else []
@@ -310,7 +310,7 @@ def _host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
 
 
 def _platform(program: jax.stages.Compiled) -> str | None:
-    """What a program was compiled for; None if it has no arguments, which would say."""
+    """The platform that a program was compiled for; None if it has no arguments to take it from."""
     devices = (d for sharding in jax.tree.leaves(program.input_shardings) for d in sharding.device_set)
     return next((d.platform for d in devices), None)
 

@@ -1,4 +1,4 @@
-"""Does a call into an annotated model give the numbers of one device? Run it both ways and compare."""
+"""`check`: compares a call into an annotated model with the result on one device, by running it both ways."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ _Run = Callable[[Any, Any, tuple, dict[str, Any]], tuple[Any, Any]]
 class CheckReport:
     """Differences between the sharded region and global view, relative to the largest element of each array.
 
-    An array whose elements are all below a hundredth of the largest of its kind is measured against that.
+    If all elements of an array are below a hundredth of the largest of its kind, its difference is relative to that.
     """
 
     outputs: dict[str, float]  # by path of the output
@@ -69,12 +69,12 @@ def check(
     Args:
         model: the annotated model, nnx or Linen.
         *args: arguments of the call, or of `loss_fn` after the model. For a Linen model the variables come first:
-            `js.check(model, variables, x)` is about `model.apply(variables, x)`, and with `mutable=["batch_stats"]`
-            also about the state that it returns.
+            `js.check(model, variables, x)` checks `model.apply(variables, x)`, and with `mutable=["batch_stats"]`
+            also the state that it returns.
         loss_fn: `loss_fn(model, *args, **kwargs)`; the model's own `__call__` by default. If it returns a
-            scalar, gradients are those of it; else of a fixed weighted sum of the outputs. For a Linen model:
+            scalar, that is differentiated; otherwise a fixed weighted sum of the outputs. For a Linen model:
             `loss_fn(variables, ...)`.
-        tolerance: largest difference allowed, relative to the largest element of an array.
+        tolerance: largest allowed difference, relative to the largest element of an array.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -108,7 +108,7 @@ def check(
 def _linen_call(
     model: Any, args: tuple, static: dict[str, Any], loss_fn: Callable[..., Any] | None
 ) -> tuple[_Run, Any, Any, tuple]:
-    """The call of a Linen model, whose variables come first among the arguments: parameters, state, other arguments."""
+    """The call of a Linen model, whose first argument is the variables: parameters, state, other arguments."""
     if not args or not isinstance(args[0], Mapping) or "params" not in args[0]:
         raise CallError(
             "The variables of the Linen model are missing.",
@@ -150,14 +150,14 @@ def _compared(
     flat, wanted_flat = _flat(grads), _flat(wanted_grads)
     gradients = {name: (x, wanted_flat[name]) for name, x in flat.items()}
     changed = _changed(*map(_arrays, (after, wanted_after, state)))
-    of_state = _differences(changed, floor=1e-6)  # a count and a mean have nothing to do with each other
+    of_state = _differences(changed, floor=1e-6)  # a count and a mean are on unrelated scales
     report = CheckReport(_differences(outputs), _differences(gradients), of_state, tolerance)
     _raise_if_apart(report, where)
     return report
 
 
 def _arrays(state: Any) -> dict[str, Any]:
-    """The arrays of a state by path; keys for random numbers are left out."""
+    """The arrays of a state by path, without random keys."""
     if isinstance(state, nnx.State):
         state = nnx.to_pure_dict(state)
     found = {"/".join(key_texts(path)): x for path, x in jax.tree.leaves_with_path(state)}
@@ -165,14 +165,14 @@ def _arrays(state: Any) -> dict[str, Any]:
 
 
 def _changed(found: dict[str, Any], wanted: dict[str, Any], before: dict[str, Any]) -> Pairs:
-    """The state that either call changed; None for what one of them lacks."""
+    """The state that either call changed; None where one of them has none."""
     pairs = {k: (found.get(k), wanted.get(k)) for k in dict.fromkeys([*wanted, *found])}
     same = lambda k, pair: k in before and all(x is not None and np.array_equal(x, before[k]) for x in pair)
     return {k: pair for k, pair in pairs.items() if not same(k, pair)}
 
 
 def _weighted_sum(outputs: dict[str, jax.Array]) -> jax.Array:
-    """A scalar that depends on every element in its own way; a scalar output is itself."""
+    """A scalar with a different weight for every element; a scalar output is returned unchanged."""
     floats = [x for x in outputs.values() if is_float(x)]
     if len(floats) == 1 and floats[0].ndim == 0:
         return floats[0]
@@ -188,9 +188,9 @@ def _flat(grads: Any) -> dict[str, jax.Array]:
 
 
 def _differences(pairs: Pairs, *, floor: float = 1e-2) -> dict[str, float]:
-    """Largest difference of each pair, relative to its largest element; nan where they are not alike.
+    """Largest difference of each pair, relative to its largest element; nan if shapes or structure differ.
 
-    Elements below `floor`, relative to the largest of all pairs, are measured against that.
+    The reference is at least `floor` times the largest element of all pairs.
     """
     lacking = {k: float("nan") for k, pair in pairs.items() if any(x is None for x in pair)}
     both = {k: pair for k, pair in pairs.items() if k not in lacking and pair[0].size}

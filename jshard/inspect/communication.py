@@ -1,4 +1,4 @@
-"""What a plan sends in a step, and in words where a compiled program communicates otherwise."""
+"""The communication of a plan in a step, and as text where a compiled program differs from it."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""`explain`: the plan as a person reads it: what is stored where and why, what it holds and what it sends."""
+"""`explain`: the plan in readable form: what is stored where and why, and its memory and traffic."""
 
 import collections
 import dataclasses
@@ -34,19 +34,19 @@ def explain(
     wrt: Any = nnx.Param,
     leaves: bool = False,
 ) -> "Explanation":
-    """Says where every parameter of an annotated model is and what training it costs.
+    """Reports where every parameter of an annotated model is placed, and the memory and traffic of training.
 
-    Nothing is compiled, and no array is needed: an abstract model of any size will do. What follows from the
-    plan is kept apart from what is estimated. Once the model was called, what it sends as it mixes the examples of its
+    Nothing is compiled and no arrays are needed: an abstract model of any size works. Figures that follow from the
+    plan are separate from estimates. After a call of the model, its communication for mixing the examples of the
     batch is listed by line.
 
     Args:
         model_or_plan: an annotated model, concrete or abstract, or its plan.
-        optimizer: an `nnx.Optimizer` or an Optax transformation, to count its state; AdamW is assumed.
+        optimizer: an `nnx.Optimizer` or an Optax transformation, to count its state; AdamW by default.
         loss: function of the model and the batch. With it and `batch`, activations of a model are estimated.
-        batch: the global batch, abstract or real; a tuple stands for several arguments of `loss`.
+        batch: the global batch, abstract or real; a tuple is passed as several arguments of `loss`.
         wrt: the parameters of a model that are trained, as in `js.plan`.
-        leaves: list every parameter too.
+        leaves: also list every parameter.
 
     Returns:
         An `Explanation`: print it, show it in a notebook, or take its JSON.
@@ -75,7 +75,7 @@ def explain(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Printed):
-    """What `js.explain` found. `print` it; in a notebook it shows itself; `to_json` for programs."""
+    """The result of `js.explain`. `print` it; a notebook displays it; `to_json` is for programs."""
 
     plan: ShardPlan
     memory: Memory  # bytes on one device
@@ -94,7 +94,7 @@ class Explanation(Printed):
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, _notes(self.plan, self.others)))
 
     def to_json(self) -> str:
-        """Everything as JSON text; the plan in it is what `ShardPlan.from_json` reads."""
+        """Everything as JSON text; `ShardPlan.from_json` reads the plan in it."""
         bytes_ = dataclasses.asdict(self.memory)
         bytes_ |= {name: getattr(self.memory, name) for name in ("held_bytes", "step_bytes", "host_bytes")}
         traffic = [dataclasses.asdict(t) | {"wire_bytes": t.wire_bytes} for t in self.traffic]
@@ -117,7 +117,7 @@ class Explanation(Printed):
 
 
 def folded_units(plan: ShardPlan) -> list[tuple[str, int, UnitPlan]]:
-    """The units with equal ones of a list folded: name such as `blocks/0..11`, how many, the first of them."""
+    """The units, equal ones of a list folded: a name such as `blocks/0..11`, their number, the first of them."""
     groups: dict[Any, list[tuple[int | None, UnitPlan]]] = {}
     for unit in plan.units:
         pattern, index = name_pattern(unit.name)
@@ -162,7 +162,7 @@ def _units_table(plan: ShardPlan) -> FittedTable:
 
 
 def _gathering(plan: ShardPlan, unit: UnitPlan) -> tuple[str, ...]:
-    """How a unit is gathered: the bytes, the dtypes, what is kept, how early, and what is computed again."""
+    """How a unit is gathered: the bytes, the dtypes, what is kept, how early, and what is recomputed."""
     dtypes = _dtypes(plan.unit_leaves(unit.name))
     gathered = human_bytes(unit_bytes(plan, unit.name))
     return gathered, dtypes, _kept(unit.reshard_after_forward), unit.prefetch, unit.remat
@@ -253,7 +253,7 @@ def _mixing_table(found: Sequence[Mixing]) -> FittedTable:
 
 
 def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
-    """What no table says: what is never gathered or not ahead, what is replicated, padded, tied, or no parameter."""
+    """Notes for what no table has: never gathered, not gathered ahead, replicated, padded, tied, or no parameter."""
     if never := folded_names([unit.name for unit in plan.units if not unit.gathered]):
         why = "called in global view; what that sends is the model's own, and not counted"
         yield f"Never gathered: {', '.join(never)} ({why})"
@@ -277,7 +277,7 @@ def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
 
 
 def _replicated(plan: ShardPlan) -> Iterator[str]:
-    """What is replicated, by the reason."""
+    """The replicated parameters, by reason."""
     if plan.leaves and plan.replicated == plan.leaves:
         yield f"Replicated: all parameters: {plan.leaves[0].placement.because}"
     elif plan.replicated:
@@ -298,5 +298,5 @@ def _padding(leaf: LeafPlan) -> str:
 
 
 def _counted(lines: Iterable[str]) -> list[str]:
-    """Lines, equal ones as one that says how often."""
+    """Lines, with equal ones merged into one with a count."""
     return [line + (f"  x{count}" if count > 1 else "") for line, count in collections.Counter(lines).items()]

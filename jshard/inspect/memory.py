@@ -1,4 +1,4 @@
-"""What a plan holds, and what backward keeps of forward: bytes on one device, before anything is compiled."""
+"""The memory of a plan, and of activations kept for backward: bytes on one device, before anything is compiled."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""How reports are shown: tables in text; timelines of bars in lanes as a Chrome trace, an HTML page, or a PNG."""
+"""Output of reports: tables as text; timelines of bars in lanes as a Chrome trace, an HTML page, or a PNG."""
 
 import dataclasses
 import html

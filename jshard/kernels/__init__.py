@@ -1,4 +1,4 @@
-"""Pallas kernels that leave room for communication, and attention by cuDNN where there is one.
+"""Pallas kernels that leave room for communication, and attention by cuDNN where it is available.
 
 Example:
     >>> y = js.kernels.matmul(x, w, occupancy=js.kernels.Occupancy(reserved_sms=16))

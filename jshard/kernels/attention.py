@@ -1,4 +1,4 @@
-"""`attention`: cuDNN's on NVIDIA GPUs and JAX's splash kernel on TPUs, which keep no scores; elsewhere plain."""
+"""`attention`: cuDNN's on NVIDIA GPUs and JAX's splash kernel on TPUs, which store no scores; elsewhere plain."""
 
 from __future__ import annotations
 

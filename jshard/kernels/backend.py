@@ -1,4 +1,4 @@
-"""What all kernels have in common: where one runs and in which form, how much of a GPU it may hold, and its call."""
+"""Shared by all kernels: where one runs and in which form, how much of a GPU it may use, and its call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a sequence that is split over `context`, in which keys and values go round: ring attention.
+"""Ring attention for a sequence that is split over `context`: keys and values circulate between the devices.
 
 Each device has its own queries. Keys and values pass from device to device, and what queries find in each part of them
 is joined by its sums of exponentials; backward goes round once more, with the gradients of keys and values. Under a

@@ -1,4 +1,4 @@
-"""A run in several processes: who they are, how they are started, and what is said when one is lost.
+"""A run in several processes: which they are, how they are started, and the report when one is lost.
 
 JAX ends the whole process, with a trace of C++ and without an exception, when a peer does not come or dies. So a run
 in several processes has two kinds of them. A *worker* trains: one per process of the run. A *supervisor* never asks

@@ -258,13 +258,13 @@ def roll_call_port(cluster: Cluster) -> int:
 
 
 class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, instead of what they do otherwise.
+    """Records SIGINT, SIGTERM and SIGHUP inside the context, instead of their usual effects.
 
-    Python hands signals to the main thread only; entered in another one this notes nothing.
+    Python delivers signals to the main thread only; in another thread this records nothing.
 
     Attributes:
         received: the first one.
-        repeated: whether another came a second or more after it. Closer together they are one: a launcher and a
+        repeated: whether another came a second or more after it. Closer ones are treated as one: a launcher and a
             terminal may each send it.
     """
 
@@ -295,9 +295,9 @@ class Signals:
 class StopSignal(Signals):
     """Catches SIGTERM, SIGINT and SIGHUP while the context is open.
 
-    A second one, a second later or more, ends the program. A worker of several processes only notes them, however
-    many: its supervisor decides when to end it. Python hands signals to the main thread only; used in another one this
-    catches nothing.
+    A second one, at least a second later, ends the program. A worker of several processes only records them, however
+    many: its supervisor decides when to end it. Python delivers signals to the main thread only; in another thread
+    this catches nothing.
 
     Example:
         >>> with StopSignal() as stop:
@@ -311,13 +311,13 @@ class StopSignal(Signals):
     _lock = threading.Lock()  # for the pipe: the thread that asks may still do so when it is closed
 
     def report(self) -> None:
-        """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
+        """Records that any process requested a stop: the deadline runs from the first request."""
         self._asked_s = self._asked_s or time.monotonic()
 
     def asked_s(self) -> float | None:
-        """When the run was first asked to stop, of `time.monotonic`; None if it was not. Any thread may ask.
+        """When a stop was first requested, by `time.monotonic`; None if it was not. Any thread may call it.
 
-        Also of a signal that Python has not handed to the main thread yet, which may be deep in native code.
+        This includes a signal not yet delivered to the main thread, which may be deep in native code.
         """
         with self._lock, contextlib.suppress(OSError):  # there is none
             if self._wakeup is not None and set(os.read(self._wakeup[0], 4096)) & set(self._before):

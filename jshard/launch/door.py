@@ -1,4 +1,4 @@
-"""A port that is open, and who may come in: whoever proves that it knows the token of the run."""
+"""An open port that admits only peers which prove that they know the token of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process of a run ended, and how the supervisors of a run let each other know."""
+"""How a process of a run ended, and how the supervisors of a run inform each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The roll call: the supervisors of a cluster meet before the workers start, or each says who is missing.
+"""The roll call: the supervisors of a cluster meet before the workers start, or each reports who is missing.
 
 Before the first attempt process 0 listens (`roll_call_port`) and the others connect; all have to come. Where the run
 may be started again, each supervisor has a port of its own, and all know the addresses from the first meeting. After a

@@ -1,4 +1,4 @@
-"""Whether a run that has lost a process is started again, and what its attempts have come to."""
+"""Whether a run that has lost a process is restarted, and the results of its attempts."""
 
 from __future__ import annotations
 

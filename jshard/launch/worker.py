@@ -1,4 +1,4 @@
-"""What a worker does on its side: joins the others, gives signs of life, leaves without waiting for them."""
+"""The worker's side: it joins the others, sends signs of life, and exits without waiting for them."""
 
 from __future__ import annotations
 

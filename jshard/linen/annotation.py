@@ -1,7 +1,7 @@
-"""Annotating a Linen module: a copy of it whose calls go to the engine, as the outermost call or as a unit's.
+"""Annotating a Linen module: a copy whose calls are passed to the engine, as the outermost call or as a unit's.
 
-A Linen module is a frozen dataclass that is made before its parameters. The annotation is therefore a set of settings
-and choices; the layout follows when `init` or `apply` is traced, and is kept with the annotation.
+A Linen module is a frozen dataclass that is created before its parameters. The annotation is therefore a set of
+settings and choices; the layout is computed when `init` or `apply` is traced, and stored with the annotation.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _OWN_PLACEMENT = ("shard_dim", "min_size", "offload", "gathered")
 
 @dataclasses.dataclass(eq=False)
 class Annotation:
-    """What `fully_shard` records of a Linen module, and the layouts found since."""
+    """The record of `fully_shard` for a Linen module, and the layouts found since."""
 
     base: type[nn.Module]  # the class that the user wrote
     root: Unit  # without parameters
@@ -54,15 +54,15 @@ class Annotation:
         return all(record.placement.gathered for record in (self.root, *(record for _, record in self.choices)))
 
     def match(self, path: Path, module: nn.Module) -> int | None:
-        """Which choice makes a submodule a unit: the first that it matches."""
+        """The first choice that a submodule matches, which makes it a unit."""
         found = (i for i, (choice, _) in enumerate(self.choices) if chosen(choice, dotted(path), module))
         return next(found, None) if path else None
 
     def layout_of(self, leaves: Mapping[Path, Leaf], survey: Callable[[], Seen], *, keep: bool = False) -> Layout:
-        """The layout of these parameters: the one that `init` has shown, or else the one that a survey shows.
+        """The layout of these parameters: the one found by `init`, or else the one found by a survey.
 
-        `init` reaches every submodule that has parameters. What another call shows is for that call only: another
-        method may reach other units. Parameters that come without the boxes of `init` are placed as they were in them.
+        `init` reaches every submodule with parameters. A survey of another call is valid only for that call: another
+        method may reach other units. Parameters without the boxes of `init` are placed as if they had them.
         """
         if keep:
             self.specs |= {(path, leaf.shape): leaf.spec for path, leaf in leaves.items()}
@@ -78,7 +78,7 @@ class Annotation:
         return found
 
     def plain(self, module: nn.Module) -> nn.Module:
-        """An annotated module as it was before."""
+        """An annotated module without its annotation."""
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
         return self.base(**(fields | {"parent": None}))
 
@@ -99,7 +99,7 @@ class Annotation:
         )
 
     def known_layout(self, leaves: Mapping[Path, Leaf]) -> Layout:
-        """The layout that `init` has shown for these parameters; an error if it was not traced."""
+        """The layout found by `init` for these parameters; an error if it was not traced."""
         return self.layout_of(leaves, self._unknown)
 
 
@@ -126,7 +126,7 @@ def annotated(module: L, root: Unit, units: Any, unit: Unit) -> L:
 
 
 def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
-    """An annotated module whose layouts are changed: other settings for the units that it has shown."""
+    """An annotated module with changed layouts: other settings for the units found so far."""
     annotation = annotation_for(module)
     assert annotation.latest is not None, "its parameters are known"
     layouts = {key: changed(layout) for key, layout in annotation.layouts.items()}
@@ -161,7 +161,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
 
 
 def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
-    """What pickle calls; the class of an annotated module is made at run time."""
+    """Called by pickle, because the class of an annotated module is created at run time."""
     object.__setattr__(plain, "__class__", _annotated_class(annotation))
     return plain
 
@@ -202,7 +202,7 @@ def _choices(units: Any, record: Unit) -> Iterator[tuple[UnitChoice, Unit]]:
 
 
 def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) -> Unit:
-    """The record with what one choice sets otherwise."""
+    """The record with the settings of one choice applied."""
     own = {name: value for name, value in settings.items() if name in _OWN_SETTINGS}
     old = {name: value for name, value in settings.items() if name in _OWN_PLACEMENT}
     inherited = ShardPlacement(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
@@ -244,7 +244,7 @@ def _text(choice: UnitChoice) -> str:
 
 
 def _note(seen: Seen, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Notes a call that has just run: an inner call of the same module, in a loop or a checkpoint, came before."""
+    """Records a call that has just run: inner calls of the same module, in a loop or a checkpoint, came before."""
     path = module.path[len(seen.prefix) :]
     seen.called.add(path)
     seen.kinds.setdefault(type(module).__name__, dotted(path))
@@ -268,7 +268,7 @@ def _note_shapes(shapes: dict[Path, tuple[int, ...]], module: nn.Module, path: P
         shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
 
 
-# Where a call into an annotated Linen module goes: the engine, as the outermost call or as a unit's, or plain Flax.
+# The dispatch of a call into an annotated Linen module: the engine, as the outermost or a unit's call, or plain Flax.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -286,15 +286,15 @@ class _Inside:
 
 _where: contextvars.ContextVar[_Inside | Seen | None] = contextvars.ContextVar("where", default=None)
 _intercepting: contextvars.ContextVar[bool] = contextvars.ContextVar("intercepting", default=False)
-# The survey or the layout, as part of jit's cache key: a trace that nn.jit has kept would hide its units from another
-# survey, and run them as another annotation says.
+# The survey or the layout, as part of jit's cache key: a trace cached by nn.jit would hide its units from another
+# survey, and run them with another annotation.
 _tracing = jax.make_user_context(default_value=None)
 
 
 def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a method of an annotated module with the interceptor in place.
 
-    Flax intercepts no call of a method that one of its transformations made, only that of the method inside.
+    Flax does not intercept calls of methods created by its transformations, only those of the methods inside.
     """
     with _interception():
         if not _compat.is_transformed(method):
@@ -304,14 +304,14 @@ def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **
 
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
+    """Runs everything that creates a bound, annotated module's variables; a single method call creates only some."""
     with _interception():
         return _initialise(annotation_for(module), module, run)
 
 
 @contextlib.contextmanager
 def _interception() -> Iterator[None]:
-    """Inside, Flax asks `_intercept` about every method call; once is enough."""
+    """Inside, Flax passes every method call to `_intercept`; nested uses have no further effect."""
     if _intercepting.get():
         yield
         return
@@ -325,7 +325,7 @@ def _interception() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _context(where: _Inside | Seen) -> Iterator[None]:
-    """The surroundings of a method, which the engine runs when it likes."""
+    """The context of a method, which the engine may run at any time."""
     token = _where.set(where)
     try:
         with _interception(), _tracing(where.layout if isinstance(where, _Inside) else where):
@@ -383,7 +383,7 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
 
 
 def _around(annotation: Annotation, module: nn.Module) -> _Inside:
-    """Where the outermost call is into a model with units that are never gathered."""
+    """The position of the outermost call into a model with units that are never gathered."""
     layout = annotation.known_layout(_leaves(module))
     checks.check_replicated(layout.root, layout.root.kind)
     return _Inside(annotation, layout, tuple(module.path), is_around=True)
@@ -430,7 +430,7 @@ def _plain(call: LinenCall) -> tuple[Any, Lifted]:
 
 
 def _is_unit(inside: _Inside, module: nn.Module) -> bool:
-    """Whether a call is that of a unit; not if the unit runs already, or if all layers of a loop are still there."""
+    """Whether a call is that of a unit; not if the unit is already running, or if the layers are still stacked."""
     path = inside.path(module)
     if path in ((), inside.unit) or path not in inside.layout.records:
         return False
@@ -443,7 +443,7 @@ def _is_unit(inside: _Inside, module: nn.Module) -> bool:
 
 
 def _surveyed(annotation: Annotation, call: LinenCall) -> Seen:
-    """The units that a call reaches, from a trace of shapes; for parameters that no `init` has shown.
+    """The units that a call reaches, from a trace of shapes; for parameters that no `init` was traced for.
 
     A method other than `__call__` need not reach them all.
     """
@@ -456,7 +456,7 @@ def _surveyed(annotation: Annotation, call: LinenCall) -> Seen:
 
 
 def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any]) -> Any:
-    """Lets the model make its variables, plans for the parameters that it made, and places these."""
+    """Lets the model create its variables, makes the plan, and places the parameters."""
     seen = Seen(annotation, tuple(module.path))
     with _context(seen):
         out = run()
@@ -474,7 +474,7 @@ _STATE = frozenset({"batch_stats", "cache", "intermediates", "perturbations"})  
 
 
 def _check_has_parameters(module: nn.Module, kind: str) -> None:
-    """Raises if a model without parameters has float arrays in other collections, which nobody would shard."""
+    """Raises if a model without parameters has float arrays in other collections, which would not be sharded."""
     found = [
         f"{kind}: {dotted(other.path)}  {other.form}"
         for name in module.variables.keys() - _STATE
@@ -487,7 +487,7 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
 
 
 def _place(module: nn.Module, layout: Layout) -> None:
-    """Shards the parameters that `init` made. One that would be padded stays as it is: who made it reads its shape."""
+    """Shards the parameters from `init`. One that would be padded is unchanged, as its creator reads its shape."""
     mesh = layout.root.mesh
     for path, leaf in flat(module.variables.get(PARAMS, {})) if is_concrete(mesh) else ():
         placement = layout.leaves[path].placement

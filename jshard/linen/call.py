@@ -1,4 +1,4 @@
-"""A call of a bound Linen module as a function of arrays: taken apart, run on a copy, its changes written back."""
+"""A call of a bound Linen module as a function of arrays: split, run on a copy, and its changes written back."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
 
 
 def described(leaf: Any, path: Path) -> Leaf:
-    """What a layout needs to know of a parameter."""
+    """The description of a parameter for a layout."""
     raw, padding, spec = raw_of(leaf), padding_in(leaf), ()
     if not hasattr(raw, "shape"):
         raise AnnotationError(
@@ -72,7 +72,7 @@ def as_arrays(raw: Any) -> Any:
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)
 
 
-# A call of a bound Linen module as a function of arrays: taken apart, run on a copy, its changes handed back.
+# A call of a bound Linen module as a function of arrays: split, run on a copy, and its changes returned.
 
 Lifted = tuple[tuple[Mapping[str, Any], ...], ...]
 """The variables of each scope by collection, as `flax.core.lift` passes them, in one group."""
@@ -80,7 +80,7 @@ Lifted = tuple[tuple[Mapping[str, Any], ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a call returned and changed, but for the arrays: equal calls share it."""
+    """The results and changes of a call, without the arrays: equal calls share it."""
 
     tree: Any  # the structure of the result and the changed variables
     is_array: tuple[bool, ...]  # which of its leaves are arrays; the others are `static`
@@ -141,12 +141,12 @@ class LinenCall:
         return {path: described(leaf, path) for path, leaf in own if path is not None}
 
     def logical(self, values: Sequence[Any]) -> list[Any]:
-        """Values of the parameters as `body` takes them."""
+        """Values of the parameters in the form for `body`."""
         boxed = zip(self._given, values, strict=True)
         return [fetched(given.padding.cut(x) if is_padded(given) else x) for given, x in boxed]
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
-        """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
+        """The input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
         kind, boxes = self.where.split(".")[0], ((i, x) for i, x in enumerate(self._given) if is_padded(x))
         form = lambda x: f"{x.value.dtype}{list(x.shape)}, stored {list(x.value.shape)}"
         optimizer = self.optimizer
@@ -154,7 +154,7 @@ class LinenCall:
         return guard(values, padded)
 
     def store(self) -> None:
-        """Pads what is to be: parameters may come as plain arrays, or padded for another mesh."""
+        """Pads parameters where needed: they may be plain arrays, or padded for another mesh."""
         for i, (given, placement) in enumerate(zip(self._given, self.placements, strict=True)):
             padding = None if placement is None else Padding.of(placement)
             if padding_in(given) != padding:
@@ -162,7 +162,7 @@ class LinenCall:
                 self.params[i] = logical if padding is None else padding.pad(logical)
 
     def place(self, layout: Layout) -> Unit:
-        """Takes over where the parameters of the call are stored, and who gathers them; returns the unit's record."""
+        """Sets the storage and the gathering unit of the call's parameters; returns the unit's record."""
         around = self.path if self.path in layout.records else ()
         mine = [layout.leaves.get(path) for path in self._paths]
         self.placements = [leaf and leaf.placement for leaf in mine]
@@ -171,7 +171,7 @@ class LinenCall:
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls of one module that are the same program: its path is in the keys that it makes."""
+        """Equal for calls of one module that are the same program; the module's path enters its random keys."""
         scopes = [(s.mutable, s.path, s.rng_counters) for s in self.scopes]
         around = _compat.exported_state(self.module), nn.get_logical_axis_rules()
         fields = [x for name, x in _fields(self.module) if name not in self._fields]
@@ -200,7 +200,7 @@ class LinenCall:
         return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))})
 
     def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
-        """The result of the method and the changed variables, as Flax's lifting takes them back."""
+        """The result of the method and the changed variables, in the form for Flax's lifting."""
         out, values = jax.tree.unflatten(result.tree, merged(result.is_array, outs, result.static))
         for scope, counts in zip(self.scopes, result.counts, strict=True):
             _restore(scope.rng_counters, counts)
@@ -240,7 +240,7 @@ def call_lifted(
     interceptor: Callable[..., Any],
     run: Callable[[LinenCall], tuple[Any, Lifted]],
 ) -> Any:
-    """Calls a method of a bound module out of its scopes; `run` returns what the `finish` of the call does."""
+    """Calls a method of a bound module outside its scopes; `run` returns the result of the call's `finish`."""
     scopes, args, kwargs = get_module_scopes(module, args, dict(kwargs))
 
     def inner(scope_fn: Callable, repack: Callable, groups: Lifted, rngs: Lifted) -> tuple[Any, Lifted]:
@@ -300,7 +300,7 @@ def _from(path: Path, start: Path) -> Path:
 
 
 def _copied(counts: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Counters as they are; their keys are objects that count by themselves, so that they are not copied."""
+    """A copy of counters that keeps their keys, which are counting objects, uncopied."""
     return {k: _copied(v) if isinstance(v, dict) else v for k, v in counts.items()}
 
 

@@ -28,7 +28,7 @@ _LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers of a loop; below
 
 @dataclasses.dataclass
 class SeenUnit:
-    """A chosen submodule, as a trace showed it."""
+    """A chosen submodule, as found by a trace."""
 
     record: Unit
     choice: int  # which of the annotation's choices it is
@@ -38,7 +38,7 @@ class SeenUnit:
 
 @dataclasses.dataclass(eq=False)
 class Seen:
-    """What a trace of a model at a path showed: its units, loops and every module called."""
+    """Findings of a trace of a model at a path: its units, loops and every module called."""
 
     annotation: Any
     prefix: Path
@@ -56,7 +56,7 @@ class Layout:
 
     @classmethod
     def make(cls, root: Unit, seen: Seen, leaves: Mapping[Path, Leaf]) -> "Layout":
-        """Plans for parameters, with the units that a trace showed."""
+        """Makes the plan for parameters, with the units found by a trace."""
         units = _twins(seen, leaves) | seen.units
         records = {(): root}
         for path in sorted(units, key=_in_order):
@@ -87,7 +87,7 @@ class Layout:
 
     @functools.cached_property
     def places(self) -> StatePlaces:
-        """Where the parameter at a path is, so that its state is there, too."""
+        """The places of parameters by path, for placing their state."""
         return StatePlaces(self.plan)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""How many blocks of a kernel a multiprocessor holds, and whether those of a collective find room beside them.
+"""How many blocks of a kernel fit on a multiprocessor, and whether those of a collective fit beside them.
 
 Numbers and rules only: no GPU is needed. Example:
 

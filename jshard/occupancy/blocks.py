@@ -1,4 +1,4 @@
-"""Which thread blocks one multiprocessor holds at once, alone and beside one of communication, and what leaves room.
+"""Which thread blocks fit on one multiprocessor, alone and beside a communication block, and what leaves room.
 
 The rules of NVIDIA's `cuda_occupancy.h`, and the same taken on to blocks of two kernels. Shared memory is one pool.
 Registers are not: they are given to whole warps, and a warp is in one partition of the multiprocessor. The warps of a

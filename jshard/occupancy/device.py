@@ -1,4 +1,4 @@
-"""The device that a step is shaped for, and the matrix products of a model's units as one device has them."""
+"""The device that a step is tuned for, and the matrix products of a model's units on one device."""
 
 from __future__ import annotations
 

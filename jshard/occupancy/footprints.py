@@ -1,4 +1,4 @@
-"""What takes room on a multiprocessor: NCCL by version and GPU, copy engines, and the kernels of jshard as compiled."""
+"""Resources used on a multiprocessor: by NCCL per version and GPU, copy engines, and jshard's compiled kernels."""
 
 from __future__ import annotations
 

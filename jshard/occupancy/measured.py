@@ -1,4 +1,4 @@
-"""What the tuner measured, in a file that outlives the process; and which setting of a kernel is best by it."""
+"""The tuner's measurements, in a persistent file; and the best setting of a kernel according to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`overlap`: how much kernels leave to collectives, and the settings of XLA and NCCL, for one plan on one device."""
+"""`overlap`: multiprocessors that kernels leave to collectives, and XLA and NCCL settings, for a plan on a device."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ _LEGEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """One thing that was decided."""
+    """One decision."""
 
     what: str  # a kernel, an option, or a variable of the environment
-    chosen: str  # what was decided, in words
-    origin: Literal["fact", "model", "estimate", "measured"]  # what the decision rests on
+    chosen: str  # the decision as text
+    origin: Literal["fact", "model", "estimate", "measured"]  # the basis of the decision
     why: str  # the numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Overlap(Printed):
-    """What `js.overlap` chose. `print` it; in a notebook it shows itself; `to_json` for programs.
+    """The result of `js.overlap`. `print` it; a notebook displays it; `to_json` is for programs.
 
     Attributes:
-        device: in words.
-        comm: what runs beside the kernels; None where nobody knows what a collective takes there.
-        occupancy: by kernel, "matmul", "mlp", "rms_norm" and "layer_norm", what to call it with.
-        backends: by kernel its `backend`: "auto", or "xla" where XLA's own was measured to be quicker.
-        compiler_options: what `jax.jit(compiler_options=...)` takes.
+        device: as text.
+        comm: what runs beside the kernels; None if the footprint of a collective is not known on this device.
+        occupancy: the occupancy argument for each kernel: "matmul", "mlp", "rms_norm" and "layer_norm".
+        backends: the `backend` of each kernel: "auto", or "xla" where XLA's own was measured to be faster.
+        compiler_options: for `jax.jit(compiler_options=...)`.
         environment: variables for NCCL. Nothing is set: `exports` has the lines for a shell.
-        reasons: for each decision what it rests on.
-        notes: what else there is to know.
+        reasons: the basis of each decision.
+        notes: further remarks.
     """
 
     device: str
@@ -127,32 +127,32 @@ def overlap(
     batch: Any = None,
     cache: str | Path | None = None,
 ) -> Overlap:
-    """Chooses how much of a GPU the kernels of a step leave to its collectives, and what XLA and NCCL are set to.
+    """Chooses how much of a GPU a step's kernels leave to its collectives, and the settings of XLA and NCCL.
 
-    Nothing is set and nothing is run: the result says what to call `js.kernels` with, what to compile with, and what
-    to export, and for each what it rests on. Persistent kernels leave the multiprocessors that a collective fills, as
-    long as that costs less than waiting. What `jshard tune` has measured on the same kind of device counts for more
-    than any model. Where the kernels do not run, nothing is left. In several processes all of them call it, and what
-    the first one has measured counts.
+    Nothing is set or run: the result has the arguments for `js.kernels`, the compiler options and the variables
+    to export, each with its reason. Persistent kernels leave free the multiprocessors that a collective fills, as
+    long as that costs less than waiting. Measurements of `jshard tune` on the same kind of device take precedence
+    over models. Where the kernels do not run, nothing is left free. With several processes all of them call it, and
+    the measurements of the first one are used.
 
     Args:
-        model_or_plan: an annotated model, of nnx or Linen, concrete or abstract, or its plan.
-        device: as in a topology, "h200", or with its cluster, "h200:64x8"; the one that is here by default.
+        model_or_plan: an annotated model, nnx or Linen, concrete or abstract, or its plan.
+        device: as in a topology, "h200", or with its cluster, "h200:64x8"; the present one by default.
         comm: what runs beside the kernels: "ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine", or a
             `jshard.occupancy.CommFootprint`.
-        nccl: version of NCCL, e.g. "2.30.7"; the newest whose kernels were read by default.
-        loss: function of an nnx model and the batch. With it and `batch` the products of the model are known: what a
-            unit computes, and which measurements are of it.
-        batch: the global batch, abstract or real; a tuple stands for several arguments of `loss`.
-        cache: file of `jshard tune`; by default that of the user.
+        nccl: version of NCCL, e.g. "2.30.7"; by default the newest whose kernels were read.
+        loss: function of an nnx model and the batch. With it and `batch` the model's products are known, and so each
+            unit's computation and the measurements that apply to it.
+        batch: the global batch, abstract or real; a tuple is passed as several arguments of `loss`.
+        cache: file of `jshard tune`; the user's by default.
 
     Returns:
-        An `Overlap`: print it to see what was chosen and why.
+        An `Overlap`: print it to see the choices and the reasons.
 
     Raises:
         AnnotationError: the root of the model is not annotated.
         OccupancyError: the device or footprint is not known, or it would take every multiprocessor.
-        CacheError: the `cache` that was named cannot be read.
+        CacheError: the given `cache` cannot be read.
 
     Example:
         >>> shaped = js.overlap(model, device="h200")
@@ -190,7 +190,7 @@ _UNKNOWN = "What the model computes is not known, and nothing measured was used:
 
 
 def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> CommFootprint | None:
-    """What runs beside the kernels; None on a device of which nobody knows."""
+    """What runs beside the kernels; None on a device for which it is not known."""
     if isinstance(comm, CommFootprint):
         return comm
     if target.gpu is None and comm in FOOTPRINTS and comm != COPY_ENGINE.name:
@@ -199,7 +199,7 @@ def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> C
 
 
 def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
-    """What was measured, as the first process has it, and what to say of the user's own file if it cannot be read."""
+    """The measurements of the first process, and a note if the user's own file cannot be read."""
     path = default_path() if cache is None else Path(cache)
     try:
         return parsed(of_first(lambda: text_of(load(path)), where="js.overlap"), path), []
@@ -216,7 +216,7 @@ def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Shaped:
-    """What was decided for one kernel."""
+    """The decision for one kernel."""
 
     knobs: Occupancy
     reason: Reason
@@ -260,7 +260,7 @@ def _by_model(
 
 
 def _by_measurement(measured: Measured, products: Sequence[MatrixProduct]) -> dict[str, _Shaped]:
-    """The kernels of which something was measured, by the best setting of all their calls together."""
+    """The measured kernels, by the best setting for all their calls together."""
     found = {}
     for name in PRODUCTS:
         counts: dict[tuple[str, str], int] = {}
@@ -287,7 +287,7 @@ def _by_measurement(measured: Measured, products: Sequence[MatrixProduct]) -> di
     return found
 
 
-# What a step takes if multiprocessors are left to collectives, against waiting for them: estimates.
+# Estimated step times: multiprocessors left to collectives, compared with waiting for the collectives.
 
 _BACKWARD = 2.0  # products of backward for one of forward
 
@@ -308,14 +308,14 @@ def traffic_of_unit(plan: ShardPlan, unit: UnitPlan) -> list[Traffic]:
 
 
 def transfers(plan: ShardPlan, unit: UnitPlan, assumptions: Assumptions) -> list[tuple[Traffic, float]]:
-    """The collectives of a unit, each with the seconds that it takes in a step."""
+    """The collectives of a unit, each with its seconds per step."""
     layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
     each_s = lambda one: assumptions.transfer_s(one.kind, one.full_bytes / layers, range(one.group_size))
     return [(one, layers * each_s(one)) for one in traffic_of_unit(plan, unit)]
 
 
 def step_times(plan: ShardPlan, assumptions: Assumptions, products: Sequence[MatrixProduct]) -> StepTimes:
-    """What the products of a model and the collectives of its plan take."""
+    """The times of a model's products and of its plan's collectives."""
     found = StepTimes([0.0, 0.0], [0.0, 0.0], [0.0, 0.0])
     for unit in plan.units:
         sent_s = found.exposed_s if unit.name == plan.units[0].name else found.hidden_s
@@ -329,7 +329,7 @@ def step_times(plan: ShardPlan, assumptions: Assumptions, products: Sequence[Mat
 
 
 def best_reserve(times: StepTimes, *, needed: int, sms: int) -> tuple[int, Mapping[int, float]]:
-    """The number of multiprocessors to leave with the least time, the fewer of equals; and the time of each number."""
+    """The number of multiprocessors to leave for the least time, the smallest of equals; and the time for each."""
 
     def total_s(reserved: int) -> float:
         parts = zip(times.compute_s, times.hidden_s, times.exposed_s, strict=True)
@@ -366,7 +366,7 @@ def _side(
     reasons: list[Reason],
     notes: list[str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options of the compiler and variables of NCCL; adds to the reasons and the notes."""
+    """Compiler options and NCCL variables; adds to the reasons and the notes."""
     platform = target.platform if target.facts is None else target.facts.name
     if target.platform != "gpu":
         return compiler_options(platform=platform), {}
@@ -404,7 +404,7 @@ def _side(
 def _asked_of_xla(
     target: Device, comm: CommFootprint | None, kernels: Mapping[str, _Shaped]
 ) -> dict[str, tuple[Any, str]]:
-    """Options of the compiler beside the kernels, each with its reason."""
+    """Compiler options beside the kernels, each with its reason."""
     asked: dict[str, tuple[Any, str]] = {
         _LIMIT: (IN_FLIGHT, "1 by default: a window closes when the next collective begins."),
         _PRIORITY: (True, "the default, stated: with it a collective has the next block's place."),

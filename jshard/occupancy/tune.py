@@ -1,4 +1,4 @@
-"""`tune` measures the products of a model on the GPU that is here, beside a load like its collectives, and reports."""
+"""`tune` measures the products of a model on the present GPU, beside a load like its collectives, and reports."""
 
 from __future__ import annotations
 

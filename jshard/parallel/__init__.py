@@ -1,4 +1,4 @@
-"""What a model says about the axes that are its own, `tensor`, `expert` and `context`; optimizers of whole matrices."""
+"""How a model uses its own mesh axes, `tensor`, `expert` and `context`; optimizers that work on whole matrices."""
 
 from jshard.parallel.axes import by_experts as by_experts
 from jshard.parallel.axes import from_experts as from_experts

@@ -1,10 +1,10 @@
-"""What a model says about the axes that are its own: `tensor`, which splits its layers, and `expert`.
+"""How a model uses its own mesh axes: `tensor`, which splits its layers, and `expert`.
 
     js.parallel.split(model, {"blocks/*/up/kernel": (None, "tensor"), "blocks/*/down/kernel": ("tensor", None)})
     x_BTD = js.parallel.hold(x_BTD, None, "tensor", None)     # inside the model: activations split along the sequence
     y_EBCD = js.parallel.from_experts(experts(js.parallel.to_experts(x_EBCD)))
 
-All of it changes nothing where the mesh lacks the axis, and in global view: the model stays right on one device.
+All of them are no-ops if the mesh lacks the axis, and in global view: the model stays correct on one device.
 """
 
 import fnmatch
@@ -28,18 +28,18 @@ from jshard.plans.units import dotted, plain_class, walk
 
 
 def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
-    """Says which dims of a model's parameters are on which axes of the mesh.
+    """Assigns dims of a model's parameters to axes of the mesh.
 
-    To be called before `js.fully_shard`, which shards another dim of them over `fsdp`. The same can be said one by
-    one, by `variable.set_metadata(out_sharding=...)`.
+    Call it before `js.fully_shard`, which shards another dim of them over `fsdp`. For a single variable,
+    `variable.set_metadata(out_sharding=...)` is equivalent.
 
     Args:
         model: the model, or a part of it.
-        table: for path patterns, the mesh axis of each dim, or None. Entries are those of the last dims: leading
-            dims of stacked layers need none. The first pattern that fits a parameter counts.
+        table: from path patterns to the mesh axis, or None, of each dim. Entries apply to the last dims: leading
+            dims of stacked layers need none. The first pattern that matches a parameter is used.
 
     Raises:
-        AnnotationError: a pattern fits no parameter, or has more entries than a parameter has dims.
+        AnnotationError: a pattern matches no parameter, or has more entries than a parameter has dims.
 
     Example:
         >>> js.parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
@@ -65,18 +65,18 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
 
 
 def hold(x: jax.Array, *entries: Entry) -> jax.Array:
-    """Holds an activation inside the model to a split over the `tensor` axis, which else the compiler chooses.
+    """Constrains how an activation inside the model is split over the `tensor` axis; else the compiler chooses.
 
-    Between the products of a layer that is split over `tensor`, a sequence that is split too takes a part of the
-    memory, and costs no more communication: `hold(x_BTD, None, "tensor", None)`. Without axes, `hold(k_BTHK)`, it is
-    whole on each device of the axis. The batch is split over the data axes in any case, and has None here.
+    Between the products of a layer that is split over `tensor`, also splitting the sequence saves memory at no extra
+    communication: `hold(x_BTD, None, "tensor", None)`. Without axes, `hold(k_BTHK)`, the array is whole on each device
+    of the axis. The batch is always split over the data axes; its entry is None here.
 
     Args:
         x: an array that has a batch dim.
-        *entries: the mesh axis of each dim, or None; None for what is left out.
+        *entries: the mesh axis of each dim, or None; omitted entries are None.
 
     Raises:
-        CallError: an axis is not the model's to give, or a dim does not divide by its degree.
+        CallError: the model may not assign an axis, or a dim is not divisible by its degree.
 
     Example:
         >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
@@ -108,13 +108,13 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
 
 
 def to_experts(x: jax.Array) -> jax.Array:
-    """Says that inputs of experts are where their expert does: one all-to-all over `expert`, and one in backward.
+    """Moves inputs of experts to where their experts are: one all-to-all over `expert`, and one in backward.
 
     Args:
-        x: (experts, batch, ...): for every expert, the inputs that the batch has for it.
+        x: (experts, batch, ...): for every expert, its inputs from the batch.
 
     Returns:
-        x. It is split along the experts from here on, no longer along the batch.
+        x, now split along the experts instead of the batch.
 
     Example:
         >>> h_EBCD = self.experts(js.parallel.to_experts(x_EBCD))
@@ -123,13 +123,13 @@ def to_experts(x: jax.Array) -> jax.Array:
 
 
 def from_experts(x: jax.Array) -> jax.Array:
-    """The way back of `to_experts`: brings what the experts made of the inputs back to their data shards.
+    """The inverse of `to_experts`: returns the experts' outputs to their data shards.
 
     Args:
         x: (experts, batch, ...), split along the experts.
 
     Returns:
-        x. It is split along the batch from here on.
+        x, now split along the batch.
 
     Example:
         >>> y_EBCD = js.parallel.from_experts(h_EBCD)
@@ -138,15 +138,15 @@ def from_experts(x: jax.Array) -> jax.Array:
 
 
 def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
-    """Declares what some experts make of the examples of a batch, as a sum over these experts.
+    """Declares a function of the examples of a batch and of experts, whose result is a sum over these experts.
 
     The function is called with the examples of a data shard and all experts. On an `expert` axis it is called with the
-    experts of one place and the examples of all places along the axis: those are gathered, and what the places make of
-    them is summed as it is scattered. So no token is dropped, however uneven the load; backward computes forward again.
+    experts of one place and the examples of all places along the axis: the examples are gathered, and the results are
+    reduce-scattered. So no token is dropped, however uneven the load; backward recomputes forward.
 
     Args:
-        fn: takes a tree of arrays whose dim 0 are the examples, and one whose dim 0 are the experts; returns an array
-            that has a row for each example.
+        fn: takes a tree of arrays whose dim 0 is the examples, and one whose dim 0 is the experts; returns an array
+            with a row for each example.
 
     Returns:
         The function, declared.
@@ -166,7 +166,7 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
 
 
 def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
-    """An array that is split along another dim than before, over `expert`."""
+    """The array, split along a different dim over `expert`."""
     if (mesh := region_mesh()) is not None:
         return exchanged(x, EXPERT, source, target) if degree(mesh, EXPERT) > 1 else x
     has_experts = EXPERT in _compat.manual_axes()

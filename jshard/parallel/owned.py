@@ -1,10 +1,10 @@
-"""`js.owned`: what an optimizer computes of whole matrices, each device computes for the matrices it owns.
+"""`js.owned`: each device runs an optimizer's whole-matrix computations for the matrices it owns.
 
-Muon multiplies a matrix with itself, Shampoo decomposes it. Where every device holds some rows, the compiler sums each
-such product over all devices, and every device repeats what follows. Here the equations of the update are read instead:
-those of one matrix between its first and last product, equal ones of several matrices as one batch. The batch is split
-over the devices, so that an all-to-all brings every matrix whole to one device, and one brings the results back. Only
-where arrays are changes: the numbers are those of the same equations.
+Muon multiplies a matrix with itself, Shampoo decomposes it. If every device holds some rows, the compiler sums each
+such product over all devices, and every device repeats the rest. Here the equations of the update are read instead:
+those of one matrix between its first and last product, with equal ones of several matrices as one batch. The batch is
+split over the devices: one all-to-all brings every matrix whole to one device, and one brings the results back. Only
+the placement of arrays changes: the results are those of the same equations.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from jshard.plans.memories import key_texts, update_layout
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.placement import axes_of
 
-_BIG = 1024  # elements; what is smaller is no matrix
+_BIG = 1024  # elements; a smaller array is not treated as a matrix
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _PRODUCTS = frozenset("dot_general cholesky eigh eig lu qr householder_product svd triangular_solve schur".split())
 
 
 def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The transformation, with what it computes of a whole matrix done by the device that owns it.
+    """The transformation, with each whole-matrix computation done by the device that owns the matrix.
 
-    Matrices of one shape and sharding are stacked; one all-to-all brings whole matrices to their owners, as many to
-    each, and one brings the results back. State is sharded, and stored, as it is without. Where fewer matrices are
-    alike than half the devices that share one, and for what has no product of matrices, the update is as before.
+    Matrices of one shape and sharding are stacked; one all-to-all brings whole matrices to their owners, the same
+    number to each, and one brings the results back. The state's sharding and storage are unchanged. If fewer matrices
+    are alike than half the devices that share one, or an update has no matrix product, it runs as without `owned`.
     Stacked layers, `(layers, rows, columns)`, are split by layers.
 
     Args:
-        tx: any Optax transformation, such as `optax.contrib.muon(1e-3)`. `js.shard_optimizer` must be given the result,
+        tx: any Optax transformation, such as `optax.contrib.muon(1e-3)`. Pass the result to `js.shard_optimizer`,
             alone or inside `optax.chain` and the like.
 
     Returns:
         A transformation with the same state.
 
     Raises:
-        CallError: when it updates without `js.shard_optimizer`, which knows the mesh.
+        CallError: on an update without `js.shard_optimizer`, which knows the mesh.
 
     Source: owner-computed updates, as in "Muon is Scalable for LLM Training", https://arxiv.org/abs/2502.16982.
 
@@ -92,7 +92,7 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _MatrixPart:
-    """The equations of one matrix, from the first that needs it whole to the last, as a program."""
+    """The equations of one matrix as a program, from the first that needs it whole to the last."""
 
     program: Any  # a closed jaxpr
     inputs: tuple[Any, ...]  # variables of the whole program, as are the outputs
@@ -101,7 +101,7 @@ class _MatrixPart:
 
 
 class _UpdateProgram:
-    """An update as equations, and what of it is computed by owners."""
+    """An update as equations, and the parts of it that owners compute."""
 
     def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[Any], mesh: AnyMesh) -> None:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
@@ -177,7 +177,7 @@ class _UpdateProgram:
         return tuple(axis for entry in spec for axis in axes_of(entry) if self.mesh.shape[axis] > 1)
 
     def _spec(self, part: _MatrixPart) -> PartitionSpec:
-        """Of the matrix that it is about."""
+        """The spec of the part's matrix."""
         return next(self.specs[v] for v in part.inputs if v in self.specs)
 
     def _stacked(self, variable: Any) -> PartitionSpec | None:
@@ -200,7 +200,7 @@ class _UpdateProgram:
         return list(filter(enough, alike.values()))
 
     def _parts(self) -> list[_MatrixPart]:
-        """What needs whole matrices, matrix by matrix."""
+        """The parts that need whole matrices, matrix by matrix."""
         inside = self._between(self._mixing())
         groups: dict[int, int] = {}
 
@@ -219,7 +219,7 @@ class _UpdateProgram:
         return [self._part(found) for found in members.values() if any(map(self._is_product, found))]
 
     def _mixing(self) -> set[int]:
-        """Equations that make large arrays of a sharded one, or of what was made so, and not element by element."""
+        """Equations that compute large arrays from a sharded one, directly or indirectly, and not elementwise."""
         found, mixed = set(), set()
         for i, eqn in enumerate(self.jaxpr.eqns):
             large = [v for v in eqn.outvars if v.aval.size >= _BIG]
@@ -235,7 +235,7 @@ class _UpdateProgram:
         return found
 
     def _between(self, mixing: set[int]) -> set[int]:
-        """These equations, and what is on the way from one to another."""
+        """These equations, and those on a path from one to another."""
         after, before = set(mixing), set(mixing)
         for i in range(len(self.jaxpr.eqns)):
             if any(self.makers.get(v) in after for v in self._variables(i)):
@@ -246,7 +246,7 @@ class _UpdateProgram:
         return after & before
 
     def _part(self, equations: list[int]) -> _MatrixPart:
-        """A program of some equations; what it needs of constants is made in it again."""
+        """A program of some equations; the constants that it needs are computed in it again."""
         constant: dict[int, None] = {}  # in order
         mine = set(equations)
 

@@ -1,1 +1,1 @@
-"""What is decided before anything runs: meshes, policies, placements, units, and the plan made of them."""
+"""Decisions made before anything runs: meshes, policies, placements, units, and the plan made from them."""

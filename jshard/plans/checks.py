@@ -1,4 +1,4 @@
-"""What an annotation may say, and what every device would hold whole: errors and warnings that name what is wrong."""
+"""Checks of annotations, and of what every device would hold whole: errors and warnings that name the cause."""
 
 import dataclasses
 import fnmatch

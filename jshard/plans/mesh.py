@@ -57,23 +57,23 @@ def mesh(
     devices: Sequence[jax.Device] | int | None = None,  # pyright: ignore[reportInvalidTypeForm]
     **unknown: int,
 ) -> AnyMesh:
-    """Lays the devices out over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
+    """Arranges the devices over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
 
-    The batch is split over all but `context`, which splits its sequences, and `tensor`. `expert` and `tensor` split the
-    parameters that the model's own annotations say; parameters are sharded over `fsdp`, and over `expert` (if they have
-    no experts there) and `context` with it, and repeated over the others. The innermost axes are on the devices with
-    the fastest links: devices are ordered by slice, process and id (on TPU by their place in the torus), so that
+    The batch is split over all axes except `context`, which splits its sequences, and `tensor`. `expert` and `tensor`
+    split the parameters that the model's own annotations name; parameters are sharded over `fsdp`, together with
+    `expert` (if they have no experts there) and `context`, and replicated over the others. The innermost axes use the
+    fastest links: devices are ordered by slice, process and id (on TPU by their position in the torus), so that
     neighbours share a host.
 
     Args:
-        replica: degree of the replica axis; -1 takes the devices that the other axes leave.
-        fsdp: degree of the sharding axis; -1 (the default): what is left.
-        expert: degree of the axis that experts are on; -1: what is left. Of degree 1 the mesh has no such axis.
-        context: degree of the axis that sequences are split over; -1: what is left. Of degree 1 the mesh has no such
-            axis.
-        tensor: degree of the tensor axis; -1: what is left.
-        devices: the devices to use, all of them by default. An int asks for a mesh of that many devices
-            that need not exist: good for `js.plan` and `js.explain`, not for arrays.
+        replica: degree of the replica axis; -1 uses the remaining devices.
+        fsdp: degree of the sharding axis; -1 (the default): the remaining devices.
+        expert: degree of the expert axis; -1: the remaining devices. With degree 1 the mesh has no such axis.
+        context: degree of the axis that splits sequences; -1: the remaining devices. With degree 1 the mesh has no
+            such axis.
+        tensor: degree of the tensor axis; -1: the remaining devices.
+        devices: the devices to use, all of them by default. An int creates a mesh of that many devices
+            that need not exist: for `js.plan` and `js.explain`, not for arrays.
         **unknown: refused: there are no other axes.
 
     Returns:
@@ -105,7 +105,7 @@ def mesh(
 
 
 def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """TPUs by their places in the torus of their slice; the outermost axes go over the slices, which share no torus."""
+    """TPUs by position in the torus of their slice; the outermost axes span the slices, which share no torus."""
     slices = left = len({getattr(d, "slice_index", 0) for d in devices})
     over = []
     for size in sizes:
@@ -125,7 +125,7 @@ def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
-    """The degrees in axis order, with -1 replaced by what is left."""
+    """The degrees in axis order, with -1 replaced by the remaining devices."""
     named = {k: v for k, v in asked.items() if k not in _ON_DEMAND or type(v) is not int or v != 1}
     bad = [k for k, v in asked.items() if type(v) is not int or (v < 1 and v != -1)]
     open_axes = [k for k, v in asked.items() if v == -1]
@@ -153,7 +153,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: A
 
 
 def nearest_degrees(asked: Mapping[str, Any], count: int) -> dict[str, int]:
-    """Degrees that so many devices have, like those that were asked for: one axis takes the rest."""
+    """Degrees for so many devices, close to the requested ones: one axis takes the rest."""
     degrees = {axis: n for axis, n in asked.items() if axis in AXES and type(n) is int and (n > 0 or n == -1)}
     rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
     found, left = {rest: -1}, max(count, 1)
@@ -165,7 +165,7 @@ def nearest_degrees(asked: Mapping[str, Any], count: int) -> dict[str, int]:
 
 
 def _nearest_call(asked: Mapping[str, Any], count: int, devices: Any) -> str:
-    """The call of `mesh` that is nearest to what was asked for, and works on the devices that were given."""
+    """The call of `mesh` nearest to the requested one that works on the given devices."""
     words = [f"{axis}={n}" for axis, n in nearest_degrees(asked, count).items()]
     if devices is not None and count > 0:
         words.append(f"devices={devices if isinstance(devices, int) else f'jax.devices()[:{count}]'}")
@@ -173,7 +173,7 @@ def _nearest_call(asked: Mapping[str, Any], count: int, devices: Any) -> str:
 
 
 def _other_devices(wanted: int, count: int, devices: Any) -> str:
-    """What else helps where there are more devices than wanted, or fewer and they are of a CPU."""
+    """A further hint if there are more devices than wanted, or fewer and they are CPU devices."""
     if devices is None and wanted < count:
         return f"  # or devices=jax.devices()[:{wanted}]"
     if devices is None and jax.default_backend() == "cpu":
@@ -184,7 +184,7 @@ def _other_devices(wanted: int, count: int, devices: Any) -> str:
 
 
 def check_mesh(value: Any) -> AnyMesh:
-    """The mesh that an annotation was given, its axes Auto, or a MeshError if jshard cannot shard over it."""
+    """An annotation's mesh with Auto axes, or a MeshError if jshard cannot shard over it."""
     what, where, do = "", f"mesh={value!r}", "mesh = js.mesh(fsdp=-1)"
     if not isinstance(value, (Mesh, AbstractMesh)):
         what, why = "This is not a mesh.", f"a jax.sharding.Mesh is needed, not {type(value).__name__}."
@@ -203,7 +203,7 @@ def check_mesh(value: Any) -> AnyMesh:
 
 
 def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
-    """The mesh, its Explicit axes as Auto ones: the model's code need not carry shardings."""
+    """The mesh with Explicit axes made Auto, so that the model's code need not specify shardings."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if mesh.axis_types == types:
         return mesh
@@ -220,18 +220,18 @@ def degree(mesh: AnyMesh, axis: str) -> int:
 def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The axes over which the batch is split, outermost first.
 
-    Those of degree 1 split nothing, and a reduction over one would stay in the program; `fsdp` is always there.
+    Axes of degree 1 are omitted, as a reduction over one would stay in the program; `fsdp` is always included.
     """
     return tuple(a for a in DATA_AXES if a == FSDP or degree(mesh, a) > 1)
 
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The data axes over which nothing but the batch, and what is stored, is split: those without `expert`."""
+    """The data axes that split only the batch and stored arrays: all except `expert`."""
     return tuple(a for a in data_axes(mesh) if a != EXPERT)
 
 
 def inner_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes of the mesh over which a data shard's program is run once more on a part."""
+    """The axes of the mesh over which a data shard's program is split further."""
     return tuple(a for a in INNER_AXES if degree(mesh, a) > 1)
 
 
@@ -241,34 +241,34 @@ def region_axes(mesh: AnyMesh) -> tuple[str, ...]:
 
 
 def region_degree(mesh: AnyMesh) -> int:
-    """Over how many devices a region splits its work."""
+    """The number of devices over which a region splits its work."""
     return data_degree(mesh) * degree(mesh, CONTEXT)
 
 
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
-    """The axes that a region is manual over: its own, and others of degree 1, as it then compiles best."""
+    """The axes over which a region is manual: its own, and others of degree 1, which compiles best."""
     return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in REGION_AXES or size == 1)
 
 
 def data_degree(mesh: AnyMesh) -> int:
-    """How many shards the batch is split into."""
+    """The number of shards of the batch."""
     return data_shards(dict(mesh.shape))
 
 
 def data_shards(degrees: Mapping[str, int]) -> int:
-    """How many shards a mesh of these degrees splits the batch into."""
+    """The number of batch shards on a mesh of these degrees."""
     return math.prod(degrees.get(axis, 1) for axis in DATA_AXES)
 
 
 def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
-    """How an array whose leading dim is the batch is placed; by its shape, its dim 1 over `context` if that divides."""
+    """The sharding of an array whose leading dim is the batch; given a shape, dim 1 is over `context` if it divides."""
     over = degree(mesh, CONTEXT)
     sequence = (CONTEXT,) if over > 1 and len(shape) > 1 and shape[1] % over == 0 else ()
     return NamedSharding(mesh, PartitionSpec(data_axes(mesh), *sequence))
 
 
 def hosts_along(mesh: AnyMesh, axis: str) -> int:
-    """Into how many groups of neighbours with fast links an axis is cut; 1 where that is not known, and on TPUs."""
+    """The number of groups of neighbours with fast links along an axis; 1 if unknown, and on TPUs."""
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "tpu":
         return 1
     host = lambda device: device.process_index
@@ -279,7 +279,7 @@ def hosts_along(mesh: AnyMesh, axis: str) -> int:
 
 
 def num_processes(mesh: Mesh) -> int:
-    """How many processes hold devices of the mesh."""
+    """The number of processes with devices of the mesh."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
@@ -293,12 +293,12 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
     Args:
         batch: pytree of host arrays whose leading dim is the batch. With several processes each passes its
-            own rows, in the order of the processes; those that share rows pass the same, with whole sequences.
+            own rows, in process order; processes that share rows pass the same ones, with whole sequences.
         mesh: the mesh of the model.
 
     Returns:
-        The same pytree of global arrays, sharded over the data axes on the leading dim; on a mesh with `context`, over
-        that on dim 1, where it divides.
+        The same pytree with global arrays, sharded over the data axes on the leading dim; on a mesh with `context`,
+        also over that on dim 1 where it divides.
 
     Raises:
         CallError: a leading dim is not divisible by the number of data shards, or no sequence is by `context`.
@@ -338,9 +338,9 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _batch_layout(mesh: Mesh) -> tuple[int, int, bool]:
-    """How many data shards there are, how many times those of this process, and whether it is the only one.
+    """The number of data shards, its ratio to those of this process, and whether this is the only process.
 
-    Kept: a run asks before every step.
+    Cached: a run calls it before every step.
     """
     shards = data_degree(mesh)
     here = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()

@@ -1,4 +1,4 @@
-"""Parameters whose stored array is padded: rows of zeros at the end of the sharded dim, so that it divides.
+"""Parameters whose stored array is padded with rows of zeros at the end of the sharded dim, so that it divides.
 
 JAX has no array that is sharded unevenly. Such a variable holds the padded array, and all that reads or writes the
 variable sees the logical one. As the padding is in the class, it survives everything that nnx does to a variable.

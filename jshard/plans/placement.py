@@ -1,6 +1,6 @@
 """Which dim of a parameter is sharded, and what its copies cost. Knows shapes only, no model and no device.
 
-Last come the settings and functions from before: they work for one more release, with a warning that has the new line.
+At the end are deprecated settings and functions: they work for one more release, with a warning that has the new line.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ OPTIMIZER, PARAMS = get_args(Offload)
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How one parameter is stored, gathered and reduced; the same value for equal layers."""
+    """How one parameter is stored, gathered and reduced; equal layers have equal values."""
 
     shape: tuple[int, ...]  # logical
     dtype: str  # stored
@@ -38,13 +38,13 @@ class Placement:
     layers: int = 1  # stacked in the leading dims; a scan gathers them one at a time
     padding: int = 0  # rows of zeros at the end of `dim` in the stored array, without which it would not divide
     offload: Offload | None = None  # what of it is in host memory: `OPTIMIZER`, its state; `PARAMS`, the parameter too
-    gathered: bool = True  # by its unit; False: what uses it works on the shards
+    gathered: bool = True  # by its unit; False: its uses work on the shards
     gather_wire: str = ""  # the dtype in which it is sent when it is gathered, with scales; empty: `gathered_dtype`
-    reduce_wire: str = ""  # in which parts of its gradient are sent to be summed on arrival; empty: `reduce_dtype`
-    hosts: int = 1  # along `fsdp`, for that: it is summed within each of them, then between them
+    reduce_wire: str = ""  # dtype in which parts of its gradient are sent, summed on arrival; empty: `reduce_dtype`
+    hosts: int = 1  # along `fsdp`, for `reduce_wire`: the gradient is summed within each host, then between them
 
     def exchanges(self, degree: int) -> tuple[tuple[int, int], ...]:
-        """Those of its gradient over `fsdp`, of that degree: the devices of a group, and how far apart they are."""
+        """The exchanges of its gradient over `fsdp`, of that degree: the devices of a group, and their distance."""
         each = degree // self.hosts
         return tuple((size, apart) for size, apart in ((each, 1), (self.hosts, each)) if size > 1)
 
@@ -55,12 +55,12 @@ class Placement:
 
     @property
     def scales_bytes(self) -> int:
-        """Bytes of the scales of all layers, gathered; 0 where it is sent without."""
+        """Bytes of the scales of all layers, gathered; 0 if it is sent without scales."""
         return 4 * self.layers * self.stored_shape[self.dim] if self.gather_wire and self.dim is not None else 0
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it is sharded and gathered over: `fsdp`, and `expert` unless it has experts along that."""
+        """The mesh axes of its sharding and gathers: `fsdp`, and `expert` unless it has experts along that axis."""
         return () if self.dim is None else axes_of(self.spec[self.dim])
 
     @property
@@ -97,7 +97,7 @@ class Placement:
 
     @property
     def dim_from_end(self) -> int | None:
-        """The sharded dim counted from the end: right also when a scan took leading dims away."""
+        """The sharded dim counted from the end: also correct after a scan has removed leading dims."""
         return None if self.dim is None else self.dim - len(self.shape)
 
     @property
@@ -107,7 +107,7 @@ class Placement:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """As `jax.sharding` has it."""
+        """The spec as a `jax.sharding.PartitionSpec`."""
         return PartitionSpec(*self.spec)
 
 
@@ -117,33 +117,33 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 
 def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
-    """A spec that says only what is on some axes, for a region that is manual over them."""
+    """A spec restricted to some axes, for a region that is manual over them."""
     return PartitionSpec(*[tuple(n for n in axes_of(entry) if n in axes) or None for entry in entries])
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlacement:
-    """Where the parameters of a unit are: what `js.fully_shard` takes as `placement`.
+    """Where the parameters of a unit are placed: the `placement` of `js.fully_shard`.
 
     Args:
         shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
-            that returns a number, or None to choose as usual.
-        stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
+            that returns a number, or None for the default choice.
+        stacked: the number of leading dims that index layers, if `nnx.vmap` or `nnx.scan` stacked them.
         ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
-            held against the path from the module and from the unit.
-        allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
-            whatever their size and without a warning; and of large arrays that are no parameters.
+            matched against the path from the module and from the unit.
+        allow_replicated: path patterns of parameters that are replicated rather than padded if no dim divides,
+            whatever their size and without a warning; and of large arrays that are not parameters.
         min_size: parameters with fewer elements stay replicated.
-        offload: what is in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for the parameters.
-            `"params"`: the parameters and their gradients, too: each is brought to the device before it is gathered.
+        offload: what is in host memory. `"optimizer"`: the state that `js.shard_optimizer` creates for the parameters.
+            `"params"`: also the parameters and their gradients: each is copied to the device before it is gathered.
             Parameters below `min_size` stay on the device.
-        gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
+        gathered: False: parameters, gradients and optimizer state are sharded as in any unit, but never gathered. The
             unit's call runs as written, in global view, where each parameter is one logical array: for tables of
-            which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen
-            model that is so by itself, as what is around it runs in global view, too. What it communicates is the
-            model's own; of the settings of `js.fully_shard` it takes this one, with `offload` at most `"optimizer"`.
-        axis_rules: mesh axes for names that the model's own annotations give to dims of parameters: an axis, a tuple
-            of axes, or None for one that splits nothing. `fsdp` needs no rule: which dim it takes is decided here.
+            which a step reads little. Call it outside the root's call, and pass its result in; a Linen model needs no
+            change for this, as the code around it runs in global view, too. Its communication is the model's own; of
+            the settings of `js.fully_shard` it takes only this one, with `offload` at most `"optimizer"`.
+        axis_rules: mesh axes for the dim names in the model's own annotations: an axis, a tuple of axes, or None for
+            a name that splits nothing. `fsdp` needs no rule: the dim that it shards is decided here.
 
     Example:
         >>> placement = js.ShardPlacement(shard_dim=0, offload="optimizer")
@@ -200,9 +200,9 @@ def place(
 ) -> Placement:
     """Places one parameter of a logical shape, at a path from its unit.
 
-    `given` are the mesh axes that the model itself asked for, one entry a dim. A dim that does not divide is stored
-    padded if `pads`, else the parameter is replicated, as if the annotation leaves it out (`ignored`). `hosts` is how
-    many groups of neighbours `fsdp` is cut into.
+    `given` are the mesh axes requested by the model itself, one entry per dim. A dim that does not divide is stored
+    padded if `pads`, else the parameter is replicated, as if the annotation excluded it (`ignored`). `hosts` is the
+    number of groups of neighbours along `fsdp`.
     """
     named, rules = given, dict(asked.axis_rules)
     given = tuple(_kept(_ruled(entry, rules), degrees) for entry in given)
@@ -252,9 +252,9 @@ def _ruled(entry: Entry, rules: Mapping[str, Entry]) -> Entry:
 
 
 def _kept(entry: Entry, degrees: Mapping[str, int]) -> Entry:
-    """What a model's own annotation says for a dim, without axes that split nothing here.
+    """A model's own annotation for a dim, without axes that split nothing here.
 
-    And without `fsdp`, which public models name: which dim it takes is decided here.
+    `fsdp`, which public models name, is also removed: the dim that it shards is decided here.
     """
     left = tuple(n for n in axes_of(entry) if degrees.get(n, 1) != 1 and n != FSDP)
     return entry if left == axes_of(entry) else left or None
@@ -270,7 +270,7 @@ def _check_given(
 ) -> None:
     """Raises for a model's own annotation whose split would be lost, or does not divide."""
     others = [a for a in (TENSOR, EXPERT) if degrees.get(a, 1) > 1]
-    if unknown and others:  # which of them it means is not known; with none, there is nothing to split it over
+    if unknown and others:  # it is unknown which one is meant; with none, there is nothing to split it over
         raise AnnotationError(
             "The model's own sharding of a parameter cannot be kept.",
             where=f"{path}  out_sharding={named}",
@@ -312,7 +312,7 @@ PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their o
 def _choose(
     path: str, shape: tuple[int, ...], dtype: Any, free: list[int], degree: int, asked: ShardPlacement, pads: bool
 ) -> tuple[int | None, str]:
-    """The dim to shard, of those that are free; or None, and why."""
+    """The dim to shard, among the free ones; or None, and the reason."""
     chosen = asked.shard_dim(path, shape) if callable(asked.shard_dim) else asked.shard_dim
     if chosen is not None and (callable(asked.shard_dim) or -len(shape) <= chosen < len(shape)):
         return _asked_dim(path, shape, chosen, free, degree, pads), ""
@@ -331,7 +331,7 @@ def _choose(
 
 
 def _padded_dim(shape: tuple[int, ...], free: list[int], degree: int) -> int | None:
-    """The dim that is padded the least; None if shards would be mostly padding."""
+    """The dim that needs the least padding; None if shards would be mostly padding."""
     found = min((d for d in free if shape[d]), key=lambda d: (-shape[d] % degree / shape[d], d), default=None)
     return None if found is None or shape[found] < degree else found
 
@@ -370,7 +370,7 @@ GONE = {
 def placement_of(
     placement: ShardPlacement, old: Mapping[str, Any], line: str = "js.fully_shard(..., placement={})"
 ) -> ShardPlacement:
-    """A placement with the fields that were given beside it; `line` is how it is written."""
+    """A placement with the fields given beside it; `line` is how to write it."""
     if unknown := [name for name in old if name not in (*_FIELDS, *GONE)]:
         raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
     if gone := [name for name in old if name in GONE]:
@@ -391,7 +391,7 @@ _RESHARD |= {"zero2": False, "hsdp_zero2": False, "hpz": 8}
 
 
 def reshard_of(strategy: Any) -> bool | int:
-    """What a strategy, by name or as a value, says of `reshard_after_forward` for each layer."""
+    """The `reshard_after_forward` of each layer for a strategy, given by name or as a value."""
     if strategy not in _RESHARD and not hasattr(strategy, "reshard_after_forward"):
         raise AnnotationError(
             "The strategy is not known.",
@@ -407,12 +407,12 @@ def reshard_of(strategy: Any) -> bool | int:
 
 
 def batch_mean(x: T) -> T:
-    """Returns `x`: the model sees the whole batch, so its mean is that of all."""
+    """Returns `x`: the model sees the whole batch, so its mean is already global."""
     return _as_it_is("batch_mean", x)
 
 
 def per_shard(x: T) -> T:
-    """Returns `x`: the model sees the whole batch, and no data shard."""
+    """Returns `x`: the model sees the whole batch, not a data shard."""
     return _as_it_is("per_shard", x)
 
 

@@ -1,4 +1,4 @@
-"""The plan: where every parameter is stored and which unit gathers it, made by one pure function; `js.plan`."""
+"""The plan: where every parameter is stored and which unit gathers it, from one pure function; `js.plan`."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ class Leaf:
 
     shape: tuple[int, ...]  # logical
     dtype: str
-    spec: tuple[Entry, ...] = ()  # the mesh axes that the model itself names, one entry a dim
+    spec: tuple[Entry, ...] = ()  # the mesh axes named by the model itself, one entry per dim
     aliases: tuple[Path, ...] = ()  # of a tied one
     around: tuple[tuple[Path, ...], ...] = ()  # the units around each of its uses, outermost first
     stack: Path = ()  # path of the layers of a loop that it is stacked with
@@ -50,19 +50,19 @@ class LeafPlan:
     unit: str  # name of the unit that gathers it
     placement: Placement
     aliases: tuple[str, ...] = ()  # other paths of it, if it is tied
-    trained: bool = True  # whether it has a gradient; a frozen one is gathered, and nothing more
+    trained: bool = True  # whether it has a gradient; a frozen one is only gathered
     stack: str = ""  # path of the layers of a loop that it is stacked with, where no unit is inside the loop
     keys: tuple[Path, ...] = ()  # the path and the aliases as keys
-    owner: Path | None = ()  # path of the module that gathers it; None in the plan of a unit inside of that
+    owner: Path | None = ()  # path of the module that gathers it; None in the plan of a unit inside it
 
     @property
     def role(self) -> str:
-        """Who gathers it, seen from the unit whose plan this is: `own`, `nested` or `outer`."""
+        """Which unit gathers it, relative to the unit of this plan: `own`, `nested` or `outer`."""
         return role(self.owner)
 
     @property
     def by_layer(self) -> bool:
-        """Whether the root gathers it in a loop, each layer when it is due: forward, and backward again."""
+        """Whether the root gathers it in a loop, each layer when it is used: in forward, and again in backward."""
         return bool(self.stack) and self.owner == () and self.placement.layers > 1
 
 
@@ -75,13 +75,13 @@ class UnitPlan:
     reshard_after_forward: bool | int  # gathered again before backward; or kept, in that many pieces
     remat: str
     mixed_precision: str  # the dtypes asked for
-    prefetch: str = "1"  # so many units ahead, within so many bytes, or as the compiler likes
+    prefetch: str = "1"  # so many units ahead, within so many bytes, or as the compiler chooses
     gathered: bool = True  # False: its parameters are sharded, and never gathered
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """Where every parameter is stored: pure data, made from the model's shapes, good for any size of model.
+    """Where every parameter is stored: pure data, made from the model's shapes, for models of any size.
 
     Args:
         mesh: degree of every mesh axis, outermost first.
@@ -118,17 +118,17 @@ class ShardPlan:
 
     @property
     def num_frozen(self) -> int:
-        """How many of them are not trained."""
+        """Elements of parameters that are not trained."""
         return sum(leaf.placement.size for leaf in self.leaves if not leaf.trained)
 
     @property
     def logical_bytes(self) -> int:
-        """Bytes of all parameters as stored, over all devices, each counted once."""
+        """Bytes of all parameters in their stored dtypes, each counted once."""
         return sum(leaf.placement.logical_bytes for leaf in self.leaves)
 
     @functools.cached_property
     def gathered_part(self) -> "ShardPlan":
-        """The same without the parameters that are never gathered; the plan itself if none is ever gathered."""
+        """The plan without parameters that are never gathered; the plan itself if none is ever gathered."""
         leaves = tuple(leaf for leaf in self.leaves if leaf.placement.gathered)
         return dataclasses.replace(self, leaves=leaves) if leaves else self
 
@@ -148,22 +148,22 @@ class ShardPlan:
         return found
 
     def how_stacked(self, path: str, unit: str) -> str:
-        """How a unit gathers layers of a loop that has no unit inside, in words."""
+        """How a unit gathers layers of a loop that has no unit inside, as text."""
         by_layer = all(leaf.by_layer for leaf in self.leaves if (leaf.stack, leaf.unit) == (path, unit))
         return f"by {unit}, " + ("each layer when it is due" if by_layer else "all layers at once")
 
     @property
     def replicated(self) -> tuple[LeafPlan, ...]:
-        """Parameters that every device of the `fsdp` axis holds whole."""
+        """Parameters that are whole on every device of the `fsdp` axis."""
         return tuple(leaf for leaf in self.leaves if leaf.placement.dim is None)
 
     def seen_from(self, path: Path, units: Mapping[Path, Unit]) -> "ShardPlan":
-        """The plan of the unit at a path, whose parameters are named from there; `units` are the records of all."""
+        """The plan of the unit at a path, with parameter paths relative to it; `units` are the records of all."""
         within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
         names, leaves = _names(within), []
         for leaf in self.leaves:
             keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
-            if keys and (owner or ()) in names:  # else its unit was taken out of the model
+            if keys and (owner or ()) in names:  # else its unit was removed from the model
                 unit, (text, *aliases) = names[owner or ()], map(dotted, keys)
                 seen = {"path": text, "unit": unit, "aliases": tuple(aliases), "keys": keys, "owner": owner}
                 leaves.append(dataclasses.replace(leaf, **seen))
@@ -189,7 +189,7 @@ class ShardPlan:
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
     """Places every parameter, and finds the unit that gathers it: the innermost one around all of its uses.
 
-    The records of the units are by path, the root, `()`, first. All parameters that cannot be placed are in one error.
+    The records of the units are by path, the root, `()`, first. One error lists all parameters that cannot be placed.
     """
     names = _names(units)
     found, errors, shared = [], [], []
@@ -220,7 +220,7 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
 
 
 def resharded(unit: Unit, *, is_root: bool) -> bool | int:
-    """What `reshard_after_forward=None` means: True, but False for the root, whose copy backward needs at once."""
+    """The meaning of `reshard_after_forward=None`: True, but False for the root, whose copy backward needs at once."""
     asked = unit.policy.reshard_after_forward
     return (not is_root) if asked is None else asked
 
@@ -236,7 +236,7 @@ def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
-    """The placement that a parameter's owner gives it; patterns are held against its path from there and the root."""
+    """The placement given by a parameter's owner; patterns are matched against its path from the owner and the root."""
     unit, path, from_unit = units[owner], keys[0], _inside(owner, keys)[0]
     asked, from_root = unit.placement, units[()].placement.allow_replicated
     leave_out = nnx.filterlib.to_predicate(asked.ignored)
@@ -266,7 +266,7 @@ def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
 
 
 def _rows(units: Mapping[Path, Unit]) -> tuple[UnitPlan, ...]:
-    """The units of a plan; of those that were given in a list the first stands for all."""
+    """The units of a plan; units given in one list are represented by the first."""
     first = {name: path for path, name in reversed(_names(units).items())}
     return tuple(_row(path, name, units[path]) for name, path in reversed(first.items()))
 
@@ -295,8 +295,8 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     """Where every parameter of an annotated model is; the model may be concrete or abstract.
 
     Args:
-        model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. Of a
-            Linen module, the plan is that of the parameters that `init` or `apply` saw last.
+        model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. For a
+            Linen module, the plan is that of the parameters last seen by `init` or `apply`.
         wrt: the parameters that are trained, as `js.value_and_grad` takes them; the others are frozen.
 
     Raises:
@@ -307,7 +307,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         >>> js.plan(model).num_parameters
         8704
     """
-    of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters are outside of it
+    of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters are stored outside it
     if of_its_own is not None:
         return of_its_own(wrt)
     root = record_of(model)

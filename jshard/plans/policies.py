@@ -32,21 +32,21 @@ class MixedPrecision:
 
     Args:
         param: dtype of the gathered copy, and so of the all-gather; None keeps the stored dtype.
-        reduce: dtype of the gradient's reduce-scatter and all-reduce; None takes the dtype of `param`.
+        reduce: dtype of the gradient's reduce-scatter and all-reduce; None uses the dtype of `param`.
         output: dtype to which the unit's floating outputs are cast; None leaves them.
         cast_inputs: cast the unit's floating inputs to `param` before the call.
         keep: path patterns of parameters that are gathered, and so computed with, in their stored dtype, such as
-            `("norm/*", "router/*")`; held against the end of the path from the unit.
-        gather: a dtype of 8 bits, "float8_e4m3fn" or "float8_e5m2", in which matrices are sent when they are gathered:
-            each row of the dim that is sharded is divided by a scale, largest value over largest of the dtype, that is
-            sent along in float32. The copy that computes has the dtype of `param`. Gradients pass it as if it were not
-            there. Vectors, what `keep` names and what is not sharded are not rounded.
+            `("norm/*", "router/*")`; matched against the end of the path from the unit.
+        gather: an 8-bit dtype, "float8_e4m3fn" or "float8_e5m2", in which matrices are sent when they are gathered:
+            each row of the sharded dim is divided by a scale (its largest value over the dtype's largest), which is
+            sent along in float32. The copy used for computation has the dtype of `param`. Gradients ignore the
+            rounding. Vectors, parameters in `keep` and those that are not sharded are not rounded.
         wire: a narrower dtype than that of `reduce`, such as "bfloat16", in which the parts of gradients are sent: by
             an all-to-all, summed on arrival in the dtype of `reduce`. Each part is rounded once. The sum over replicas,
-            of the shards alone, is as without it.
+            which involves only the shards, is unchanged.
 
     Raises:
-        AnnotationError: a dtype is not of the kind that its place needs.
+        AnnotationError: a dtype is not of the kind that its field needs.
 
     Example:
         >>> half = js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn", wire="bfloat16")
@@ -77,7 +77,7 @@ class MixedPrecision:
             )
 
     def _dtype(self, field: str, value: Any) -> str:
-        """The name of a dtype that a field takes."""
+        """The name of a dtype that is valid for a field."""
         try:
             dtype = jnp.dtype(value)
         except TypeError:
@@ -151,7 +151,7 @@ class UnitPolicy:
     fallback: Fallback = "warn"
 
     def changed(self, mesh: AnyMesh, **settings: Any) -> "UnitPolicy":
-        """The policy with other settings, each as `js.fully_shard` takes it, and checked."""
+        """The policy with other settings, each in the form of `js.fully_shard`, and checked."""
         if "prefetch" in settings:
             settings["prefetch"] = Prefetch.parse(settings["prefetch"])
         if "mixed_precision" in settings:
@@ -175,7 +175,7 @@ class UnitPolicy:
 
 
 def check_setting(good: bool, where: str, wanted: str, do: str) -> None:
-    """Raises unless a setting, given as `where`, is good; `wanted` is what it may be, and `do` a line that is right."""
+    """Raises unless a setting, given as `where`, is valid; `wanted` is what it may be, and `do` a correct line."""
     if not good:
         raise AnnotationError("The value of a setting is not allowed.", where=where, why=f"it is {wanted}.", do=do)
 
@@ -191,7 +191,7 @@ def _check_reshard(value: bool | int | None, size: int) -> None:
     )
 
 
-# Remat policies by name: what of a unit's forward is kept for backward, and what is computed again.
+# Remat policies by name: which values of a unit's forward are kept for backward, and which are recomputed.
 
 _QKV = "query_proj", "key_proj", "value_proj", "qkv_proj"
 _PROJECTIONS = (*_QKV, "out_proj")
@@ -250,7 +250,7 @@ def check_remat(remat: Remat) -> None:
 
 
 def kept_names(remat: Remat) -> tuple[str, ...]:
-    """The names that a policy keeps; empty for one that does not go by names."""
+    """The names that a policy keeps; empty for a policy that does not use names."""
     if not isinstance(remat, str):
         return ()
     head, _, rest = remat.partition(":")
@@ -293,7 +293,7 @@ def _inner(remat: Remat) -> Callable[..., Any]:
 
 
 def _with_context(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy that keeps the results of cuDNN's attention, too, so that backward does not run it again."""
+    """A policy that also keeps the results of cuDNN's attention, so that backward does not run it again."""
     return lambda prim, *args, **params: prim.name == ATTENTION or policy(prim, *args, **params)
 
 
@@ -304,12 +304,12 @@ _DOTS_OFFLOADED = jax_policies.offload_dot_with_no_batch_dims("device", "pinned_
 
 
 def _products_offloaded(prim: Any, *args: Any, **params: Any) -> Any:
-    """Results of matrix products go to host memory; those of our kernels are known by their name."""
+    """Offloads results of matrix products to host memory; those of our kernels are recognised by name."""
     return (_PRODUCTS_BY_NAME if prim.name == "name" else _DOTS_OFFLOADED)(prim, *args, **params)
 
 
 def _by_name(inner: Callable[..., Any], prim: Any, args: tuple, params: dict[str, Any]) -> bool:
-    """Whether a policy treats a named value by its name: one that keeps any would keep gathered parameters, too."""
+    """Whether a policy uses a value's name: one that keeps any value would keep gathered parameters, too."""
     if prim.name != "name":
         return False
     return inner(prim, *args, **params) != inner(prim, *args, **params | {"name": "a name that nothing has"})

@@ -1,4 +1,4 @@
-"""A Linen model as an nnx model: plans, steps, evaluations, optimizers and checkpoints are one code for both."""
+"""A Linen model as an nnx model: plans, steps, evaluations, optimizers and checkpoints share one code."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""Model files: what `jshard train` is given.
+"""Model files: the input of `jshard train`.
 
-A *model file* is an ordinary Python file. Three names in it are needed:
+A *model file* is an ordinary Python file. It must define three names:
 
     RECIPES                    dict: recipe name -> function returning a `Recipe`; first = default
     build(config, rngs)        the Flax model for `recipe.model`
-    annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; of a Linen module it returns the copy
+    annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; for Linen it returns the copy
 
-and six are optional:
+and may define six more:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar; or (loss, metrics), a dict of scalars;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
     data(recipe)               a `jshard.data.Data` instead of text
-    flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
-    hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
-    hf_config(config)          what its config.json says of such a model, for `jshard ckpt export`
+    flops(recipe)              floating-point operations of a step, and their formula as text, for the MFU
+    hf_names(config)           the Hugging Face name of each parameter, for --init-from and `jshard ckpt`
+    hf_config(config)          the contents of its config.json for such a model, for `jshard ckpt export`
     wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
                                their paths, such as "*/lora_*"; all by default
 
-`batch` is what the data gives, stacked; of text a dict of two int32 arrays of shape (batch_size, sequence_length):
+`batch` has the samples, stacked; for text it is a dict of two int32 arrays of shape (batch_size, sequence_length):
 "inputs", and "targets", the same text one token later. `jshard init gpt my_gpt.py` copies an example.
 """
 
@@ -60,7 +60,7 @@ _OPTIONAL = ("loss_fn", "data", "flops", "hf_names", "hf_config")
 
 
 class ModelFileError(ShardingError):
-    """The model file or the recipe asked for cannot be used."""
+    """The model file or the requested recipe cannot be used."""
 
 
 def next_token_loss(model: Any, batch: Batch) -> jax.Array:
@@ -70,7 +70,7 @@ def next_token_loss(model: Any, batch: Batch) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
-# What a line of the record has beside the loss: no name for a metric.
+# Other entries in a line of the record: not allowed as names of metrics.
 _TAKEN = frozenset(
     "step loss grad_norm param_norm learning_rate loss_scale skipped_steps step_s last_step_s tokens_per_s"
     " samples_per_s tokens_seen samples_seen elapsed_s mfu peak_bytes used_bytes host_bytes time".split()
@@ -78,7 +78,7 @@ _TAKEN = frozenset(
 
 
 def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]:
-    """A loss function that always returns the loss and its metrics, which are none where it returns the loss alone."""
+    """A loss function that always returns the loss and its metrics, an empty dict if it returns the loss alone."""
 
     @functools.wraps(loss_fn)
     def run(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -108,7 +108,7 @@ def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
 
 
 def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
-    """Checks that a batch has what the loss of a model file without `loss_fn` reads."""
+    """Checks that a batch has the entries read by the default loss."""
     missing = [key for key in ("inputs", "targets") if key not in batch]
     if missing:
         raise ModelFileError(
@@ -125,7 +125,7 @@ def dense_flops(*, num_parameters: int, num_tokens: int, num_frozen: int = 0) ->
 
     Each parameter costs a multiplication and an addition per token, once forward and twice backward (Kaplan et al.
     2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B); a frozen one once backward. Attention over long
-    sequences comes on top, and recomputation does not count. Tied parameters count once.
+    sequences is extra, and recomputation is not counted. Tied parameters count once.
     """
     if not num_frozen:
         return 6.0 * num_parameters * num_tokens, f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
@@ -139,17 +139,17 @@ class ModelFile:
     """The names of a model file; see the module's docstring.
 
     Attributes:
-        path: where it is.
+        path: its path.
         recipes: `RECIPES`.
-        build: makes the model of a config.
-        annotate: says what is sharded; of a Linen module it returns the annotated copy.
+        build: creates the model of a config.
+        annotate: annotates the model; for a Linen module it returns the annotated copy.
         loss_fn: the mean loss over the global batch, or that and a dict of metrics.
-        data: makes the data of a recipe; None for text.
+        data: creates the data of a recipe; None for text.
         flops: of a step, with their formula; None for those of a dense transformer.
-        hf_names: what Hugging Face calls each parameter; None where nobody said.
-        hf_config: what its config.json says; None where nobody said.
-        wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
-        units: settings of the units that a command line changes, by name; see `jshard.api.fully_shard.revise`.
+        hf_names: the Hugging Face name of each parameter; None if not defined.
+        hf_config: the contents of its config.json; None if not defined.
+        wrt: the parameters that are trained, as for `nnx.Optimizer`; the others are frozen.
+        units: settings of the units changed on the command line, by name; see `jshard.api.fully_shard.revise`.
     """
 
     path: Path
@@ -172,14 +172,14 @@ class ModelFile:
 
     @property
     def name(self) -> str:
-        """How a run records it: by its name if it comes with jshard, as that works on any machine; else by its path."""
+        """Its name in a run's record: the model's name if it is included in jshard, valid anywhere; else its path."""
         return self.path.stem if self.path.parent == shipped_folder() else str(self.path)
 
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
         """The named recipe, or the file's first, with its name.
 
         Raises:
-            ModelFileError: the file has no recipe of that name, or its function makes none.
+            ModelFileError: the file has no recipe of that name, or its function does not return one.
         """
         name = next(iter(self.recipes)) if name is None else name
         if name not in self.recipes:
@@ -204,7 +204,7 @@ class ModelFile:
         return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)
 
     def names_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
-        """What `hf_names` says of a config; None where the file has no such function."""
+        """The result of `hf_names` for a config; None if the file has no such function."""
         if self.hf_names is None:
             return None
         try:
@@ -221,20 +221,20 @@ class ModelFile:
 
 
 def load_model_file(path: str | Path) -> ModelFile:
-    """Runs a model file and picks its names.
+    """Runs a model file and collects its names.
 
-    As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; a file
-    that is loaded twice gives two modules. An error that the file raises is not changed.
+    As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; loading a
+    file twice gives two modules. Errors raised by the file propagate unchanged.
 
     Args:
-        path: a Python file, or the name of a model that comes with jshard, such as "gpt"; a file of that name in the
-            working folder comes first.
+        path: a Python file, or the name of a model included in jshard, such as "gpt"; a file of that name in the
+            working folder takes precedence.
 
     Returns:
-        Its names, checked as far as they can be without calling them.
+        Its names, checked as far as possible without calling them.
 
     Raises:
-        ModelFileError: the file cannot be read as Python, imports what is not installed, or lacks one of the names.
+        ModelFileError: the file is not valid Python, imports a package that is not installed, or lacks a name.
     """
     path = model_path(Path(path))
     _check_file(path)
@@ -267,8 +267,8 @@ def _check_file(path: Path) -> None:
 
 
 def _module(path: Path) -> types.ModuleType:
-    # A name of its own in sys.modules, so that the file's classes can be pickled and that two
-    # files called model.py do not meet.
+    # A unique name in sys.modules, so that the file's classes can be pickled and that two
+    # files called model.py do not collide.
     stem = MODEL_FILE + re.sub(r"\W", "_", path.stem)
     numbered = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
     name = next(name for name in numbered if name not in sys.modules)
@@ -277,7 +277,7 @@ def _module(path: Path) -> types.ModuleType:
     module.__file__ = str(resolved)
     sys.modules[name] = module
     try:
-        # As `python FILE` does, and unlike an import: compiled now, so that the last edit always counts.
+        # As with `python FILE`, and unlike an import: compiled now, so that the last edit is always used.
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
@@ -289,7 +289,7 @@ def _module(path: Path) -> types.ModuleType:
 
 
 def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
-    """Errors that four parts explain better than a traceback; None for the others."""
+    """The four-part error for errors that it explains better than a traceback; None for the others."""
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",
@@ -310,7 +310,7 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
 
 
 def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
-    """What a model means that raises while its step is traced, as for a sequence that is too long for it."""
+    """The error for a model that raises while its step is traced, as for a sequence that is too long for it."""
     return ModelFileError(
         "The model refuses the batches of the recipe.",
         where=place_in(path, error),
@@ -320,7 +320,7 @@ def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
 
 
 def place_in(path: Path, error: BaseException) -> str:
-    """The line of the model file from which the error came."""
+    """The line of the model file that raised the error."""
     resolved = str(path.resolve())
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == resolved]
     return f"{path}, line {lines[-1]}" if lines else str(path)
@@ -394,7 +394,7 @@ def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[t
 
 
 def _filter(wrt: Any) -> Any:
-    """The nnx filter that a file's `wrt` means: patterns choose among parameters."""
+    """The nnx filter of a file's `wrt`: patterns select among parameters."""
     has_patterns = any(isinstance(one, str) for one in (wrt if isinstance(wrt, (list, tuple)) else [wrt]))
     return nnx.All(nnx.Param, as_filter(wrt)) if has_patterns else wrt
 

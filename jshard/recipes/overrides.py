@@ -1,4 +1,4 @@
-"""`--set key=value`: a recipe with other values in it, and `--unit name=value`. The key of a nested field is dotted.
+"""`--set key=value` overrides values of a recipe, `--unit name=value` those of units. Nested keys are dotted.
 
 Values are read by the types of the recipe's dataclasses: `1e6` is an int, too, `yes` and `off` are bools, and `1,2` a
 tuple.

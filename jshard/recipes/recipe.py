@@ -1,4 +1,4 @@
-"""A recipe: a whole training run as a value, as JSON, and the values in it that cannot work."""
+"""A recipe: a whole training run as a value, its JSON form, and the check for values that cannot work."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gr
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages that a run stands on; None for one that is not installed."""
+    """The versions of Python and of the packages that a run depends on; None for one that is not installed."""
     return {"python": platform.python_version()} | _compat.versions(_PACKAGES)
 
 
 def tree(value: Any) -> Any:
-    """A value as JSON has it.
+    """A value in JSON types.
 
-    A dataclass is a dict that begins with its "class"; what JSON does not have is text: an enum by its name, inf,
-    a dtype, a function by its qualified name.
+    A dataclass becomes a dict that begins with its "class"; types that JSON lacks become text: an enum by its name,
+    inf, a dtype, a function by its qualified name.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -70,7 +70,7 @@ class Recipe:
     """A whole training run as a value.
 
     Attributes:
-        model: the frozen config that the model file's `build` takes.
+        model: the frozen config that is passed to the model file's `build`.
         sequence_length: tokens per sequence.
         batch_size: sequences per step, over all devices and microbatches.
         num_steps: optimizer steps.
@@ -82,13 +82,13 @@ class Recipe:
         clip_norm: largest global norm of the gradient.
         loss_scale: "dynamic", "none", or "auto": dynamic where units compute or reduce in float16.
         accumulate: microbatches per step.
-        eval_every: steps between two evaluations; the last step is always followed by one.
+        eval_every: steps between two evaluations; one always follows the last step.
         eval_sequences: held-out sequences per evaluation, spread evenly over the held-out text.
-        checkpoint_every: steps between two checkpoints; the last step is always followed by one.
-        keep_checkpoints: checkpoints that stay; older ones are deleted.
+        checkpoint_every: steps between two checkpoints; one always follows the last step.
+        keep_checkpoints: number of checkpoints to keep; older ones are deleted.
         seed: seed of the parameters, of dropout and of the sample order.
 
-    A subclass may add settings of its own and override `schedule` and `optimizer`.
+    A subclass may add settings and override `schedule` and `optimizer`.
     """
 
     model: Any
@@ -121,12 +121,12 @@ class Recipe:
 
     @property
     def recorded_rate(self) -> optax.Schedule | None:
-        """`schedule`, to be recorded; None where an `optimizer` of its own may not go by it."""
+        """`schedule`, for the record; None if an overridden `optimizer` may not use it."""
         own = type(self).optimizer is not Recipe.optimizer and type(self).schedule is Recipe.schedule
         return None if own else self.schedule()
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW behind a clip of the global gradient norm."""
+        """AdamW, after clipping by the global gradient norm."""
         adamw = optax.adamw(
             self.schedule(),
             b1=self.b1,
@@ -161,8 +161,8 @@ class RecipeError(ShardingError):
 
 
 def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raises a `RecipeError` for numbers that cannot work, all of them at once; `options` are those of some keys."""
-    problems = [*_counts(recipe)] or [*_together(recipe)]  # the second speaks of numbers that the first has checked
+    """Raises one `RecipeError` for all numbers that cannot work; `options` are the options of some keys."""
+    problems = [*_counts(recipe)] or [*_together(recipe)]  # the second uses numbers that the first has checked
     if not problems:
         return
     keys, whys, values = zip(*problems, strict=True)
@@ -181,7 +181,7 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
 def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
     """Raises a `RecipeError` unless a recipe's batches split over a mesh, each microbatch and each sequence evenly."""
     length, over = recipe.sequence_length, degree(mesh, CONTEXT)
-    if length > 1 and length % over:  # of 1, samples are no sequences of tokens
+    if length > 1 and length % over:  # if 1, samples are not sequences of tokens
         raise RecipeError(
             "The sequences do not split over the context axis of the mesh.",
             where=[f"sequence_length={length}", f"mesh {CONTEXT}={over}"],

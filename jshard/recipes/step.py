@@ -1,8 +1,8 @@
-"""The step of a run: one compiled program over a state that is taken apart once; and how well it uses the devices.
+"""The step of a run: one compiled program over a state that is flattened once; and how well it uses the devices.
 
-`nnx.jit` walks the model and the optimizer on every call, in Python, which takes milliseconds for a deep model. A run
-calls one function millions of times on one state, so here the state is flattened when the step is made, travels as a
-flat list of donated arrays, and is put back into the objects only when somebody asks for them.
+`nnx.jit` traverses the model and the optimizer on every call, in Python, which takes milliseconds for a deep model. A
+run calls one function millions of times on one state, so here the state is flattened when the step is created, passed
+as a flat list of donated arrays, and put back into the objects only when they are requested.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ M = TypeVar("M", bound=nnx.Module)
 class TrainStep:
     """Loss, gradients and update as one program, compiled once, for one model and its optimizer.
 
-    From here on the step owns the arrays: each call replaces them by new ones and gives the old ones back to the
-    device. `model` and `optimizer` return the objects with the arrays of the moment in them. The program is compiled
-    here, for the shapes and shardings of `batch` and of the state; it is never traced again.
+    The step then owns the arrays: each call replaces them with new ones and frees the old ones. `model` and
+    `optimizer` return the objects with the current arrays. The program is compiled on construction, for the
+    shapes and shardings of `batch` and of the state; it is never traced again.
 
     Args:
-        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch; or `(loss, metrics)`, a dict of scalars
-            that are means over the batch, too.
-        model: an annotated model, its arrays on the mesh.
-        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state is on the mesh. What it does
-            not update is frozen, and with a `LossScale` around it the loss is scaled.
-        batch: a batch as the calls will get it (`js.shard_batch`); only shapes and shardings are read.
-        accumulate: microbatches that a batch is cut into; metrics are the means over them.
-        learning_rate: the schedule that the optimizer goes by, to be recorded.
-        compiler_options: of the compiler, as `js.compiler_options()` gives them; none by default.
+        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch; or `(loss, metrics)` with a dict of
+            scalars that are also means over the batch.
+        model: an annotated model, with its arrays on the mesh.
+        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` creates one whose whole state is on the mesh. Parameters
+            that it does not update are frozen; with a `LossScale` around it the loss is scaled.
+        batch: a batch as in later calls (`js.shard_batch`); only shapes and shardings are read.
+        accumulate: number of microbatches of a batch; metrics are the means over them.
+        learning_rate: the optimizer's schedule, for the record.
+        compiler_options: as from `js.compiler_options()`; none by default.
 
     Raises:
         AnnotationError: the model is not annotated, or arrays of the state are not on its mesh.
@@ -84,11 +84,11 @@ class TrainStep:
         """Starts a step and returns without waiting for it.
 
         Args:
-            batch: of the shapes and shardings that the step was made for.
+            batch: with the shapes and shardings that the step was created for.
 
         Returns:
-            The scalars "loss", "grad_norm" (before clipping), "param_norm" (after the update; not of parameters in
-            host memory), "learning_rate" if the schedule is known, and the metrics of the loss, on the devices; with a
+            The scalars "loss", "grad_norm" (before clipping), "param_norm" (after the update; without parameters in
+            host memory), "learning_rate" if the schedule is known, and the loss's metrics, on the devices; with a
             loss scale also "loss_scale" and "skipped_steps", after the step.
         """
         self._leaves, scalars = self._program(self._leaves, batch)
@@ -96,7 +96,7 @@ class TrainStep:
 
     @property
     def model(self) -> Any:
-        """The model, holding the arrays after the last step. Its arrays die with the next call of the step."""
+        """The model with the arrays after the last step. The next call of the step invalidates its arrays."""
         return self._current()[0]
 
     @property
@@ -106,22 +106,22 @@ class TrainStep:
 
     @property
     def model_leaves(self) -> Sequence[jax.Array]:
-        """The model's arrays of the moment, in the order of its state; see `EvalStep`."""
+        """The model's current arrays, in the order of its state; see `EvalStep`."""
         return self._leaves[: self._num_model_leaves]
 
     def delete(self) -> None:
-        """Gives the memory of its arrays back; the step cannot be called any more."""
+        """Frees its arrays; the step can no longer be called."""
         for leaf in self._leaves:
             leaf.delete()
 
     @property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled program, to be read."""
+        """The compiled program, for inspection."""
         return self._program
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        """Bytes per device that the compiled program holds at once: state, batch and temporaries."""
+        """Peak bytes per device of the compiled program: state, batch and temporaries."""
         return program_bytes(self._program)
 
     def _current(self) -> tuple[Any, Any]:
@@ -139,7 +139,7 @@ def lower_step(
 def trace_step(
     loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
 ) -> jax.stages.Traced:
-    """`lower_step` before it is lowered, with the same arguments: a program of JAX's, whose equations can be read."""
+    """`lower_step` before lowering, with the same arguments: a traced JAX program, whose equations can be read."""
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
     graphdef, state = nnx.split((model, optimizer))
@@ -188,7 +188,7 @@ def _traced(
 
 
 def _check_unchanged(before: set[str], after: set[str]) -> None:
-    """The state comes out of a step as it went in; a run could not go on with another."""
+    """Raises if a step changes the structure of the state: the run could not continue with it."""
     if before != after:
         raise AnnotationError(
             "The step changes what the model or the optimizer consists of.",
@@ -201,7 +201,7 @@ def _check_unchanged(before: set[str], after: set[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class HeldModel:
-    """A model that is not trained, as a `TrainStep` holds its own."""
+    """A model that is not trained, with the model interface of a `TrainStep`."""
 
     model: Any
 
@@ -222,7 +222,7 @@ class EvalStep:
     Args:
         loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
         step: the step whose model is evaluated, or a model that is not trained.
-        batch: a batch as the calls will get it.
+        batch: a batch as in later calls.
 
     Example:
         >>> evaluate = train.EvalStep(loss_fn, step, batch)
@@ -246,12 +246,12 @@ class EvalStep:
 
 
 def inference_view(model: M) -> M:
-    """The model with dropout off and statistics fixed. The arrays are shared, and `model` itself stays as it is."""
+    """The model with dropout off and statistics fixed. The arrays are shared, and `model` itself is unchanged."""
     return nnx.with_attributes(model, raise_if_not_found=False, deterministic=True, use_running_average=True)
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes per device of a compiled program: arguments, results that are not in their place, temporaries."""
+    """Bytes per device of a compiled program: arguments, results that do not alias them, temporaries."""
     memory: Any = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
@@ -266,7 +266,7 @@ def _mesh(model: nnx.Module) -> Mesh:
 
 
 def _on_mesh(state: Any, mesh: Mesh) -> Any:
-    """The state with arrays that were never placed (an optimizer's counters) on the mesh, and none elsewhere."""
+    """The state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere."""
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
     devices = set(mesh.devices.flat)
     elsewhere = [
@@ -291,12 +291,12 @@ def _paths(state: Any) -> set[str]:
 
 
 def _path(path: tuple) -> str:
-    """A path in (model, optimizer) as people write it."""
+    """A path in (model, optimizer) in readable form."""
     first, *rest = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
     return "/".join(["model" if first == "0" else "optimizer", *(key for key in rest if key != "value")])
 
 
-# Model FLOPs utilisation: what share of its devices' peak a run turns into the model's arithmetic; and peak memory.
+# Model FLOPs utilisation: the share of the devices' peak used for the model's arithmetic; and peak memory.
 
 _SIDE = 1024  # of the matrices that measure a CPU
 _MEASURE_S = 0.2
@@ -304,17 +304,17 @@ _MEASURE_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The arithmetic that the devices of a run could do together, and where that figure comes from."""
+    """The peak arithmetic of all devices of a run together, and the source of that figure."""
 
     flops_per_s: float
     source: str
 
 
 def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
-    """The peak of some devices together; None, with a warning, where it is not known.
+    """The total peak of some devices; None, with a warning, if it is not known.
 
-    Of accelerators dense bf16, whatever dtype the model computes in. A CPU is measured in a fifth of a second on one
-    device of this process; simulated devices share its cores, and so the figure counts once for all.
+    For accelerators it is dense bf16, whatever dtype the model computes in. A CPU is measured in a fifth of a second
+    on one device of this process; simulated devices share its cores, so the figure is for all of them.
     """
     kinds = sorted({device.device_kind for device in devices})
     if devices[0].platform == "cpu":
@@ -349,7 +349,7 @@ class Mfu:
 
     Attributes:
         flops_per_step: the model's arithmetic in a step, over all devices.
-        formula: how that number comes about.
+        formula: the formula of that number.
         peak: of all devices.
 
     Example:
@@ -377,10 +377,10 @@ class Mfu:
 
 
 def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int, str]:  # pyright: ignore[reportInvalidTypeForm]
-    """The most memory that a device of this process has held, in bytes, and what kind of figure that is.
+    """The peak memory of a device of this process, in bytes, and the kind of that figure.
 
-    "measured" is that of the backend, since the process began; "compiled" are the bytes of the compiled step,
-    given here for backends that do not count, as the CPU's.
+    "measured" is the backend's figure since the process began; "compiled" is that of the compiled step, used
+    for backends that do not report memory, such as the CPU's.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
@@ -389,7 +389,7 @@ def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int,
 
 
 def used_bytes(devices: Sequence[jax.Device]) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
-    """The most memory that a device of this process has in use, in bytes; None where the backend does not count."""
+    """The most memory in use on a device of this process, in bytes; None if the backend does not report it."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     found = [(device.memory_stats() or {}).get("bytes_in_use") for device in local]
     return max((n for n in found if n is not None), default=None)

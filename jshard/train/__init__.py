@@ -1,10 +1,10 @@
-"""The trainer behind `jshard train`, in pieces that a loop of one's own can use.
+"""The trainer behind `jshard train`, in parts that you can use in your own loop.
 
     Recipe, ModelFile, load_model_file, Batch     what to train
     run_recipe                                    the whole run, with its record in a folder
     TrainStep, EvalStep                           one compiled program each
     fit, to_devices, evaluate, Every, StopSignal  the loop
-    Tracker, Trackers, Progress, Meter            what is shown and recorded
+    Tracker, Trackers, Progress, Meter            output and records
 
 Data are in `jshard.data`, float16 in `jshard.api.gradients`, and the rest in the modules of this package and of
 `jshard.recipes`.

@@ -1,4 +1,4 @@
-"""`jshard train --auto`: the quickest way on these devices, by estimates that measured steps correct."""
+"""`jshard train --auto`: the fastest configuration on these devices, by estimates corrected by measured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled programs on disk, beside the runs: a run that is started again does not compile them again.
+"""Compiled programs on disk, beside the runs, so that a restarted run does not compile again.
 
 JAX's own cache writes into its files as it goes: a process that is killed leaves half a program, which is never
 replaced. Here a file appears whole or not at all, and has a sum; one that is damaged is taken away and compiled again.

@@ -1,4 +1,4 @@
-"""The step of a run beside a plan of it, before the first step: `jshard train --expect plan.json`."""
+"""Compares the step of a run with a plan before the first step: `jshard train --expect plan.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why the first loss of a run is not finite: a value that was not before, or the first operation that makes a NaN.
+"""Why the first loss of a run is not finite: a value that was not finite before, or the first operation to yield NaN.
 
 No update has been made by then, so the learning rate is not the cause. The loss is computed once more, as the plain
 model does it, with the checks of `jax.experimental.checkify`.

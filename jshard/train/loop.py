@@ -1,11 +1,10 @@
-"""The loop: steps, evaluations and checkpoints until the run is done, is asked to stop, or has failed.
+"""The loop: steps, evaluations and checkpoints until the run is done, stopped on request, or has failed.
 
-`fit` strings together a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which a script of one's own can call in
-the same order. What the processes agree on between two steps (`Agreement`): whether one was asked to stop, and which is
-the slowest.
+`fit` combines a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which your own script can call in the same
+order. Between two steps the processes agree (`Agreement`) on whether one was asked to stop, and which is the slowest.
 
-The host runs one step ahead of the devices: while a step is at work, the scalars of the step before are read. A
-thread of its own reads the next batches and copies them to the devices.
+The host runs one step ahead of the devices: while a step runs, the scalars of the step before are read. A separate
+thread reads the next batches and copies them to the devices.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ _SLOW_S, _SLOW_SHARE = 0.001, 0.05  # of a step: less than both names nobody
 
 
 class Agreement:
-    """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
+    """Whether any process was asked to stop, known to all after the same step, because all take part in the save.
 
-    A signal reaches the processes at different times, or only one of them. So they ask one another, every 0.1 s or as
-    seldom as keeps it below a tenth of the time, and wherever the devices are idle anyway. After how many steps follows
-    from what all of them said the last time, and is the same for all.
+    A signal reaches the processes at different times, or only one of them. So they communicate every 0.1 s, or as
+    rarely as keeps this below a tenth of the time, and whenever the devices are idle anyway. The number of steps until
+    the next meeting follows from the data exchanged at the last one, and is the same for all.
 
-    At the same meetings they find the slowest of them: the one that comes last, or waits longest for data or a save.
+    At these meetings they also find the slowest process: the last to arrive, or the longest to wait for data or a save.
 
     Args:
         mesh: the devices of all processes.
 
     Attributes:
-        alone: whether there is one process, which has nobody to ask.
-        slowest: of the slowest process "slow_process", and by how much it is slower than the fastest, per step: in
-            all "slow_s"; waiting for batches "slow_data_s" and saves "slow_save_s"; coming to meetings "slow_step_s".
-            Empty while none is slower by a twentieth of a step.
+        alone: whether there is only one process.
+        slowest: the number of the slowest process, "slow_process", and by how much it is slower than the fastest, per
+            step: in total "slow_s"; waiting for batches "slow_data_s" and saves "slow_save_s"; reaching meetings
+            "slow_step_s". Empty while none is slower by a twentieth of a step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -67,13 +66,13 @@ class Agreement:
         self.slowest = dict[str, float]()
 
     def begin(self) -> None:
-        """Waits for all before the first step: they may still compile, and gloo's first meeting fails after 30 s."""
+        """Waits for all before the first step: they may be compiling, and gloo's first collective fails after 30 s."""
         if not self.alone:
             exchange("first step", None)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Counts the time of a block as one in which the main thread waits for "data" or a "save"."""
+        """Counts the block's time as waiting of the main thread for "data" or a "save"."""
         begin_s = time.perf_counter()
         try:
             yield
@@ -94,12 +93,12 @@ class Agreement:
             self._compare([*(np.array(waits_s) / steps), max(took_s) - np.array(took_s)], max(steps_s))
         self._spent_s = dict.fromkeys(self._spent_s, 0.0)
         self._last, self._took_s = (step, time.monotonic()), time.monotonic() - begin_s
-        # Who came last to the meeting has waited least: that time is what it costs.
+        # The last to arrive at the meeting has waited least: that time is the cost of the meeting itself.
         self._due = step + max(1, int(max(_ASK_EVERY_S, min(took_s) / _ASK_SHARE) / max(steps_s)))
         return signal.Signals(max(numbers)) if any(numbers) else None
 
     def _compare(self, parts_s: Sequence[np.ndarray], step_s: float) -> None:
-        """Finds the slowest: of what each has waited for data and saves per step, and how late it came to meetings."""
+        """Finds the slowest, by each process's waits for data and saves per step, and its lateness at meetings."""
         self._meetings.append(np.array(parts_s))
         seen = np.array(self._meetings)
         late_s = np.median(seen[:, 2], axis=0)  # one that is late once is not slow
@@ -125,8 +124,8 @@ class Fitted:
     """How a run ended.
 
     Attributes:
-        step: the last step that was done.
-        val_loss: the last evaluation's; None without one.
+        step: the last completed step.
+        val_loss: that of the last evaluation; None without one.
         stopped_by: the signal that ended the run early.
     """
 
@@ -137,12 +136,12 @@ class Fitted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Every:
-    """Something done after each so many steps, and after the last one.
+    """An action that runs after every so many steps, and after the last one.
 
     Attributes:
-        steps: the interval; None only after the last step.
-        do: what is done; given the number of steps that are done.
-        check: called after every step; raises what went wrong since.
+        steps: the interval; None: only after the last step.
+        do: the action; receives the number of completed steps.
+        check: called after every step; raises errors that have occurred since.
     """
 
     steps: int | None
@@ -150,17 +149,17 @@ class Every:
     check: Callable[[], None] = lambda: None
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether it is done after this step."""
+        """Whether it runs after this step."""
         return step == last or (self.steps is not None and step % self.steps == 0)
 
 
 def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = _AHEAD) -> Generator[Any, None, None]:
-    """Batches of the host as sharded arrays: read and copied in a thread of their own, some ahead.
+    """Batches of the host as sharded arrays, read and copied ahead in a separate thread.
 
     Args:
         batches: this process's rows of each batch.
         mesh: the mesh of the model.
-        ahead: batches that are on the devices before they are asked for.
+        ahead: number of batches to keep on the devices in advance.
 
     Returns:
         An iterator of global batches, sharded over the data axes on the leading dim.
@@ -192,7 +191,7 @@ def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = _AHEAD) -> Ge
 
 
 def _end(thread: threading.Thread, ready: queue.Queue) -> None:
-    """Waits for the thread, which may be waiting for room, but not for data that never come."""
+    """Waits for the thread, which may be waiting for space, but not for data that never arrive."""
     deadline_s = time.monotonic() + _END_S
     while thread.is_alive() and time.monotonic() < deadline_s:
         with contextlib.suppress(queue.Empty):
@@ -209,7 +208,7 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
         batches: this process's rows of each batch.
 
     Returns:
-        The means; it waits for the devices.
+        The means, after waiting for the devices.
     """
     leaves, found = step.model_leaves, []
     doing(stall.DATA)
@@ -218,7 +217,7 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
             doing(stall.EVALUATION)
             found.append(eval_step(leaves, batch))
             if len(found) > _AHEAD:
-                found[-1 - _AHEAD]["loss"].block_until_ready()  # else every batch is in flight at once
+                found[-1 - _AHEAD]["loss"].block_until_ready()  # otherwise every batch is in flight at once
             doing(stall.DATA)
     doing(stall.EVALUATION)
     found = jax.device_get(found)
@@ -240,29 +239,29 @@ def fit(
     profile: StepProfile | None = None,
     first_loss: FirstLoss | None = None,
 ) -> Fitted:
-    """Trains until `num_steps` steps are done or somebody asks to stop.
+    """Trains until `num_steps` steps are done or a stop is requested.
 
     Args:
         step: the compiled step, which holds the state.
-        batches: this process's rows of the batches of steps `start_step` on, as `Loader.train` gives them.
-        num_steps: steps of the whole run, those before `start_step` included.
-        start_step: steps that were done before, by a run that this one continues.
-        tracker: takes the scalars of every step and evaluation. None where nothing is recorded, as in all
-            processes but the first.
-        meter: measures; its figures are among the scalars.
-        evaluation: its `do` returns what `evaluate` does.
-        checkpoint: its `do` saves. Also done when the run is asked to stop, and in a single process when the data
-            fail.
-        copies: its `do` copies the state to memory. Not after the last step, nor when the run is asked to stop.
-        stop: asks to stop; in several processes the request of any one counts.
+        batches: this process's rows of the batches of steps `start_step` on, as from `Loader.train`.
+        num_steps: steps of the whole run, including those before `start_step`.
+        start_step: steps done before, by the run that this one continues.
+        tracker: receives the scalars of every step and evaluation. None records nothing, as in all processes
+            but the first.
+        meter: measures; its figures are added to the scalars.
+        evaluation: its `do` returns the result of `evaluate`.
+        checkpoint: its `do` saves. Also called when a stop is requested, and in a single process when reading data
+            fails.
+        copies: its `do` copies the state to memory. Not called after the last step or when a stop is requested.
+        stop: requests a stop; with several processes the request of any one is enough.
         profile: records some of the steps; the devices are idle when it begins and ends.
-        first_loss: makes the error where loss or gradients are not finite before any update.
+        first_loss: creates the error if loss or gradients are not finite before any update.
 
     Returns:
         How the run ended.
 
     Raises:
-        RunError: the loss or the norm of the gradients is not a number.
+        RunError: the loss or the gradient norm is not finite.
     """
     meter, stop, first_loss = meter or Meter(), stop or StopSignal(), first_loss or unexplained
     agreement = Agreement(step.mesh)
@@ -322,7 +321,7 @@ class _Loop:
         return Fitted(done, self.val_loss, self.stopped_by)
 
     def _ask(self, step: int, *, is_idle: bool) -> None:
-        """Whether the run is to stop here."""
+        """Decides whether the run stops here."""
         doing(stall.MEETING)
         self.stopped_by = self.agreement.asked(self.stop.received, step, is_idle=is_idle)
         doing(stall.OTHER)
@@ -330,7 +329,7 @@ class _Loop:
             self.stop.report()
 
     def _do(self, batch: Any, number: int) -> Scalars:
-        """Starts a step; in the profile if it is one of its steps."""
+        """Starts a step, within the profile if it is one of its steps."""
         profile = self.profile
         if profile is None or number not in profile.steps:
             return self.step(batch)
@@ -340,7 +339,7 @@ class _Loop:
             return self.step(batch)
 
     def _idle(self, *, then: Callable[[], None]) -> None:
-        """Does something while the devices have nothing to do."""
+        """Runs a function while the devices are idle."""
         self._wait(in_flight=0)
         jax.block_until_ready(self.step.model_leaves)  # on every device: a loss is read from one
         doing(stall.PROFILE)
@@ -353,14 +352,14 @@ class _Loop:
         try:
             return next(arriving, None)
         except RunError:
-            # The data have failed, and what was learned is sound. Several processes could not agree to save it.
+            # Reading data failed, but the state is sound. Several processes could not agree to save it.
             if self.agreement.alone and done > self.saved:
                 self._wait(in_flight=0)
                 self._save(done)
             raise
 
     def _wait(self, *, in_flight: int) -> None:
-        """Reads the scalars of the oldest steps until so many are left at work."""
+        """Reads the scalars of the oldest steps until only so many are in flight."""
         while len(self.in_flight) > in_flight:
             doing(stall.STEP)
             step, batch, on_devices = self.in_flight.popleft()
@@ -374,7 +373,7 @@ class _Loop:
             self._check_finite(step, batch, scalars)
 
     def _between_steps(self, step: int, *, last: int) -> None:
-        """Evaluates and saves where that is due; the devices are idle meanwhile."""
+        """Evaluates and saves when due; the devices are idle meanwhile."""
         evaluates = self.evaluation is not None and self.evaluation.is_due(step, last)
         saves = self.checkpoint is not None and self.checkpoint.is_due(step, last)
         self._ask(step, is_idle=evaluates or saves)
@@ -423,7 +422,7 @@ class _Loop:
 
 
 def unexplained(step: int, batch: Any, wrong: Mapping[str, float]) -> RunError:
-    """The error of a step before any update, where the model is not known."""
+    """The error of a step before any update, if the model is not known."""
     return RunError(
         f"Loss or gradients are NaN/inf at step {step}, before any update.",
         where=[f"{name} = {value}" for name, value in wrong.items()],

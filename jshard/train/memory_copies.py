@@ -1,4 +1,4 @@
-"""Copies of the state in the memory of the supervisors, from which workers that are started again go on.
+"""Copies of the state in the memory of the supervisors, from which restarted workers continue.
 
 Every so many steps each process copies its part of the state to the host, and goes on to train. A thread leaves the
 part with the keeper of its own supervisor and with that of a process on another machine, whose loss it then outlives.

@@ -1,4 +1,4 @@
-"""What a step cost, the line that says where a run is, and the profile of some steps."""
+"""The cost of a step, the progress line of a run, and the profile of some steps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Meter:
 
     Args:
         tokens_per_step: tokens that a step trains on; or
-        samples_per_step: samples, where the data are no tokens.
-        start_step: steps that were done before.
-        seen: tokens, or samples, that those have trained on.
-        mfu: how the share of the devices' peak is computed; None leaves it out.
-        peak_bytes: bytes per device that were needed at most; None leaves them out.
-        used_bytes: bytes per device that are in use; None, or what it returns where nobody counts, leaves them out.
-        window: steps that the shown time is averaged over.
-        clock: gives seconds.
+        samples_per_step: samples, if the data are not tokens.
+        start_step: steps done before.
+        seen: tokens, or samples, that those steps have trained on.
+        mfu: how the MFU is computed; None omits it.
+        peak_bytes: peak bytes per device; None omits them.
+        used_bytes: returns the bytes in use per device; omitted if it is None or returns None.
+        window: number of steps over which the shown time is averaged.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Meter:
         self._since: tuple[float, int] | None = None
 
     def done(self, step: int) -> Mapping[str, float]:
-        """Notes that a step, and all before it, are done; returns what is known: times after the second one."""
+        """Records that all steps up to this one are done; returns the known figures: times from the second one on."""
         now_s, since = self._clock(), self._since
         self._since = now_s, step
         if since is not None and step > since[1]:
@@ -85,7 +85,7 @@ class Meter:
         return scalars
 
     def pause(self) -> None:
-        """Leaves out the time since the last `done`. Call it after what is no step: an evaluation, a checkpoint."""
+        """Excludes the time since the last `done`. Call it after an evaluation, a checkpoint or other non-steps."""
         if self._since is not None:
             self._since = self._clock(), self._since[1]
 
@@ -105,17 +105,17 @@ _PLAIN_EVERY_S = 10.0
 
 
 class Progress:
-    """A tracker that shows the last step in one line, and each evaluation in a line that stays.
+    """A tracker that shows the last step in one line, and each evaluation in a permanent line.
 
     On a terminal the line is rewritten in place and fitted to its width. Elsewhere (a log file, CI) a plain line is
-    printed every ten seconds. The last step is always shown. When nobody reads any more (a closed pipe, a terminal
-    that is gone), the run goes on in silence.
+    printed every ten seconds. The last step is always shown. If the output can no longer be written (a closed pipe or
+    terminal), the run continues silently.
 
     Args:
-        num_steps: steps of the whole run, those before a resumed one included.
-        peak_label: what the bytes are, as `peak_bytes` names it: "measured" or "compiled".
+        num_steps: steps of the whole run, including those before a resumed one.
+        peak_label: the kind of the bytes, as from `peak_bytes`: "measured" or "compiled".
         stream: where to write; standard output by default.
-        clock: gives seconds.
+        clock: returns seconds.
 
     Example:
         >>> progress = Progress(500)
@@ -140,7 +140,7 @@ class Progress:
         self._pending = False  # whether the last step is not shown yet
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Shows a step (scalars with a "loss"), if it is time to, and an evaluation (a "val_loss")."""
+        """Shows a step (scalars with a "loss") if a line is due, and an evaluation (a "val_loss")."""
         if "loss" in scalars:
             self._fields, self._pending = self._describe(step, scalars), True
             if step == self._num_steps or self._clock() >= self._next_s:
@@ -151,13 +151,13 @@ class Progress:
             self.note(", ".join([f"step {step}: validation loss {loss_text(scalars['val_loss'])}", *shown]))
 
     def note(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a permanent line."""
         self._line.leave(text)
         if self._line.is_live and self._fields:
             self._show()
 
     def close(self) -> None:
-        """Shows the last step, if it is not shown yet, and leaves its line behind."""
+        """Shows the last step, if it is not shown yet, and keeps its line."""
         if self._pending:
             self._show()
         self._line.end()
@@ -191,7 +191,7 @@ class Progress:
 
 
 def _fitted(fields: list[str], columns: int) -> str:
-    """As many whole fields as there is room for: half a number would be a wrong one."""
+    """As many whole fields as fit: a truncated number would be wrong."""
     line = fields[0]
     for field in fields[1:]:
         if len(line) + 2 + len(field) > columns:
@@ -225,8 +225,8 @@ class StepProfile:
 
     Args:
         out: folder of the run; the profile goes into `profile/steps-FIRST-LAST/` there.
-        steps: numbers of the steps, one after another.
-        program: gives the text of the compiled step, if it has one.
+        steps: numbers of consecutive steps.
+        program: returns the text of the compiled step, if it has one.
         say: prints a line.
 
     Example:
@@ -248,7 +248,7 @@ class StepProfile:
         self._span = f"steps-{steps[0]}-{steps[-1]}"
 
     def begin(self) -> None:
-        """Starts to record; the devices are to be idle."""
+        """Starts recording; the devices must be idle."""
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of Python would be in the file
         folder = self._out / process_folder(self._span, jax.process_index())
@@ -260,11 +260,11 @@ class StepProfile:
             self._give_up(error)
 
     def mark(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Around the call of a step: notes its number."""
+        """Records the step's number; use it around the call of the step."""
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def end(self) -> None:
-        """Writes what was recorded; the devices are to be idle."""
+        """Writes the recording; the devices must be idle."""
         if not self.is_recording:
             return
         self.is_recording, self.steps = False, range(0)
@@ -283,7 +283,7 @@ class StepProfile:
 
 
 def check_profile(steps: range, *, num_steps: int) -> None:
-    """Refuses steps to profile that a run of so many steps does not have."""
+    """Refuses to profile steps outside a run of so many steps."""
     if not steps or steps.step != 1 or not 1 <= steps[0] <= steps[-1] <= num_steps:
         raise ShardingError(
             "The steps to profile are none of the run's.",
@@ -294,7 +294,7 @@ def check_profile(steps: range, *, num_steps: int) -> None:
 
 
 def left_to_profile(steps: range, *, start_step: int) -> tuple[range, str | None]:
-    """The part of some steps that a run which goes on still has before it, and what to say about it."""
+    """The steps to profile that a resumed run still has to do, and a remark about the others."""
     left = range(max(steps.start, start_step + 1), steps.stop)
     if not left:
         return left, f"not profiled: steps {steps[0]}..{steps[-1]} were done before this start."

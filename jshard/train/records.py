@@ -1,4 +1,4 @@
-"""What records a run: the interface, several trackers as one, metrics.jsonl and its plot."""
+"""The record of a run: the tracker interface, several trackers as one, metrics.jsonl and its plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jshard.errors import RunError, ShardingError
 
 
 class Tracker(Protocol):
-    """Takes the scalars of a run. One process of the run has trackers, the others have none.
+    """Receives the scalars of a run. One process of the run has trackers, the others have none.
 
     Example:
         >>> class Prints:
@@ -30,16 +30,16 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes the scalars of a step that is done, or of the evaluation after it.
+        """Receives the scalars of a completed step, or of the evaluation after it.
 
         Args:
-            step: steps that are done.
-            scalars: by name; of a step at least "loss" and "grad_norm", of an evaluation "val_loss".
+            step: number of completed steps.
+            scalars: by name; for a step at least "loss" and "grad_norm", for an evaluation "val_loss".
         """
         ...
 
     def close(self) -> None:
-        """Ends the record; called once, also when the run fails."""
+        """Ends the record; called once, even if the run fails."""
         ...
 
 
@@ -47,9 +47,9 @@ class Trackers:
     """Several trackers as one.
 
     Args:
-        *needed: trackers without which the run must not go on, as its own record.
-        optional: trackers that are left out once they fail, as a service on the network: the run continues.
-        warn: called once for each that is left out.
+        *needed: trackers whose failure ends the run, such as its own record.
+        optional: trackers that are dropped when they fail, such as a network service: the run continues.
+        warn: called once for each dropped tracker.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trackers:
         self._needed, self._optional, self._warn = list(needed), list(optional), warn
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Gives every tracker the scalars."""
+        """Passes the scalars to every tracker."""
         for tracker in self._needed:
             tracker.log(step, scalars)
         for tracker in tuple(self._optional):
@@ -72,7 +72,7 @@ class Trackers:
                 self._warn(f"{_failure(tracker, error)} It is left out from step {step} on; the run continues.")
 
     def close(self) -> None:
-        """Closes every tracker, also when one of them fails."""
+        """Closes every tracker, even if one of them fails."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.close_needed)
             while self._optional:
@@ -98,14 +98,14 @@ def _failure(tracker: Tracker, error: Exception) -> str:
 
 
 class Jsonl:
-    """Writes a line of JSON per call, whole and at once: a run that is killed keeps its lines.
+    """Writes one whole line of JSON per call, immediately, so that a killed run keeps its lines.
 
-    A value that is no number is written as null, as JSON has no NaN.
+    NaN is written as null, because JSON has no NaN.
 
     Args:
         path: the file, which must not exist.
-        resume_after: the step that a resumed run goes on from. The file may then exist, and is first cut back to the
-            lines up to that step: what comes after is done again.
+        resume_after: the step that a resumed run continues from. The file may then exist, and is first cut back to the
+            lines up to that step: later steps are done again.
 
     Raises:
         ShardingError: the file exists and nothing is resumed.
@@ -152,13 +152,13 @@ def keep_on_disk(path: Path) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last one that a killed run left unfinished is passed over.
+    """The lines of a metrics.jsonl; skips a last line left unfinished by a killed run.
 
     Args:
         path: the file.
 
     Returns:
-        A dict per line: "step" and the scalars, None for what was not a number.
+        A dict per line: "step" and the scalars, None for NaN.
 
     Raises:
         RunError: a line before the last one is damaged.
@@ -191,7 +191,7 @@ def _create(path: Path) -> None:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Takes away the lines after a step; whenever this is cut short, the file is the old or the new one."""
+    """Removes the lines after a step; if this is interrupted, the file is the old or the new one."""
     aside = path.with_name(path.name + ".cut")
     with aside.open("wb") as file:
         file.writelines(line for line, record in _records(path) if record["step"] <= step)
@@ -201,7 +201,7 @@ def _cut_back(path: Path, step: int) -> None:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file, as they are and as what they mean."""
+    """The lines of a file, raw and parsed."""
     torn = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -248,11 +248,11 @@ _CURVES = (("loss", "training", "-"), ("val_loss", "validation", "o-"))
 def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
     """Draws training and validation loss over the steps of a metrics.jsonl. Needs no display.
 
-    Where the loss was no number, the curve has a gap.
+    The curve has a gap where the loss was not a number.
 
     Args:
         metrics_path: the metrics.jsonl.
-        png_path: the picture to write.
+        png_path: the image to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what it begins from, what it saves while it goes on, and how to go on after it."""
+"""The checkpoints of a run: what it starts from, what it saves, and how to continue after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, and whether a run may go on there.
+"""The folder of a run: who may write into it, and whether a run may continue there.
 
 run.json          what was asked for, and every start
 metrics.jsonl     a line per step and evaluation

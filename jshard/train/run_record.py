@@ -1,4 +1,4 @@
-"""What a run was asked to do, as run.json has it, compared with what a resumed run is asked; its lock; its attempts.
+"""The request of a run, in run.json, compared with that of a resumed run; its lock; its attempts.
 
 Of its attempts run.json has when each began and ended and why, what it lost, and the ETTR: the effective training time
 ratio of Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"

@@ -1,4 +1,4 @@
-"""Text that a model writes: a prompt is read at once, and then a token at a time, by what is kept of those before."""
+"""Text generation: the prompt is read at once, then one token at a time, with cached keys and values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`jshard ckpt COMMAND`: tools for checkpoints; a module is imported only when one of its commands is asked for.
+"""`jshard ckpt COMMAND`: tools for checkpoints; a module is imported only when one of its commands is used.
 
-No accelerator is needed, and none is touched. Exit codes are those of `jshard`; 1 is also what `verify` ends with where
-something is damaged, and `diff` where something differs.
+No accelerator is needed or used. Exit codes are those of `jshard`; in addition `verify` exits with 1 if something is
+damaged, and `diff` if something differs.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def run(argv: Sequence[str]) -> int:
     return getattr(importlib.import_module(f"jshard.cli.ckpt.{_MODULES[name]}"), f"run_{name}")(rest)
 
 
-# What the commands share.
+# Shared by the commands.
 
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while the block works, if that is a terminal; it is given the bytes done, from any thread."""
+    """A progress bar on stderr during the block, if that is a terminal; call it with the bytes done from any thread."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
@@ -72,7 +72,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON; numbers that are none, which JSON lacks, are null."""
+    """A value as JSON; NaN, which JSON lacks, becomes null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 

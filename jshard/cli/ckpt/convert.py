@@ -1,4 +1,4 @@
-"""`jshard ckpt reshard`, `import` and `export`: a checkpoint written anew, for another mesh or another library."""
+"""`jshard ckpt reshard`, `import` and `export`: rewrite a checkpoint for another mesh or another library."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from jshard.train.run_folder import RunFolder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ModelArgs:
-    """What the commands of this module share."""
+    """Options shared by the commands of this module."""
 
     model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Model file, or a model that comes with jshard by its name. Its annotation says how leaves are sharded, and its
-    hf_names(config) what its parameters are called elsewhere; without it they keep their names."""
+    """Model file, or the name of a model included in jshard. Its annotation decides how leaves are sharded, and its
+    hf_names(config) maps its parameters' names to other libraries; without it they keep their names."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: Settings = ()
-    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
+    """Override a value of the recipe; repeatable: --set model.n_layer=4."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
 
     def loaded(self) -> Model | None:
         """The model that is asked for, if one is."""
@@ -73,11 +73,11 @@ class _ModelArgs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReshardArgs(_ModelArgs):
-    """Writes a checkpoint anew, in pieces that suit another mesh. The values are compared with their sums on the way.
+    """Rewrites a checkpoint in pieces that suit another mesh, and verifies the checksums of the values meanwhile.
 
-    Any mesh restores any checkpoint: this makes it read less where many do so. Without --model, leaves are sharded as
-    they were when they were saved, as far as the mesh allows. It needs no accelerator, and memory for 256 MiB or the
-    largest leaf, two to three times over. Exit codes: 0 done, 1 damaged, or writing failed, 2 the request was wrong.
+    Any mesh can restore any checkpoint; resharding reduces reads if many do. Without --model, leaves are sharded as
+    when they were saved, as far as the mesh allows. It needs no accelerator, and memory for two to three times 256 MiB
+    or the largest leaf. Exit codes: 0 done, 1 damaged, or writing failed, 2 invalid request.
     """
 
     path: tyro.conf.Positional[Path]
@@ -85,7 +85,7 @@ class ReshardArgs(_ModelArgs):
     out: tyro.conf.Positional[Path]
     """A new folder."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
-    """Degrees of the mesh axes, e.g. replica=2,fsdp=16; on the CPU as many devices are simulated (8 by default)."""
+    """Degrees of the mesh axes, e.g. replica=2,fsdp=16; that many devices are simulated on the CPU (8 by default)."""
 
 
 def run_reshard(argv: Sequence[str]) -> int:
@@ -111,25 +111,25 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
         print(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
 
 
-# `jshard ckpt import FOREIGN OUT`: writes a checkpoint of what other libraries saved.
+# `jshard ckpt import FOREIGN OUT`: converts a checkpoint saved by another library.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportArgs(_ModelArgs):
-    """Writes a checkpoint of what another library saved: safetensors, PyTorch's distributed ones, DeepSpeed's, Orbax.
+    """Converts a checkpoint of another library: safetensors, PyTorch's distributed checkpoints, DeepSpeed, Orbax.
 
-    With --model the arrays are given the names and the orientation that the model has: its parameters, in a checkpoint
-    to be restored by only="params". Memory holds 256 MiB or the largest array, two to three times over. Exit codes: 0
-    done, 1 damaged, or writing failed, 2 the request was wrong.
+    With --model the arrays get the model's names and orientation, as its parameters in a checkpoint to restore with
+    only="params". It needs memory for two to three times 256 MiB or the largest array. Exit codes: 0 done, 1 damaged,
+    or writing failed, 2 invalid request.
     """
 
     path: tyro.conf.Positional[Path]
-    """A safetensors file or a folder of them, a folder of a PyTorch distributed checkpoint, of DeepSpeed's
-    ZeRO-3, or of Orbax."""
+    """A safetensors file or a folder of them, or the folder of a checkpoint of PyTorch distributed, DeepSpeed
+    ZeRO-3, or Orbax."""
     out: tyro.conf.Positional[Path]
     """A new folder."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
-    """The mesh for which it is cut, e.g. fsdp=64; any other can restore it, too (default: 8 devices)."""
+    """The mesh whose shards it is split into, e.g. fsdp=64; any other can restore it, too (default: 8 devices)."""
 
 
 def run_import(argv: Sequence[str]) -> int:
@@ -178,38 +178,38 @@ def _other_model(args: ImportArgs | ExportArgs, count: int, what: str, lines: Se
     )
 
 
-# `jshard ckpt export PATH OUT`: writes safetensors of a checkpoint.
+# `jshard ckpt export PATH OUT`: writes a checkpoint as safetensors.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportArgs(_ModelArgs):
     """Writes the parameters of a checkpoint as safetensors, or as a distributed checkpoint of PyTorch, array by array.
 
-    Of a run, or with --model, they have the names and the orientation of Hugging Face, layer by layer also where a run
-    had them stacked, and a config.json is beside them, as far as the model file knows these. The checkpoint is verified
-    first. Exit codes: 0 done, 1 damaged, or writing failed, 2 the request was wrong.
+    For a run, or with --model, they get Hugging Face's names and orientation, layer by layer even if the run had them
+    stacked, and a config.json beside them, as far as the model file defines these. The checkpoint is verified
+    first. Exit codes: 0 done, 1 damaged, or writing failed, 2 invalid request.
     """
 
     path: tyro.conf.Positional[Path]
     """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
     out: tyro.conf.Positional[Path]
-    """Folder to write into: model.safetensors, or several files with an index; or what
-    torch.distributed.checkpoint.load reads."""
+    """Folder to write into: model.safetensors, or several files with an index; or a checkpoint for
+    torch.distributed.checkpoint.load."""
     format: Literal["safetensors", "dcp"] = "safetensors"
-    """Of the files. Of dcp, names have dots between the keys, and numbers and texts of that part are written, too."""
+    """Format of the files. In dcp, names have dots between the keys, and numbers and strings are also written."""
     part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
-    """The part of the state: beginning of the paths, which the names then lack."""
+    """The part of the state: a prefix of the paths, which is removed from the names."""
     extra: Literal["error", "ignore"] = "error"
     """What to do with leaves of that part that the model lacks, such as more layers: refuse, or leave them out."""
     max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
-    """Most of a file, in 10^9 bytes."""
+    """Largest size of a file, in 10^9 bytes."""
     own_names: bool = False
-    """Keep the names that the model has here."""
+    """Keep the model's own names."""
     no_verify: bool = False
-    """Do not read everything first to compare it with its sums."""
+    """Skip reading everything first to verify its checksums."""
 
     def loaded(self) -> Model | None:
-        """The model that is asked for, or that of the run that has saved the checkpoint, if it has names elsewhere."""
+        """The requested model, or that of the run that saved the checkpoint, if it defines other names."""
         if self.own_names and (self.model is not None or self.recipe is not None or self.set):
             raise ShardingError(
                 "Two kinds of names are asked for.",
@@ -299,7 +299,7 @@ class Model:
     run: StoredRun | None = None  # that it is of
 
     def names(self) -> Names:
-        """What others call its parameters, layer by layer."""
+        """The names of its parameters in other libraries, layer by layer."""
         names = self.file.names_elsewhere(self.recipe.model)
         if names is None:
             raise ShardingError(
@@ -313,7 +313,7 @@ class Model:
         return names
 
     def beside(self) -> dict[str, str]:
-        """The files beside its arrays that others want, by name."""
+        """The files beside its arrays that other libraries need, by name."""
         make = self.file.hf_config
         if make is None:
             return {}
@@ -330,7 +330,7 @@ class Model:
 
 
 def cpu_mesh(text: str) -> Mesh:
-    """The mesh that --mesh asks for, over simulated devices."""
+    """The mesh of --mesh, over simulated devices."""
     sizes = parse_mesh(text)
     simulate_devices(sizes)
     wanted, there = num_devices(sizes), jax.devices("cpu")

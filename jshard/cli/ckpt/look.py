@@ -1,4 +1,4 @@
-"""`jshard ckpt ls`, `inspect`, `verify` and `diff`: which checkpoints there are, what they hold, if it is whole."""
+"""`jshard ckpt ls`, `inspect`, `verify` and `diff`: list checkpoints, show, verify and compare their contents."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from jshard.inspect.tables import FittedTable, add_row, made_table, show, whole_
 
 @dataclasses.dataclass(frozen=True)
 class LsArgs:
-    """Lists checkpoints: whether their files are all there, and which is the latest, from which a run would go on.
+    """Lists checkpoints: whether all their files exist, and which is the latest, from which a run would resume.
 
-    Of large files the sizes are looked at, and no values: for these see `jshard ckpt verify`. Exit codes: 0 done, 2
-    there is no checkpoint.
+    Only the sizes of large files are checked; `jshard ckpt verify` checks their values. Exit codes: 0 done, 2 there is
+    no checkpoint.
     """
 
     path: tyro.conf.Positional[Path]
     """Folder of a run, folder of checkpoints by step, or one checkpoint."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
 
 
 def run_ls(argv: Sequence[str]) -> int:
@@ -87,10 +87,10 @@ def _listing_table(found: Listing) -> Group:
 
 @dataclasses.dataclass(frozen=True)
 class InspectArgs:
-    """Shows the tree of a checkpoint: shapes, dtypes, bytes, how leaves were sharded, in which pieces they are stored.
+    """Shows the tree of a checkpoint: shapes, dtypes, bytes, how leaves were sharded, and their stored pieces.
 
-    Layers that are alike are shown once: 0..11. No values are read. Exit codes: 0 done, 1 what describes it is damaged,
-    2 there is no checkpoint.
+    Equal layers are shown once: 0..11. No values are read. Exit codes: 0 done, 1 its metadata are damaged, 2 there
+    is no checkpoint.
     """
 
     path: tyro.conf.Positional[Path]
@@ -98,11 +98,11 @@ class InspectArgs:
     step: int | None = None
     """Of a folder, the checkpoint of this step."""
     below: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = ""
-    """Only leaves whose paths begin so, such as model/blocks."""
+    """Only leaves whose paths start with this, such as model/blocks."""
     depth: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Only so many levels; what is below is summed up."""
+    """Show only N levels; deeper ones are summed up."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
 
 
 def run_inspect(argv: Sequence[str]) -> int:
@@ -158,7 +158,7 @@ def _head(opened: Opened) -> Iterator[str]:
 
 
 def _rows(tree: Mapping[str, Any], depth: int | None, level: int = 0) -> Iterator[tuple[str, Any, int, int]]:
-    """Name, leaf or folder, level, and how often it is there: layers that are alike are one row."""
+    """Name, leaf or folder, level, and count: equal layers are one row."""
     for name, node, count in _folded(tree):
         yield name, node, level, count
         if isinstance(node, Mapping) and (depth is None or level + 1 < depth):
@@ -201,15 +201,15 @@ def _leaves_json(opened: Opened, shown: Mapping[str, StoredLeaf]) -> dict[str, A
     return {"path": str(opened.path), **manifest, "is_sealed": found is not None, "leaves": leaves}
 
 
-# `jshard ckpt verify PATH`: a checkpoint against its sums.
+# `jshard ckpt verify PATH`: verifies the checksums of a checkpoint.
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifyArgs:
-    """Reads checkpoints whole, and compares them with what was noted when they were saved.
+    """Reads whole checkpoints, and compares them with the checksums recorded when they were saved.
 
-    It finds every file that is missing or cut off and every change of a single word, and names the leaf and the file.
-    Changes of several words that cancel each other in the sums of a leaf do not show. Exit codes: 0 nothing was found,
+    It finds every missing or truncated file and every change of a single word, and names the leaf and the file.
+    Changes of several words that cancel out in the checksums of a leaf are not detected. Exit codes: 0 no damage found,
     1 something is damaged, 2 there is no checkpoint.
     """
 
@@ -220,7 +220,7 @@ class VerifyArgs:
     all: bool = False
     """Of a folder, all checkpoints."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
 
 
 def run_verify(argv: Sequence[str]) -> int:
@@ -261,11 +261,11 @@ def _verdict_text(verdict: Verdict) -> str | FittedTable:
 
 @dataclasses.dataclass(frozen=True)
 class DiffArgs:
-    """Compares two checkpoints leaf by leaf: meshes, processes and chunks they were saved with do not count.
+    """Compares two checkpoints leaf by leaf, ignoring the meshes, processes and chunks that they were saved with.
 
     Layers that differ in the same manner are one row; --json has each leaf.
 
-    Exit codes, as those of `diff`: 0 they are equal, 1 they differ (or one is damaged), 2 there is no checkpoint.
+    Exit codes, as for `diff`: 0 they are equal, 1 they differ (or one is damaged), 2 there is no checkpoint.
     """
 
     a: tyro.conf.Positional[Path]
@@ -273,11 +273,11 @@ class DiffArgs:
     b: tyro.conf.Positional[Path]
     """The other one."""
     no_values: bool = False
-    """Read no values: compare paths, shapes, dtypes, and the sums that were noted when they were saved."""
+    """Read no values: compare paths, shapes, dtypes, and the recorded checksums."""
     all: bool = False
-    """List the leaves that are equal, too."""
+    """Also list equal leaves."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
 
 
 def run_diff(argv: Sequence[str]) -> int:

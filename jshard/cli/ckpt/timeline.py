@@ -1,4 +1,4 @@
-"""`jshard ckpt timeline RUN`: what the saves and restores of a run took, in each process, and what that costs a run."""
+"""`jshard ckpt timeline RUN`: the times of a run's saves and restores, by process, and what they cost the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TimelineArgs:
     """Shows a save or a restore process by process, names the slowest one, and sums up all of them.
 
     A process is named if it took 1.5 times as long as the median of the others in a phase of its own work, and that
-    costs 5 % of the whole. Exit codes: 0 done, 2 there is no history, or the request was wrong.
+    costs 5 % of the total. Exit codes: 0 done, 2 there is no history, or the request is invalid.
     """
 
     path: tyro.conf.Positional[Path]
@@ -51,15 +51,15 @@ class TimelineArgs:
     step: int | None = None
     """The checkpoint of this step; the last one by default."""
     kind: Literal["save", "restore"] | None = None
-    """What to show of it; by default its last save, or its last restore if there is no save."""
+    """Which operation to show; by default the last save, or the last restore if there is no save."""
     out: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE")] = ()
-    """Files to draw it into: *.png, *.html, or *.json, a trace for https://ui.perfetto.dev."""
+    """Files to plot it into: *.png, *.html, or *.json, a trace for https://ui.perfetto.dev."""
     mtbf: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 4 * 3600.0
-    """Time between failures of the whole job that is assumed for the ETTR."""
+    """Assumed time between failures of the whole job, for the ETTR."""
     interval: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """Training between two saves for the ETTR, instead of what was measured."""
+    """Training time between two saves for the ETTR, instead of the measured one."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON only."""
 
 
 def run_timeline(argv: Sequence[str]) -> int:
@@ -121,15 +121,15 @@ def _check(args: TimelineArgs) -> None:
 def ettr(*, interval_s: float, stall_s: float, save_s: float, load_s: float, mtbf_s: float) -> float:
     """The effective training time ratio: the share of a run's time that makes progress which stays; at least 0.
 
-    Of every interval, I seconds train and B are blocked by the save. A failure, every M seconds on average, costs the
-    load L, what was done since the last save (half of I + B on average, as it may come at any time), and the time S in
-    which that save was not complete yet: until then the one before counts. The start of the job after a failure is in
-    none of these; it is added to `load_s` by whoever knows it.
+    In every interval, I seconds train and B are blocked by the save. A failure, every M seconds on average, costs the
+    load L, the work since the last save (half of I + B on average, as it may come at any time), and the time S in
+    which that save was not yet complete: until then the previous one is used. The job's start after a failure is not
+    included; add it to `load_s` if you know it.
 
     Args:
         interval_s: I, training between two saves.
         stall_s: B, how long a save blocks the step.
-        save_s: S, from the begin of a save until it is complete.
+        save_s: S, from the start of a save until it is complete.
         load_s: L, a restore.
         mtbf_s: M, time between failures of the whole job.
 
@@ -143,7 +143,7 @@ def ettr(*, interval_s: float, stall_s: float, save_s: float, load_s: float, mtb
 
 
 class _Report(Printed):
-    """One save or restore process by process, and all of a series summed up."""
+    """One save or restore by process, and a summary of a whole series."""
 
     def __init__(
         self, folder: Place, shown: Timeline, every: Sequence[Timeline], mtbf_s: float, interval_s: float | None
@@ -212,7 +212,7 @@ class _Report(Printed):
 
     @property
     def bars(self) -> list[Bar]:
-        """The phases of each process, to be drawn."""
+        """The phases of each process, for a plot."""
         found = []
         for row in self.shown.rows:
             for phase, begin_s, end_s in row.phases:

@@ -1,4 +1,4 @@
-"""What one data shard holds of a value of the global program, and the table: how each primitive carries states on.
+"""The states of values on one data shard, and the table of how each primitive propagates them.
 
 `RULES[name]` is called with operands of which one at least is split and none is partial. It returns the results, or
 None where a shard cannot compute its part alone: then the operands are gathered and the equation is computed whole.

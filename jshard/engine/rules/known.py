@@ -1,4 +1,4 @@
-"""Values known without data (masks, positions, random bits): whole ones, of which a shard is made from their equations.
+"""Values known without data (masks, positions, random bits): whole ones, from whose equations shards are computed.
 
 So nothing as large as the global batch is made on a device. `backwards` says which split each operand of an equation
 needs for a result that is split along a dim; then the rule of the table is applied to operands so split.

@@ -1,4 +1,4 @@
-"""Loops and branches. The states of what a loop carries are found by repeating an abstract run until they stay."""
+"""Loops and branches. The states of carried values are found by repeating an abstract run to a fixed point."""
 
 import contextlib
 import functools

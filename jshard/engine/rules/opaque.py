@@ -1,4 +1,4 @@
-"""Calls whose inside is not partitioned (declared per example, kernels, a `shard_map` of the user's), and effects."""
+"""Calls that are not partitioned inside (declared per example, kernels, a user's `shard_map`), and effects."""
 
 import math
 from collections.abc import Callable, Sequence

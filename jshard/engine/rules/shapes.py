@@ -1,4 +1,4 @@
-"""Operations on each element by itself, and those that move elements: by their place alone, or by indices.
+"""Elementwise operations, and those that move elements: by position alone, or by indices.
 
 Indices may count a dim; of those a shard finds its own rows.
 """

@@ -1,4 +1,4 @@
-"""The ruler, `trace`: reads a profile of JAX: what of each step computed, what communicated, and what hid what."""
+"""`trace`: reads a JAX profile: the time that each step computes and communicates, and how the two overlap."""
 
 import collections
 import contextlib
@@ -35,9 +35,9 @@ _RECORD = "jshard train gpt --profile 10:15, or jax.profiler.trace(FOLDER) aroun
 class ProfileFiles:
     """The files of one profile."""
 
-    files: tuple[tuple[Path, str], ...]  # one of each process, with what to call it; empty if there is one process
-    program: Path | None  # the text of the compiled step; None if it is not there
-    others: int = 0  # how many further profiles are in the folder
+    files: tuple[tuple[Path, str], ...]  # one per process, with its display name; empty if there is one process
+    program: Path | None  # the text of the compiled step; None if it is missing
+    others: int = 0  # the number of other profiles in the folder
 
 
 def process_folder(span: str, process: int) -> Path:
@@ -46,7 +46,7 @@ def process_folder(span: str, process: int) -> Path:
 
 
 def find_profile(path: str | os.PathLike[str]) -> ProfileFiles:
-    """The newest profile in a folder, or the file that is named."""
+    """The newest profile in a folder, or the given file."""
     path = Path(path)
     if path.is_file():
         if not path.name.endswith(_SUFFIX):
@@ -64,7 +64,7 @@ def find_profile(path: str | os.PathLike[str]) -> ProfileFiles:
 
 
 def _of_one_profile(files: Sequence[Path]) -> list[Path]:
-    """The files that belong to the newest one: of each process the last one."""
+    """The files that belong to the newest profile: the last one of each process."""
     newest = files[-1]
     if _process(newest) is None:
         return [f for f in files if f.parent == newest.parent]
@@ -79,13 +79,13 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 
 def _process(file: Path) -> int | None:
-    """The process that wrote a file of `jshard train`; None if it is not of that form."""
+    """The process that wrote a file of `jshard train`; None if its name has another form."""
     found = re.fullmatch(r"process-(\d+)", file.parents[3].name) if len(file.parents) > 4 else None
     return int(found[1]) if found else None
 
 
 def _root(file: Path) -> Path:
-    """What the files of one profile have in common."""
+    """The common root of the files of one profile."""
     return file.parent if _process(file) is None else file.parents[4]
 
 
@@ -98,21 +98,21 @@ def _no_profile(path: Path, why: str) -> ShardingError:
     return ShardingError("There is no profile.", where=str(path), why=why, do=f"record one: {_RECORD}.")
 
 
-# `trace`: reads a profile, and says of each step what computed, what communicated, and what hid what.
+# `trace`: reads a profile, and reports the computation, communication and overlap of each step.
 
 _AGAIN = "record it again, with whole steps inside: jshard train gpt --profile 10:15"
 _PS_PER_S = 10**12
 
 
 def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None, program: Any = None) -> Trace:
-    """Reads a profile: of each step, the time in which devices compute, communicate, do both, or neither.
+    """Reads a profile: the time of each step in which devices compute, communicate, do both, or do neither.
 
     Times are unions of intervals on a device's timeline, never sums over kernels. A step begins and ends with its
     program's work on the device.
 
     Args:
-        path: the folder of a run that was trained with `--profile`, a folder that `jax.profiler` wrote into, or one
-            `*.xplane.pb`. The newest profile in a folder is read; of several processes all files.
+        path: the folder of a run trained with `--profile`, a folder written by `jax.profiler`, or one
+            `*.xplane.pb`. The newest profile in a folder is read, with the files of all its processes.
         steps: numbers of the steps to keep; all by default.
         program: the step's compiled program, or its text, which names the unit of each collective; by default
             program.txt beside the profile.
@@ -121,8 +121,8 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
         A `Trace`: print it, show it in a notebook, take its JSON, or look at `shares`.
 
     Raises:
-        ShardingError: there is no profile, or it does not have these steps or this program.
-        RunError: the profile is cut off, is empty, or has no whole step.
+        ShardingError: there is no profile, or it lacks these steps or this program.
+        RunError: the profile is truncated or empty, or has no complete step.
 
     Example:
         >>> import tempfile
@@ -152,7 +152,7 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
         raise _no_run(found, name, named)
     places, is_marked = _numbered(timelines, [p.marks for p in processes])
     lacking = ops.not_in_text(e for t in timelines for e in t.device.events)
-    # A text of another compilation says nothing about what is missing.
+    # The text of another compilation cannot show what is missing.
     complete = _complete(timelines, places, None if lacking else ops)
     if not complete:
         raise _no_step(found, places)
@@ -179,7 +179,7 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
 
 @dataclasses.dataclass(frozen=True)
 class _Timeline:
-    """A device with the runs of the step's program; `process` is the place of its file."""
+    """A device with the runs of the step's program; `process` is the index of its file."""
 
     name: str
     device: DeviceEvents
@@ -190,9 +190,9 @@ class _Timeline:
 def _numbered(
     timelines: Sequence[_Timeline], marks: Sequence[tuple[int, ...]]
 ) -> tuple[dict[int, dict[str, int]], bool]:
-    """By the number of a step the places of its runs on the devices; and whether the profile marks all steps.
+    """The positions of each step's runs on the devices, by step number; and whether the profile marks all steps.
 
-    The number is that of a mark, if every run has one, or else counted from 1.
+    The number is that of the mark, if every run has one; otherwise steps are counted from 1.
     """
     places: dict[int, dict[str, int]] = collections.defaultdict(dict)
     all_marked = True
@@ -200,7 +200,7 @@ def _numbered(
         own = [t for t in timelines if t.process == process]
         order = _order(own)
         count = max(map(max, order)) + 1
-        # Processes run the same steps: the marks of one will do for another.
+        # Processes run the same steps: the marks of one are valid for another.
         marked = next((m for m in (marks[process], *marks) if len(m) == count), None)
         all_marked &= marked is not None
         for t, steps in zip(own, order, strict=True):
@@ -210,7 +210,7 @@ def _numbered(
 
 
 def _order(timelines: Sequence[_Timeline]) -> list[list[int]]:
-    """Which step of its process each run is: by what the profile calls them, or one after another."""
+    """Which step of its process each run is: by the profile's names, or in order."""
     ids = [{run.id for run in t.runs} for t in timelines]
     if None in set.union(*ids) or not set.intersection(*ids):
         return [list(range(len(t.runs))) for t in timelines]
@@ -222,9 +222,9 @@ def _order(timelines: Sequence[_Timeline]) -> list[list[int]]:
 
 
 def _complete(timelines: Sequence[_Timeline], places: Mapping[int, Mapping[str, int]], ops: Ops | None) -> list[int]:
-    """Numbers of the steps that every device has from begin to end."""
+    """Numbers of the steps that every device has from start to end."""
     expected = expected_ops((run for t in timelines for run in t.runs), ops)
-    # A single run can be held against the program's text alone.
+    # A single run can only be compared with the program's text.
     lacks_an_end = lambda t: ops is not None and len(t.runs) == 1 and ops.lacks_an_end(t.runs[0].ops)
     is_whole = lambda t, place: place is not None and expected <= t.runs[place].ops and not lacks_an_end(t)
     return [n for n in sorted(places) if all(is_whole(t, places[n].get(t.name)) for t in timelines)]
@@ -262,7 +262,7 @@ def _read(file: Path) -> ProcessEvents:
 
 @contextlib.contextmanager
 def _quiet_reader() -> Iterator[None]:
-    """Python 3.12 deprecates how the reader's types are made; that is nobody's business here."""
+    """Silences a deprecation warning of Python 3.12 about how the reader's types are made."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         yield
