@@ -58,15 +58,14 @@ def fully_shard(
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
-    Call it on submodules first, then on the root. Annotation places each parameter on the mesh, sharded along
-    its largest dim that is divisible by the degree of `fsdp` (times `expert`). If no dim is, a small parameter is
-    replicated, and a larger one is stored with some rows of padding, which are not visible when the parameter
-    is read (such a model needs the optimizer of `js.shard_optimizer`). A call of the root is traced once, in
-    global view, and its program runs on data shards: each unit all-gathers its own parameters, computes, then
-    frees the gathered copies; backward gathers them again and reduce-scatters the gradients, which are
-    sharded like the parameters. The results equal those on one device, even where the model combines
-    examples of the batch. The module keeps its class, names, variables and tree; the training step stays
-    plain Flax, in global view.
+    Call it on submodules first, then on the root. Annotation places each parameter on the mesh, sharded along its
+    largest dim that is divisible by the degree of `fsdp` (times `expert`). If no dim is, a small parameter is
+    replicated, and a larger one is stored with some rows of padding, which are not visible when the parameter is read
+    (such a model needs the optimizer of `js.shard_optimizer`). A call of the root is traced once, in global view, and
+    its program runs on data shards: each unit all-gathers its own parameters, computes, then frees the gathered copies;
+    backward gathers them again and reduce-scatters the gradients, which are sharded like the parameters. The results
+    equal those on one device, even where the model combines examples of the batch. The module keeps its class, names,
+    variables and tree; the training step stays plain Flax, in global view.
 
     A unit should be a layer or a block: large enough for efficient collectives, small enough that one
     gathered unit fits beside the shards. Parameters outside the inner units belong to the root.

@@ -73,11 +73,10 @@ def restore(
             their devices: for storage that is slower than the network. On one machine it is slower. Only for packed
             checkpoints; others are read by every process.
         map: whether arrays on CPU devices are memory-mapped files, where the checkpoint's pieces match the shards of
-            `like`: nothing is copied, and processes of one machine share the memory. The files must not change
-            while the arrays exist. Deleting them is safe, and frees the disk when the arrays are gone.
-            But a truncated file ends the program with SIGBUS, and an overwritten one changes the arrays; a program
-            cannot be protected from that. Files on a network, and other formats, are read instead, with a
-            warning.
+            `like`: nothing is copied, and processes of one machine share the memory. The files must not change while
+            the arrays exist. Deleting them is safe, and frees the disk when the arrays are gone. But a truncated file
+            ends the program with SIGBUS, and an overwritten one changes the arrays; a program cannot be protected from
+            that. Files on a network, and other formats, are read instead, with a warning.
         verify: whether checksums of all values are compared with those computed when they were saved.
         timeout_s: how long to wait for other processes.
 

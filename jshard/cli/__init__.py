@@ -1,6 +1,6 @@
 """The `jshard` command: one module per subcommand, each imported only when it is used.
 
-Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C before the work began. An error has
+Exit codes: 0 done, 1 the work failed, 2 an invalid request, 130 Ctrl-C before the work began. An error has
 four parts; `--debug` anywhere, or JSHARD_DEBUG=1, shows its traceback as well.
 """
 

@@ -51,10 +51,9 @@ class Body:
 def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     """Declares that a function acts on each example independently; for kernels and other opaque calls.
 
-    Operations that the engine knows are split over the data shards without a declaration. An opaque call (Pallas,
-    FFI, your own `custom_partitioning`) is computed for the whole batch on every device, unless it is declared. The
-    function is then called with the examples of one shard, forward and backward. Outside a sharded model it is called
-    unchanged.
+    Operations that the engine knows are split over the data shards without a declaration. An opaque call (Pallas, FFI,
+    your own `custom_partitioning`) is computed for the whole batch on every device, unless it is declared. The function
+    is then called with the examples of one shard, forward and backward. Outside a sharded model it is called unchanged.
 
     Args:
         fn: a function of arrays and static values. All results have the examples as dim 0. It must not close over

@@ -48,9 +48,8 @@ class Occupancy:
         persistent: one block for each multiprocessor, of two computing warpgroups and one that loads.
         reserved_sms: multiprocessors that a persistent kernel leaves alone.
         smem_pad_bytes: shared memory that each block takes and does not use; rounded up to 1,024.
-        latency_ns: how long one product takes, as stated to the compiler's scheduler; by default an estimate.
-            Without a statement it takes a kernel for free, and hides no communication
-            behind it.
+        latency_ns: how long one product takes, as stated to the compiler's scheduler; by default an estimate. Without a
+            statement it takes a kernel for free, and hides no communication behind it.
 
     Raises:
         KernelError: a knob is outside what any GPU has.

@@ -94,10 +94,9 @@ class ShardPlan:
     leaves: tuple[LeafPlan, ...]
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh)
+        counts = f"{len(self.units)} units, {len(self.leaves)} arrays, {self.num_parameters:,} parameters"
         held = f"{human_bytes(self.bytes_per_device)} on each device"
-        units = f"{len(self.units)} units, {len(self.leaves)} arrays, {self.num_parameters:,} parameters"
-        return f"<ShardPlan over {axes}: {units}, {held}; js.explain(...) prints it whole>"
+        return f"<ShardPlan of {counts}, {held}; js.explain(...) prints it>"
 
     @functools.cached_property
     def _by_path(self) -> dict[str, LeafPlan]:

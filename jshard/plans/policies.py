@@ -19,10 +19,7 @@ Remat = str | Callable[..., Any]
 """A name of `KEEPS`, `"names:NAME,..."`, or a policy from `jax.checkpoint_policies`."""
 
 Fallback = Literal["warn", "error"]
-
 NONE, FULL, OFFLOADED, ATTENTION_AGAIN, SELECTIVE = "none", "full", "offload", "attention", "torchtitan_selective"
-
-
 _GATHERED_BY_SCALE = ("float8_e4m3fn", "float8_e5m2")
 
 

@@ -36,12 +36,9 @@ def role(owner: Path | None) -> str:
 
 @dataclasses.dataclass(eq=False)
 class LogicalOptimizer:
-    """Whether a model has an optimizer that sees logical arrays; the units of the model and of its copies share it.
+    """Whether a model has an optimizer that sees logical arrays; the units of the model and of its copies share it."""
 
-    `do` is the line that makes one.
-    """
-
-    do: str
+    do: str  # the line that makes one
     exists: bool = False
 
 
