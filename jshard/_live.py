@@ -141,8 +141,11 @@ def _cut(text: str, room: int) -> str:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether lines of a stream can be rewritten."""
-    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
+    """Whether lines of a stream can be rewritten: on a terminal, or in a notebook."""
+    if stream is None or stream.closed:
+        return False
+    is_notebook = type(stream).__module__.startswith("ipykernel.")
+    return is_notebook or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def fitted(text: str, stream: TextIO | None, *, indent: str = "") -> str:

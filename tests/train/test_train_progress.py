@@ -122,6 +122,16 @@ def test_a_loss_has_as_many_digits_as_say_something(columns, clock, loss, text):
     assert stream.getvalue() == f"step 1/1  loss {text}\nstep 1: validation loss {text}\n"
 
 
+def test_a_notebook_has_one_line_too(clock, columns):
+    cell = type("OutStream", (Terminal,), {"__module__": "ipykernel.iostream", "isatty": lambda self: False})()
+    progress = Progress(3, stream=cell, clock=clock)
+    for step in 1, 2, 3:
+        clock.now_s += 1
+        progress.log(step, {"loss": 4.0 - step})
+    progress.close()
+    assert cell.shown == ["step 3/3  loss 1.0000", ""]
+
+
 def test_an_evaluation_stays_above_the_live_line(columns, clock):
     terminal = Terminal()
     progress = Progress(500, stream=terminal, clock=clock)
