@@ -37,6 +37,7 @@ def annotate(model: Model) -> None:
 model = js.shard_init(lambda: Model(nnx.Rngs(0)), annotate)
 reveal_type(model)  # Model
 optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
+reveal_type(optimizer)  # Optimizer[Model]
 batch = js.shard_batch({"x": np.zeros((8, 64))}, mesh)
 y = model(batch["x"])
 loss, grads = js.value_and_grad(lambda model, x: (model(x) ** 2).mean(), accumulate=2)(model, batch["x"])
@@ -75,6 +76,7 @@ import jshard as js
 
 mesh = js.mesh()
 model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+js.mesh(fdsp=8)
 js.fully_shard(model, mesh=mesh, fallback="raise")
 js.ShardPlacement(offload="optimiser")
 js.compiler_options("fast")

@@ -33,6 +33,7 @@ from jshard.plans.plan import record_of
 from jshard.plans.units import Path, dotted, plain_class, walk
 
 M = TypeVar("M")
+N = TypeVar("N", bound=nnx.Module)
 
 
 def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module) -> M:
@@ -157,8 +158,8 @@ def _flat(state: Any) -> list[tuple[tuple, Any]]:
 
 @overload
 def shard_optimizer(
-    model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = ..., shard_replicated: bool = ...
-) -> nnx.Optimizer: ...
+    model: N, tx: optax.GradientTransformation, *, wrt: Any = ..., shard_replicated: bool = ...
+) -> nnx.Optimizer[N]: ...
 
 
 @overload

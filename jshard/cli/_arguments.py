@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
@@ -154,7 +154,7 @@ def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMes
     from jshard.plans.mesh import AXES, nearest_degrees
 
     try:
-        return js.mesh(**sizes, devices=devices)
+        return js.mesh(**{**sizes, "devices": cast(Any, devices)})
     except MeshError as error:  # in the words of the option
         raise MeshError(
             error.what,

@@ -34,7 +34,6 @@ def mesh(
     context: int = ...,
     tensor: int = ...,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
-    **unknown: int,
 ) -> Mesh: ...
 @overload
 def mesh(
@@ -45,7 +44,6 @@ def mesh(
     context: int = ...,
     tensor: int = ...,
     devices: int,
-    **unknown: int,
 ) -> AbstractMesh: ...
 def mesh(
     *,
