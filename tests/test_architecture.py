@@ -156,8 +156,9 @@ WORDS = re.compile(
 
 def test_the_words_are_those_of_the_field():
     root = PACKAGE.parent
-    pages = [root / "README.md", root / "CHANGELOG.md", *root.glob("docs/*.md"), *root.glob("models/*.py")]
-    texts = {**sources(), **{path.name: path.read_text() for path in pages}}
+    names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
+    pages = [*map(root.joinpath, names), *root.glob("docs/*.md"), *root.glob("models/*.py")]
+    texts = {**sources(), **{str(path.relative_to(root)): path.read_text() for path in pages}}
     found = [
         f"{name}:{number}: {line.strip()}"
         for name, text in texts.items()
