@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, *, page, **_) -> str:
 
 def help_of(command: re.Match[str]) -> str:
     """The help of a command, as a block."""
-    os.environ.update(COLUMNS="100", NO_COLOR="1")
+    os.environ.update(COLUMNS="76", NO_COLOR="1")
     with io.StringIO() as out, contextlib.redirect_stdout(out):
         with contextlib.suppress(SystemExit):
             main([*command[1].split(), "--help"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import dataclasses
 import functools
+import inspect
+import itertools
 import math
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -53,20 +58,37 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
                 why=f"{option} is given {count} times, and only the last would count.",
                 do=f"give {option} once, with all its values.",
             )
-    return tyro.cli(cls, prog=command, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+    # tyro joins lines, but for those that begin with a space, and wraps none.
+    wrapped = textwrap.TextWrapper(shutil.get_terminal_size().columns, initial_indent=" ", subsequent_indent=" ").fill
+    parts = (wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
+    config = (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(cls, prog=command, description="\n".join(parts), args=list(argv), config=config)
 
 
 @functools.cache
 def _shown(cls: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass of arguments; from now on its help has no `{None}|` and no empty default."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    """The types of a dataclass of arguments; from now on its help has whole lines, no `{None}|`, no empty default."""
+    hints, texts = typing.get_type_hints(cls, include_extras=True), _option_texts(cls)
     for name, hint in hints.items():
         owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
         metavar = None if _metavar(hint) is not None else _without_none(hint)
         if tyro.conf.Positional in getattr(hint, "__metadata__", ()) and _metavar(hint) is None:
             metavar = name.upper()
-        owner.__annotations__[name] = Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint=_default)]
+        config = tyro.conf.arg(metavar=metavar, help=texts.get(name), help_behavior_hint=_default)
+        owner.__annotations__[name] = Annotated[hint, config]
     return hints
+
+
+def _option_texts(cls: type[Any]) -> dict[str, str]:
+    """The docstrings of fields, each in one line: tyro leaves the line breaks of the source in the help."""
+    found: dict[str, str] = {}
+    for base in [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]:
+        (node,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, text in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return found
 
 
 def _metavar(hint: Any) -> str | None:

@@ -203,9 +203,12 @@ def test_number_of_simulated_devices(text, devices):
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "sample", "ckpt export", "ckpt diff"])
-def test_help_says_nothing_of_none(command, capsys):
+def test_help_fits_the_terminal_and_says_nothing_of_none(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         cli.main([*command.split(), "--help"])
-    text = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    text = " ".join(out.split())
     assert "None" not in text and "(default: )" not in text and "PATH PATH" not in text
     assert "ANNOTATED" not in text
+    assert max(map(len, out.splitlines())) <= 80
