@@ -71,7 +71,7 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
     for part in (" tokens/s  ", "/step  ", "ETA 0:00  MFU ", "%  peak "):
         assert part in live[-1]
     assert "\nstep 3: validation loss " in said.replace("\r", "\n")
-    assert "\na sample; its first words are of held-out text:\n    " in said
+    assert "\na sample; it begins with held-out text:\n    " in said
     assert "\nvalidation loss " in said and " nats per byte after 5 steps\n" in said
     names = "checkpoints/ loss.png metrics.jsonl run.json sample.txt tensorboard/".split()
     assert said.endswith(f"\nmine/: {'  '.join(names)}\n")

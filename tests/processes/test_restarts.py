@@ -86,8 +86,8 @@ PLACE = launch.Cluster(kind="slurm", coordinator="a:1000", num_processes=4, proc
 @pytest.mark.parametrize(
     ("options", "cluster", "reported"),
     [
-        ({"max_restarts": -1}, None, "The restarts make no sense."),
-        ({"min_processes": 2}, PLACE, "The restarts make no sense."),
+        ({"max_restarts": -1}, None, "The restart options are not valid."),
+        ({"min_processes": 2}, PLACE, "The restart options are not valid."),
         ({"max_restarts": 1, "min_processes": 2}, None, "on a cluster alone"),
         ({"max_restarts": 1, "min_processes": 2, "mesh": "fsdp=4"}, PLACE, "--min-processes 3"),
         ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "more than half go on"),
