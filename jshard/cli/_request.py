@@ -190,7 +190,7 @@ def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) 
         return
     elif began is None or Path(began).resolve() != args.init_from.resolve():
         option = "--init-from"
-        why = f"{out} began with {'new parameters' if began is None else f'those of {began}'}, and continues with its own."
+        why = f"{out} began with {'new' if began is None else f'those of {began}'}; it continues with its own."
     else:
         return
     raise ShardingError(
