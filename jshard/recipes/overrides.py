@@ -85,10 +85,7 @@ def read_value(text: str, kind: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return read_value(text, args[0])
-    if origin in (
-        typing.Union,
-        types.UnionType,
-    ):  # str accepts everything and is last; a Literal "none" before None
+    if origin in (typing.Union, types.UnionType):  # str, which takes everything, is last; Literal "none" before None
         for each in sorted(args, key=lambda kind: (kind is str, kind is types.NoneType)):
             with contextlib.suppress(ValueError):
                 return read_value(text, each)
@@ -136,7 +133,7 @@ def _literal(text: str, kind: Any) -> Any:
         value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
     try:
         fits = kind is Any or isinstance(value, typing.get_origin(kind) or kind)
-    except TypeError:  # a form of typing that isinstance does not support
+    except TypeError:  # a form of typing that isinstance does not know
         fits = False
     if not fits:
         raise ValueError(f"{text!r} is not a {kind}")
