@@ -88,9 +88,9 @@ PLACE = launch.Cluster(kind="slurm", coordinator="a:1000", num_processes=4, proc
     [
         ({"max_restarts": -1}, None, "The restart options are not valid."),
         ({"min_processes": 2}, PLACE, "The restart options are not valid."),
-        ({"max_restarts": 1, "min_processes": 2}, None, "on a cluster alone"),
+        ({"max_restarts": 1, "min_processes": 2}, None, "only on a cluster"),
         ({"max_restarts": 1, "min_processes": 2, "mesh": "fsdp=4"}, PLACE, "--min-processes 3"),
-        ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "more than half go on"),
+        ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "more than half of 4 must continue"),
         ({"max_restarts": 1, "min_processes": 3}, PLACE, "name all degrees"),
         ({"max_restarts": 1, "min_processes": 3, "mesh": "fsdp=4", "auto": True}, PLACE, "--auto"),
     ],
