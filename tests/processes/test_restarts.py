@@ -56,7 +56,7 @@ def test_attempts_that_come_nowhere_end_the_run(capfd):
     assert supervised(20, p1="killed") == 1
     err = capfd.readouterr().err
     assert err.count("lost process 1") == 3
-    assert "The last 3 attempts came nowhere" in err and "did a step after 12" in err
+    assert "The last 3 attempts made no progress" in err and "completed a step after 12" in err
 
 
 @pytest.mark.parametrize(("action", "code"), [("fails and says why", 1), ("fails", 1), ("refuses", 2)])

@@ -162,4 +162,4 @@ def test_processes_see_one_machine(monkeypatch):
 
 def test_nothing_is_chosen_where_nothing_runs(folder, capsys):
     assert train("--auto", "--dry-run") == 2
-    assert "--auto measures steps, and --dry-run does none" in capsys.readouterr().err
+    assert "--auto measures steps, and --dry-run runs none" in capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_a_parameter_that_was_not_finite_before_is_named(tmp_path):
     found = text_of(error.value)
     assert found.startswith("down/kernel is not finite.\n")
     assert "down/kernel[3, 5] = nan" in found and "1 of its 65,536 values" in found
-    assert f"as {HERE} initialises it" in found
+    assert f"as initialised by {HERE}" in found
 
 
 def log_of_less_than_nothing(model, batch):
