@@ -231,7 +231,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _is_no_users(file: str) -> bool:
-    """Whether a file is not user code; jax's frames include the standard library: context managers, cached functions."""
+    """Whether a file is not user code; jax's frames include the standard library, as for context managers."""
     return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
