@@ -32,7 +32,7 @@ class TensorBoard:
 
     Args:
         folder: the folder of the event files. Each start of a run adds a file of its own.
-        resume_after: the step that a resumed run goes on from; TensorBoard then hides the later ones of earlier files.
+        resume_after: the step that a resumed run continues from; TensorBoard then hides later ones of earlier files.
 
     Raises:
         ShardingError: tensorboardX is not installed.
@@ -81,7 +81,7 @@ class WeightsAndBiases:
         name: the name of the run there.
         config: the configuration of the run.
         folder: the folder of the run. The run's id at W&B is stored there, in wandb/run_id.
-        resume_after: the step that a resumed run goes on from; the run at W&B then goes on too.
+        resume_after: the step that a resumed run continues from; the run at W&B then continues, too.
 
     Raises:
         ShardingError: wandb is not installed.
@@ -170,7 +170,7 @@ def open_trackers(
         out: the folder of the run. At W&B the run is WANDB_NAME, or the folder's name, in the project WANDB_PROJECT, or
             "jshard".
         config: the configuration of the run.
-        resume_after: the step that a resumed run goes on from.
+        resume_after: the step that a resumed run continues from.
 
     Raises:
         ShardingError: a name is unknown, or its package is not installed; nothing was opened then.
