@@ -190,7 +190,7 @@ def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) 
         return
     elif began is None or Path(began).resolve() != args.init_from.resolve():
         option = "--init-from"
-        why = f"{out} began with {'new' if began is None else f'those of {began}'}; it continues with its own."
+        why = f"{out} started from {'new parameters' if began is None else began}, and continues with its own."
     else:
         return
     raise ShardingError(
@@ -265,7 +265,7 @@ def data_of(
         raise ShardingError(
             "The model file has its own data.",
             where=f"{' and '.join(given)}, {model_file.path}: data(recipe)",
-            why="they are read only if the file has no `data`.",
+            why="they apply only if the file has no `data`.",
             do="leave out the options, or remove `data` from the file.",
         )
     if (own := own_data(model_file, recipe)) is not None:

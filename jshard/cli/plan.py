@@ -210,7 +210,7 @@ def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> str | None:
     """A remark on the flags of the process."""
     flags = flags_of(asked)
     if flags:
-        return f"compiled with XLA_FLAGS='{flags}'; a run needs the same flags."
+        return f"compiled with XLA_FLAGS='{flags}'; a run needs the same in its environment."
     if plan.estimates.stated.hidden >= _WELL_HIDDEN or latency_flag(plan.topology, asked.mesh, 0) is None:
         return None
     return "more may be hidden if the compiler knows how long collectives take on this mesh: --xla-flags auto"

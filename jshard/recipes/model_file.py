@@ -302,7 +302,7 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
         why = f"no installed package and nothing in {path.resolve().parent} has that name."
         do = f"install the package that provides it (often: pip install {top}), or put {top}.py into that folder."
         if top in sys.modules:
-            why = f"{top!r} is installed, but does not have this part."
+            why = f"{top!r} exists, but does not have this part."
             do = f"correct the name, or install a version of {top} that has it."
         what = f"The model file imports {error.name!r}, which is not there."
         return ModelFileError(what, where=place_in(path, error), why=why, do=do)

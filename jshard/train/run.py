@@ -304,7 +304,7 @@ class _Job:
     ) -> RunError:
         """Looks for the cause with the parameters from before the step, whose arrays are freed first."""
         launch.doing("searching for a NaN")
-        self.say(f"searching for the origin of NaN/inf in {' and '.join(wrong)} of step {step} by operation ...")
+        self.say(f"searching for the NaN/inf in {' and '.join(wrong)} of step {step}, operation by operation ...")
         trained.delete()
         model, source = self.checkpoints.model_before(start_step, self.init_from)
         return explained(self.model_file, self.recipe, model, batch, step=step, wrong=wrong, source=source)

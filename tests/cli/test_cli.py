@@ -126,7 +126,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
     # It goes on with its own parameters; a job script may say again what it began with, which may be gone.
     again = ["train", "my_model.py", "--resume", "--init-from", "theirs.safetensors", "--dry-run"]
     assert cli.main(again) == 2
-    assert "runs/my_model-micro-2 began with new ones, and continues with its own." in capsys.readouterr().err
+    assert "runs/my_model-micro-2 started from new parameters, and continues with its own." in capsys.readouterr().err
     stored = json.loads((out / "run.json").read_text())
     stored["options"]["init_from"] = str(folder / "theirs.safetensors")
     (out / "run.json").write_text(json.dumps(stored))
