@@ -121,7 +121,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
 
     # And once more, with the settings of the second time.
     assert cli.main(["train", "my_model.py", "--resume", *how]) == 0
-    assert "nothing is left to train: 3 steps are done, and 3 were asked for" in capsys.readouterr().out
+    assert "nothing is left to train: 3 steps are done, and 3 were requested" in capsys.readouterr().out
 
     # It goes on with its own parameters; a job script may say again what it began with, which may be gone.
     again = ["train", "my_model.py", "--resume", "--init-from", "theirs.safetensors", "--dry-run"]

@@ -74,7 +74,7 @@ def test_an_unknown_name_lists_the_models(folder, capsys):
     assert cli.main(["train", "gtp"]) == 2
     said = capsys.readouterr().err
     assert f"the included models are {', '.join(sorted(NAMES))}.\n" in said
-    assert "jshard, such as gpt;\n         jshard init gpt my_gpt.py  # " in said
+    assert "an included model, such as gpt;\n         jshard init gpt my_gpt.py  # " in said
 
 
 @pytest.mark.parametrize(
