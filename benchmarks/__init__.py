@@ -1,1 +1,1 @@
-"""Benchmarks of jshard beside what people use today: `python -m benchmarks.run`."""
+"""Benchmarks of jshard beside the usual alternatives: `python -m benchmarks.run`."""

@@ -1,4 +1,4 @@
-"""What can be measured, and the modules that do it."""
+"""The cases that can be measured, and their modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Case:
     """A module with `TITLE`, `MEASURES_TIME`, `run(quick=...)` and `table(result)`.
 
     It may have `arguments(parser)`, whose options `run` takes as keywords, `pictures(result, folder, stem)`, and
-    `merged(reports)`, for processes that are measured apart.
+    `merged(reports)`, for processes that are measured separately.
     """
 
     module: str

@@ -1,11 +1,11 @@
-"""Saves and restores side by side: jshard, Orbax as it is, PyTorch's distributed checkpoints, and plain files.
+"""Saves and restores side by side: jshard, Orbax with its defaults, PyTorch's distributed checkpoints, and plain files.
 
-Every library has a process, or two, that live through a row; in each round they take turns, in shuffled order, one at
-work at a time. All of them fsync. A first turn is not counted. Cold: the pages of the checkpoint's files were given
-back to the system before (`posix_fadvise`: no other program loses any), and what then came from the disk is shown. Of
-the row's time the quick ones take what their rounds need, and the slow ones share the rest: one whose share is used up
-drops out of further rounds, and how many it has is shown. PyTorch takes part where it is installed (extra `peers`), or
-by `--torch-python`.
+Every library has one process, or two, for a whole row; in each round they take turns in shuffled order, one at a time.
+All of them fsync. The first turn is not counted. Cold: the pages of the checkpoint's files were released before
+(`posix_fadvise`: other programs keep theirs), and the bytes then read from the disk are shown. Fast libraries use the
+time that their rounds need, and slow ones share the rest of the row's time: one that has used up its share drops out of
+further rounds, and its number of rounds is shown. PyTorch takes part if it is installed (extra `peers`), or with
+`--torch-python`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Answer = dict[str, Any]
 
 
 def arguments(parser: Any) -> None:
-    """What a run can be told."""
+    """The options of a run."""
     words = lambda text: text.split(",")
     parser.add_argument("--rows", type=words, default=list(_ROWS), metavar="ROW,...", help=f"of {','.join(_ROWS)}")
     parser.add_argument("--libraries", type=words, default=list(_LIBRARIES), metavar="NAME,...")
@@ -77,7 +77,7 @@ def run(
     torch_python: str = sys.executable,
     disk: Path | None = None,
 ) -> dict[str, Any]:
-    """Of each row, each number of processes and each library: what every operation took in every round."""
+    """The cost of every operation in every round, by row, number of processes and library."""
     has_torch = torch_python != sys.executable or importlib.util.find_spec("torch") is not None
     chosen = [name for name in libraries if name != "PyTorch DCP" or has_torch]
     found: dict[str, Any] = {"states": {}, "read_once": [], "memory": [], "index": {}, "worker_versions": {}}
@@ -133,7 +133,7 @@ class _Turns:
         return found
 
     def _turn(self, workers: _Workers, left_s: float, number: int) -> dict[str, Answer]:
-        """All that a library can do once, reads in an order of each turn, or as much of it as there is time for."""
+        """All operations of a library once, reads in the order of the turn, or as many as the time allows."""
         found: dict[str, Answer] = {}
         end_s = time.monotonic() + max(left_s, 0.0)
         self._clear()
@@ -153,7 +153,7 @@ class _Turns:
         return found
 
     def read_once(self, shards_kib: Sequence[int]) -> list[dict[str, Any]]:
-        """Bytes that each of two processes reads of what both hold, whole and once."""
+        """Bytes that each of two processes reads of arrays that both hold whole, and once."""
         found = []
         for kib in shards_kib:
             state = {
@@ -185,7 +185,7 @@ class _Turns:
         return found
 
     def index(self, asked: Mapping[str, Any], rounds: int) -> dict[str, Any]:
-        """What it takes to open a checkpoint that many processes have written."""
+        """The cost of opening a checkpoint written by many processes."""
         with self._workers("index", asked, 1) as workers:
             answers = [workers.ask("open") for _ in range(rounds)]
         self._clear()
@@ -203,14 +203,14 @@ class _Turns:
             workers.close()
 
     def _clear(self) -> None:
-        """Removes what is there, and waits until the disk has nothing left to write."""
+        """Removes the old files, and waits until the disk has written everything."""
         for path in self._folder.parent.glob("c*"):
             shutil.rmtree(path)
         os.sync()
 
 
 def _shares(first_s: Mapping[str, float], limit_s: float, turns: int) -> dict[str, float]:
-    """The most seconds of each library, by its first turn: what the quick ones do not need the slow ones have."""
+    """The time limit of each library, by its first turn: slow ones receive the time that fast ones do not need."""
     found, left_s = {}, limit_s
     for done, name in enumerate(sorted(first_s, key=lambda name: first_s[name])):
         found[name] = left_s / (len(first_s) - done)
@@ -231,7 +231,7 @@ class _Workers:
         self.library, self.operations = asked["library"], []
 
     def start(self) -> dict[str, str]:
-        """Waits until they have their state; gives versions of what they have imported."""
+        """Waits until they have their state; returns the versions of their packages."""
         answer = self._hear()
         if "error" in answer:
             raise RuntimeError(f"{self.library} did not start: {answer['error']}; its messages are above")
@@ -239,7 +239,7 @@ class _Workers:
         return answer["versions"]
 
     def ask(self, operation: str) -> Answer:
-        """What an operation took: the seconds of the clock of the slowest process, all else summed up."""
+        """The cost of an operation: the wall-clock seconds of the slowest process, and the sums of all else."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 print(operation, file=process.stdin)
@@ -282,7 +282,7 @@ def _free_port() -> int:
 
 
 def _give_back(folder: Path) -> None:
-    """The pages of all files of a folder: what reads them next reads the disk."""
+    """Drops the cached pages of all files of a folder, so that the next read is from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -294,7 +294,7 @@ def _give_back(folder: Path) -> None:
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report of several runs, each of some rows or libraries; of what two have, the later one counts."""
+    """One report from several runs, each of some rows or libraries; the later run replaces equal entries."""
     reports = sorted(reports, key=lambda report: report["date"])
     whole = dict(reports[-1]) | {"states": {}}
     for report in reports:
@@ -308,7 +308,7 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Medians with the range, and what the goals come to."""
+    """Medians with the range, and the results for the goals."""
     lines = [
         "2MB, 202MB and 806MB have 48 arrays, 10k 10,000 of 512 bytes; float32. Seconds: median (least to most), and",
         "CPU seconds of all processes. `resharded`: saved by 8 devices along dim 0, loaded by 4 (2 processes: 8) along",
@@ -342,7 +342,7 @@ def _row_table(libraries: Mapping[str, Any]) -> list[str]:
 
 
 def _bytes_table(libraries: Mapping[str, Any]) -> list[str]:
-    """What each process reads, and what of a cold load came from the disk."""
+    """The bytes that each process reads, and the part of a cold load that came from the disk."""
     mega = lambda values: " / ".join(f"{value / 1e6:.1f}" for value in values)
     rows = []
     for library, of in libraries.items():
@@ -354,7 +354,7 @@ def _bytes_table(libraries: Mapping[str, Any]) -> list[str]:
 
 
 def _times(of: Mapping[str, Any], operation: str, field: str = "wall_s") -> list[float]:
-    """Of all rounds; of the first turn where there was no time for another."""
+    """The values of all rounds; of the first turn if there was no time for another."""
     answers = [turn.get(operation, {}) for turn in of["rounds"] or [of["first"]]]
     return [answer[field] for answer in answers if field in answer]
 
@@ -366,7 +366,7 @@ def _cell(of: Mapping[str, Any], operation: str) -> str:
 
 
 def _goals(row: str, libraries: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Ratios beside what was aimed at; above one is better where the goal is a least."""
+    """Ratios beside their goals; above one is better if the goal is a minimum."""
     large = row.startswith(("202", "806"))
     wanted = [
         ("save, Orbax / jshard", "Orbax", "save", "jshard", "save", ">= 3"),

@@ -5,9 +5,9 @@
     python -m benchmarks.checkpoint_faults kills --times 30     # kill -9 at a random moment of a save
     python -m benchmarks.checkpoint_faults kills --place s3     # the same in a bucket: an emulator on this machine
 
-A change is found if `verify` names it, or a restore refuses. What is not found is named, with the file, the place, and
-whether a restore still gives what was saved; so are changes of bytes that nothing reads. Exit code 1 if values changed
-unseen, or a kill cost a complete checkpoint, or the next run did not go on from the newest one.
+A change is found if `verify` names it, or a restore refuses. Changes that are not found are listed with the file, the
+place, and whether a restore still returns the saved values, including changes of unused bytes. Exit code 1 if values
+changed undetected, a kill cost a complete checkpoint, or the next run did not continue from the newest one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAVES = {"kernel": (512, 1024), "bias": (1024,), "table": (333, 40), "small": 
 
 
 def main() -> None:
-    """Reads the command line and runs what it asks for."""
+    """Reads the command line and runs the request."""
     if sys.argv[1:2] == ["save"]:  # a process that is to be killed
         _save_on(*sys.argv[2:])
         return
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _state(step: int) -> dict[str, Any]:
-    """Arrays on all devices, cut along the first dim where it divides, and numbers."""
+    """Arrays on all devices, sharded along the first dim if it divides, and numbers."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -96,7 +96,7 @@ def _one_bit(raw: bytearray, rng: random.Random) -> str:
 
 
 def _pair(raw: bytearray, rng: random.Random) -> str:
-    """The same bit set in one word and cleared in another, or two words that change places: sums of words stay."""
+    """The same bit set in one word and cleared in another, or two words swapped: the sum of words stays the same."""
     while True:
         first, second = (8 * rng.randrange(len(raw) // 8) for _ in range(2))
         byte, bit = rng.randrange(8), rng.randrange(8)
@@ -138,7 +138,7 @@ def _changes(path: Path, change: _Change, times: int, rng: random.Random) -> boo
 
 
 def _look(path: Path, state: Any) -> tuple[bool, bool]:
-    """Whether something is found at all, and whether a restore gives what was saved."""
+    """Whether the change is found at all, and whether a restore returns the saved values."""
     import jshard as js
     from jshard.checkpoint.comparing import verify
     from jshard.errors import FourPartError
@@ -156,7 +156,7 @@ def _look(path: Path, state: Any) -> tuple[bool, bool]:
 
 @contextlib.contextmanager
 def _place(kind: str, folder: str) -> Iterator[str]:
-    """Where checkpoints go; processes that are started meanwhile reach it."""
+    """The place of the checkpoints, which processes started inside the context can reach."""
     if kind == "disk":
         yield folder
     else:
@@ -167,7 +167,7 @@ def _place(kind: str, folder: str) -> Iterator[str]:
 
 
 def _save_on(folder: str, process: str, processes: str, coordinator: str) -> None:
-    """Saves step after step, and says when each begins."""
+    """Saves step after step, and prints when each begins."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8 // int(processes))
@@ -186,7 +186,7 @@ def _save_on(folder: str, process: str, processes: str, coordinator: str) -> Non
 
 
 def _kills(folder: str, processes: int, times: int, rng: random.Random) -> bool:
-    """Each one goes on with the series that the one before it left."""
+    """Each process continues the series of the previous one."""
     lost, hit, newest = [], 0, 0
     for number in range(times):
         first, latest, begun, save_s = _killed(folder, processes, rng)
@@ -205,7 +205,7 @@ def _kills(folder: str, processes: int, times: int, rng: random.Random) -> bool:
 
 
 def _killed(folder: str, processes: int, rng: random.Random) -> tuple[int, int, int, float]:
-    """The first step, the one that was complete for certain, the last that had begun, and seconds that a save takes."""
+    """The first step, the last one known to be complete, the last one that had begun, and the seconds of a save."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -233,12 +233,12 @@ def _killed(folder: str, processes: int, rng: random.Random) -> tuple[int, int, 
 
 
 def _step_that_is(out: Any, what: str) -> int:
-    """The next step of which a process says so: libraries print there, too."""
+    """The next step that a process reports; libraries print there, too."""
     return next(int(line.split()[1]) for line in out if line.startswith(f"{what} "))
 
 
 def _after_a_kill(folder: str) -> int | None:
-    """The newest step, if all that are there are good and hold what was saved."""
+    """The newest step, if all existing ones are valid and have the saved values."""
     from jshard.checkpoint import Checkpointer
     from jshard.checkpoint.comparing import verify
 

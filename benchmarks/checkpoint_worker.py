@@ -1,7 +1,7 @@
-"""One library saves and loads a state of `checkpoint.py`: a process that does one operation after another, as asked.
+"""One library saves and loads a state of `checkpoint.py`: a process that runs one operation after another, on request.
 
-Its argument is JSON, and so is each line that it reads and each that it prints: what an operation took. It runs without
-JAX where the library is PyTorch's or plain files.
+Its argument is JSON, and so is each line that it reads or prints: the cost of an operation. It runs without JAX if the
+library is PyTorch's or plain files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Operations = dict[str, Callable[[], Any]]
 
 
 def main() -> None:
-    """Makes the state, says so, and does what it is asked until its input ends."""
+    """Creates the state, reports it, and runs the requested operations until its input ends."""
     asked = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # also while it hangs in an operation
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(operation: Callable[[], Any]) -> dict[str, float]:
-    """What an operation takes: seconds, of the clock and of the process tree, and bytes read."""
+    """The cost of an operation: seconds of the clock and of the process tree, and bytes read."""
     gc.collect()
     before, cpu_s, begin_s = _io(), _cpu_s(), time.perf_counter()
     result = operation()
@@ -66,7 +66,7 @@ def measured(operation: Callable[[], Any]) -> dict[str, float]:
 
 
 def _io() -> tuple[int, int]:
-    """Bytes that this process asked to read, and those that came from the disk."""
+    """Bytes requested by this process, and those that came from the disk."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"]), int(lines["read_bytes"])
 
@@ -76,7 +76,7 @@ def _rss_bytes() -> int:
 
 
 def _cpu_s() -> float:
-    """Seconds of all cores for this process, the children that have ended, and those that run."""
+    """Seconds of all cores for this process, its ended children, and its running ones."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime + sum(_running_s(os.getpid()))
 
@@ -94,7 +94,7 @@ def _running_s(process: int) -> Iterator[float]:
 
 
 def arrays(asked: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """So many layers of a kernel and, if asked for, a bias; random float32."""
+    """Layers of a kernel and, if requested, a bias; random float32."""
     rng, shape = np.random.default_rng(0), asked["kernel"]
     for number in range(asked["layers"]):
         yield f"layer{number:05d}/kernel", rng.standard_normal(shape, dtype=np.float32)
@@ -103,7 +103,7 @@ def arrays(asked: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def plain(asked: dict[str, Any]) -> Operations:
-    """One file a process, written from its beginning to its end and synced: what the disk itself takes."""
+    """One file per process, written sequentially and synced: the speed of the disk itself."""
     folder, rank, count = Path(asked["folder"]), asked["process"], asked["processes"]
     mine = {name: np.array_split(array, count)[rank].copy() for name, array in arrays(asked)}
     sizes = {name: part.shape for name, part in mine.items()}
@@ -165,11 +165,11 @@ def dcp(asked: dict[str, Any]) -> Operations:
 
 
 def _no_result(result: Any) -> None:
-    """For what gives something that is not to be waited for."""
+    """A result that needs no waiting."""
 
 
 def jshard(asked: dict[str, Any]) -> Operations:
-    """With sums, and without looking at them; mapped, where this version can."""
+    """With and without verifying checksums; memory-mapped if this version can."""
     import inspect
 
     state, likes = _with_jax(asked)
@@ -197,7 +197,7 @@ def jshard(asked: dict[str, Any]) -> Operations:
 
 
 def orbax(asked: dict[str, Any]) -> Operations:
-    """As it is: `save` and `load` with their defaults."""
+    """`save` and `load` with their defaults."""
     import logging
 
     state, likes = _with_jax(asked)
@@ -216,7 +216,7 @@ def orbax(asked: dict[str, Any]) -> Operations:
 
 
 def index(asked: dict[str, Any]) -> Operations:
-    """Opens what many processes wrote, a row of each leaf each: as many files with their indexes, and no values."""
+    """Opens a checkpoint of many processes, each with one row of each leaf: many files with indexes, without values."""
     import dataclasses
 
     from jshard.checkpoint import manifest
@@ -250,7 +250,7 @@ def index(asked: dict[str, Any]) -> Operations:
 
 
 def _with_jax(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The state on a mesh of all devices, and the same without values for each mesh that it is loaded onto."""
+    """The state on a mesh of all devices, and the abstract state for each mesh that it is loaded onto."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 

@@ -33,7 +33,7 @@ _QUICK_DEPTHS, _QUICK_ROUNDS = (1, 2), 1
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Seconds of every way at every depth, in turns."""
+    """Seconds of every variant at every depth, in turns."""
     depths, rounds = (_QUICK_DEPTHS, _QUICK_ROUNDS) if quick else (_DEPTHS, _ROUNDS)
     for lower in WAYS.values():  # what Python and JAX import and prepare once
         lower(_SIZES).compile()
@@ -91,7 +91,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
 
 def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Both together over the depth."""
+    """Their sum over the depth."""
     seconds = {
         name: {depth: _median(rounds, "trace_s") + _median(rounds, "compile_s") for depth, rounds in by_depth.items()}
         for name, by_depth in result["seconds"].items()

@@ -1,7 +1,7 @@
-"""What copies in memory cost beside none, and beside checkpoints on the disk that are saved as often.
+"""The cost of copies in memory, beside no copies and checkpoints on disk that are saved as often.
 
 One process on simulated devices trains with AdamW, the state donated to each step; every fifth step is copied. The
-keeper is a process of its own, as a supervisor is. The three ways take turns in each round, with one state and program.
+keeper is a separate process, like a supervisor. The three variants take turns in each round with one state and program.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COLUMNS = ("step_ms", "blocked_ms", "complete_ms", "restore_ms")
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Milliseconds by way and round."""
+    """Milliseconds by variant and round."""
     width, layers = (64, 2) if quick else (1024, 24)
     jax.config.update("jax_num_cpu_devices", 4)
     with subprocess.Popen(
@@ -78,7 +78,7 @@ def _cell(values: list[float | None]) -> str:
 
 
 class _Training:
-    """A state, and a step that takes its memory."""
+    """A state, and a step that reuses its memory."""
 
     def __init__(self, width: int, layers: int) -> None:
         sharding = NamedSharding(js.mesh(fsdp=4), PartitionSpec("fsdp"))
@@ -105,7 +105,7 @@ class _Training:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
 
     def train(self, copy: Callable[[Any, int], object] | None) -> tuple[float, float]:
-        """Milliseconds of a step, and for which it waited for a copy."""
+        """Milliseconds of a step, and of its waiting for a copy."""
         blocked_s, start_s = 0.0, time.perf_counter()
         for number in range(1, _STEPS + 1):
             self.state = jax.block_until_ready(self._step(self.state, self._batch))

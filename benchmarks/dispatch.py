@@ -1,4 +1,4 @@
-"""Host work per step: what Python and the runtime do for a step, beside what the devices compute.
+"""Host work per step: the time of Python and the runtime for a step, beside the work of the devices.
 
 Three ways to call the same step on the same arrays, and a whole run:
 
@@ -9,11 +9,11 @@ Three ways to call the same step on the same arrays, and a whole run:
 
 and two figures that take the last one apart:
 
-    launch           a compiled program that does next to nothing, on as many arrays: what XLA takes to start any
-    around           `fit` with a step that is done at once: jshard's own part, without a launch
+    launch           a compiled program that does almost nothing, on as many arrays: XLA's time to start any program
+    around           `fit` with a step that returns at once: jshard's own part, without a launch
 
-All are CPU time of the thread that trains. Waiting (for a device, for a batch, for a core that another program has)
-costs none of it; the work of other threads, which read batches and copy them to the devices, is not in it either.
+All are CPU time of the training thread. They exclude waiting (for a device, a batch, or a core used by another
+program) and the work of other threads, which read batches and copy them to the devices.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Case:
 
     Attributes:
         name: for the table.
-        num_devices: simulated ones, if there are more than one.
-        num_layers: of a GPT of width 16, with many arrays and little arithmetic; None for the recipe `tiny`, with a
-            batch of 8 to save time.
-        rounds: every figure is the median of so many means, taken in turn with the other figures.
-        num_steps: of a round.
+        num_devices: simulated if more than one.
+        num_layers: layers of a GPT of width 16, with many arrays and little arithmetic; None for the recipe `tiny`,
+            with a batch of 8 to save time.
+        rounds: every figure is the median of this many means, taken in turns with the other figures.
+        num_steps: steps of a round.
     """
 
     name: str
@@ -84,7 +84,7 @@ QUICK = (Case(name="1 narrow layer", num_devices=2, num_layers=1, rounds=3, num_
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measures the cases; a quick run only shows that it can be done.
+    """Measures the cases; a quick run only shows that it works.
 
     Returns:
         "rows": a dict per case.
@@ -173,7 +173,7 @@ class _Setup:
         return jax.tree.leaves(nnx.state((self.step.model, self.step.optimizer)))
 
     def flax(self) -> dict[str, Callable[[], Any]]:
-        """The step as Flax programs are written, and cached; one compiled program serves both."""
+        """The step as in most Flax programs, and cached; one compiled program serves both."""
 
         def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, jax.Array]:
             loss, grads = js.value_and_grad(_GPT.loss_fn)(model, batch)
@@ -192,7 +192,7 @@ class _Setup:
         }
 
     def launch(self) -> Callable[[], Any]:
-        """Takes copies of the arrays in and gives them out again; all that it computes are two sums of the batch."""
+        """Takes copies of the arrays and returns them; it only computes two sums of the batch."""
         held = [jnp.copy(leaf) for leaf in self.leaves()]
 
         def nothing(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Any]:
@@ -209,7 +209,7 @@ class _Setup:
         return launch
 
     def iterations(self, name: str, step: Any) -> Iterations:
-        """A run with all that `jshard train` shows and records; TensorBoard where it is installed."""
+        """A run with all output and records of `jshard train`; with TensorBoard if it is installed."""
         folder = self._folder / name
         folder.mkdir()
         tracker = train.Trackers(
@@ -239,7 +239,7 @@ def _recipe(case: Case) -> train.Recipe:
 
 
 def _cpu_ms(way: Callable[[], Any], num_steps: int) -> float:
-    """Mean of the calls. One step is at work at a time, as in `fit`."""
+    """Mean of the calls. One step runs at a time, as in `fit`."""
     took_s = 0.0
     for _ in range(num_steps):
         start_s = time.thread_time()

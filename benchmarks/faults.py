@@ -1,4 +1,4 @@
-"""Runs that come to harm: a run of several local processes, a fault, and what was said of it, a JSON row each.
+"""Runs with faults: a run of several local processes, a fault, and its report, as one JSON row each.
 
     python -m benchmarks.faults stalls --rounds 5 --out stalls.jsonl   # 30 stalls: 3 kinds, 2 and 4 processes
     python -m benchmarks.faults none --rounds 5 --load 4               # 10 runs without a fault, beside busy loops
@@ -34,8 +34,8 @@ class Run:
 
     Args:
         folder: for the run and its programs.
-        processes: how many.
-        options: of the command line.
+        processes: their number.
+        options: further command-line options.
     """
 
     def __init__(self, folder: Path, processes: int, *options: str) -> None:
@@ -60,11 +60,11 @@ class Run:
 
     @property
     def text(self) -> str:
-        """What it has written to stderr."""
+        """Its stderr."""
         return "".join(line for _, line in self.said)
 
     def step(self) -> int:
-        """The last one in its record."""
+        """The last step in its record."""
         with contextlib.suppress(OSError, IndexError, ValueError, KeyError):
             return json.loads((self.out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         return 0
@@ -84,7 +84,7 @@ class Run:
         return next(int(pid) for pid in children if place in Path(f"/proc/{pid}/environ").read_bytes())
 
     def ends(self, within_s: float) -> int | None:
-        """Its exit code; None if it is still there."""
+        """Its exit code; None if it is still running."""
         try:
             code = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -93,7 +93,7 @@ class Run:
         return code
 
     def close(self) -> None:
-        """Kills what is left of it."""
+        """Kills its remaining processes."""
         with contextlib.suppress(ProcessLookupError):
             for pid in (*self._workers(), self.process.pid):
                 os.kill(pid, signal.SIGKILL)
@@ -141,7 +141,7 @@ STALLS: dict[str, tuple[Callable[[Run, int], str], tuple[str, ...]]] = {
 
 
 def stalls(folder: Path, rounds: int, deadline_s: float, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Each kind of stall, with 2 and 4 processes, in each process by turns."""
+    """Each kind of stall, with 2 and 4 processes, in each process in turn."""
     for number in range(rounds):
         for kind, (inject, options) in ((kind, STALLS[kind]) for kind in kinds):
             for processes in _PROCESSES:
@@ -192,7 +192,7 @@ def none(folder: Path, rounds: int, deadline_s: float, *, load: int, seconds: fl
 
 
 def main() -> None:
-    """Runs what the command line asks for, prints a line per run, and appends the rows to a file."""
+    """Runs the request of the command line, prints a line per run, and appends the rows to a file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("what", choices=["stalls", "none"])
     parser.add_argument("--rounds", type=int, default=5)

@@ -37,7 +37,7 @@ RECIPES = {"micro": micro}
 
 
 def data(recipe: Recipe) -> Data:
-    """This file, in samples that may take for ever."""
+    """This file, as samples that may take for ever."""
     loop.step_done = _sleepy_step_done
     text = load_text([Path(__file__)], sequence_length=recipe.sequence_length)
     return dataclasses.replace(text, train=Sleepy(text.train))
@@ -58,7 +58,7 @@ class Sleepy:
 
 
 def fall_asleep(where: str) -> None:
-    """For ever, if the file says so."""
+    """Sleeps for ever, if the file says so."""
     asked = Path(os.environ.get("SLEEP", os.devnull))
     if asked.is_file() and asked.read_text() == f"{os.environ.get('JAX_PROCESS_ID', '0')} {where}":
         time.sleep(1e6)

@@ -1,4 +1,4 @@
-"""A model file for benchmarks: one GPT in the forms in which deep models are written, in nnx and in Linen.
+"""A model file for benchmarks: one GPT in the usual forms of deep models, in nnx and in Linen.
 
 The sizes are those of docs/schedules.md: six blocks of width 2048, sequences of 1024 tokens.
 """
@@ -23,7 +23,7 @@ FORMS = "loop", "units", "scan_layers", "nnx.scan", "Linen", "nn.scan"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(gpt.GPTConfig):
-    """Size of a GPT, and how it is written: `form` is one of `FORMS`.
+    """Size and form of a GPT: `form` is one of `FORMS`.
 
     "loop" annotates block by block, "units" is the same model with the one-line annotation.
     """
@@ -32,7 +32,7 @@ class Config(gpt.GPTConfig):
 
 
 class Scanning(gpt.GPT):
-    """The GPT with a loop of Flax's own over its stacked blocks."""
+    """The GPT with Flax's own loop over its stacked blocks."""
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Scores of the next token."""
@@ -46,13 +46,13 @@ class Scanning(gpt.GPT):
 
 
 class Layer(nn.Module):
-    """A block of Linen's, as `nn.scan` takes it."""
+    """A Linen block for `nn.scan`."""
 
     config: Any
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
-        """What is carried on, and nothing to collect."""
+        """The carried value, and nothing to collect."""
         return linen_gpt.Block(self.config, name="block")(x_BTD), None
 
 
@@ -86,7 +86,7 @@ def build(config: Config, rngs: nnx.Rngs) -> nnx.Module | nn.Module:
 
 
 def annotate(model: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Block by block as `models/gpt.py` does it, or in the line that most people write."""
+    """Block by block as in `models/gpt.py`, or with the usual one-line annotation."""
     config: Config = model.config
     low = config.compute_dtype
     # What a loop of Flax's carries keeps its dtype.
@@ -126,7 +126,7 @@ def large() -> Recipe:
 
 
 def tiny() -> Recipe:
-    """To see that it works."""
+    """A small size, to check that it works."""
     config = dataclasses.replace(large().model, n_layer=2, d_model=128, d_ff=512, n_head=4)
     return dataclasses.replace(large(), model=config, sequence_length=128)
 

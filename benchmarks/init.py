@@ -1,6 +1,6 @@
-"""Seconds and memory to bring a sharded model into being: jshard, Flax's guide, and a whole model that is cut after.
+"""Seconds and memory to create a sharded model: jshard, Flax's guide, and a whole model that is sharded afterwards.
 
-Each in fresh processes, in turns. The devices are simulated ones in one process, so its memory is that of all of them:
+Each runs in fresh processes, in turns. The devices are simulated in one process, so its memory is that of all of them:
 a model that was never whole takes its own size once.
 """
 
@@ -31,7 +31,7 @@ _QUICK = dataclasses.replace(_SIZES, vocab_size=64, d_model=64, d_ff=256)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Seconds and bytes of every way at every depth."""
+    """Seconds and bytes of every variant at every depth."""
     sizes, depths, rounds = (_QUICK, (1,), 1) if quick else (_SIZES, _DEPTHS, _ROUNDS)
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in WAYS}
     for round_ in range(rounds):
@@ -53,7 +53,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def child(asked: str) -> dict[str, float]:
-    """One way, in this process."""
+    """One variant, in this process."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
@@ -98,7 +98,7 @@ WAYS: dict[str, Callable[[Sizes], Any]] = {
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Seconds, and memory by the size of the model."""
+    """Seconds, and memory relative to the size of the model."""
     depths = list(result["parameters"])
     text = [
         "GPTs of one width in float32 on 8 simulated devices; seconds from nothing to arrays, tracing and compiling"
@@ -127,7 +127,7 @@ def _seconds(rounds: list[Mapping[str, float]]) -> float:
 
 
 def _copies(rounds: list[Mapping[str, float]], num_parameters: int) -> float:
-    """How many models of float32 parameters the memory would hold."""
+    """The memory in multiples of the model's float32 parameters."""
     return statistics.median(one["rss_bytes"] for one in rounds) / (4 * num_parameters)
 
 

@@ -1,4 +1,4 @@
-"""`fit` in rounds that can be measured: what an iteration takes, and where the time goes."""
+"""`fit` in measurable rounds: the time of an iteration, and its parts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SKIPPED = 6  # iterations at the start of a round: the pipeline fills
 
 
 class Iterations:
-    """Rounds of `fit`, with a loader and trackers that live through all of them.
+    """Rounds of `fit`, with one loader and one set of trackers for all of them.
 
     Args:
         step: a `TrainStep`, or `Instant`.
-        batches: of the host, without end.
-        tracker: takes the scalars.
-        meter: makes a meter for a round.
+        batches: an endless iterator of host batches.
+        tracker: receives the scalars.
+        meter: creates a meter for a round.
         num_steps: iterations in a round.
 
     Attributes:
         num_late: iterations in which the loop waited for the loader.
-        num_iterations: all that were measured.
+        num_iterations: all measured iterations.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Iterations:
         return self._rounds_s[-1] * 1e3
 
     def parts_us(self) -> dict[str, float]:
-        """Where the CPU time of an iteration goes, in microseconds."""
+        """The parts of an iteration's CPU time, in microseconds."""
         whole_s, tracker_s = statistics.median(self._rounds_s), statistics.median(self._tracker.times_s)
         return {"trackers": tracker_s * 1e6, "batch and scalars": (whole_s - tracker_s) * 1e6}
 
     def _timed(self, late: list[bool]) -> Iterator[Any]:
-        """The batches. Notes whether the thread that copies them to the devices had to wait."""
+        """The batches. Records whether the thread that copies them to the devices had to wait."""
         while True:
             wall_s = time.perf_counter()
             batch = next(self._batches)
@@ -89,7 +89,7 @@ class Iterations:
 
 
 class _Clocked:
-    """A step that notes when it is called, in CPU time of the thread that trains."""
+    """A step that records when it is called, in CPU time of the training thread."""
 
     def __init__(self, step: Any) -> None:
         self._step, self.mesh = step, step.mesh
@@ -101,10 +101,10 @@ class _Clocked:
 
 
 class Instant:
-    """A step that is done at once: what is left of an iteration is the loop's own work.
+    """A step that returns at once: the rest of an iteration is the loop's own work.
 
     Args:
-        mesh: where its scalars lie.
+        mesh: the mesh of its scalars.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -112,7 +112,7 @@ class Instant:
         self._scalars: collections.deque[Any] = collections.deque()
 
     def prepare(self, count: int) -> None:
-        """Makes the scalars of the next calls: each is fetched from the devices once, as those of a real step."""
+        """Creates the scalars of the next calls: each is fetched from the devices once, as those of a real step."""
         everywhere, one = NamedSharding(self.mesh, PartitionSpec()), np.float32(1)
         self._scalars.clear()
         for _ in range(count):
@@ -120,15 +120,15 @@ class Instant:
         jax.block_until_ready(list(self._scalars))
 
     def __call__(self, batch: Any) -> Any:
-        """The scalars, as a `TrainStep` gives them."""
+        """The scalars, as returned by a `TrainStep`."""
         return self._scalars.popleft()
 
 
 class Terminal(io.StringIO):
-    """Makes `Progress` rewrite its line, as it does for a person."""
+    """Makes `Progress` rewrite its line, as on a terminal."""
 
     def isatty(self) -> bool:
-        """As if it were one."""
+        """Claims to be a terminal."""
         return True
 
 

@@ -1,12 +1,12 @@
-"""Runs under faults: each goes on by itself, with the numbers of a run that was left alone.
+"""Runs under faults: each continues by itself, with the same numbers as an undisturbed run.
 
     python -m benchmarks.kills kills --times 30       # kill -9 of a worker, of process 0's, of a supervisor, on fewer
     python -m benchmarks.kills kills --no-cache      # the same, and every restart compiles
     python -m benchmarks.kills kills --keep-in-memory 2   # the same, with copies in memory every other step
     python -m benchmarks.kills ettr --minutes 20     # a fault a minute: measured ETTR against the formula
 
-Everything runs on this machine: processes with a supervisor each stand for nodes, and a loop that starts a killed
-supervisor again for a kubelet.
+Everything runs on this machine: processes with a supervisor each represent nodes, and a loop that restarts a killed
+supervisor represents a kubelet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of kill: which run, and what is killed of it."""
+    """A kind of kill: the run, and the process that is killed."""
 
     processes: int  # of the run
     is_cluster: bool = False  # a supervisor for each
@@ -79,9 +79,9 @@ class Job:
 
     Args:
         out: the folder of the run.
-        kind: how many processes, and whether each has a supervisor.
-        steps: of the run.
-        options: further ones.
+        kind: the number of processes, and whether each has a supervisor.
+        steps: steps of the run.
+        options: further options.
     """
 
     def __init__(self, out: Path, kind: Kind, *, steps: int, options: Sequence[str] = ()) -> None:
@@ -100,7 +100,7 @@ class Job:
             self.start(process)
 
     def start(self, process: int) -> None:
-        """Starts a supervisor, as a launcher does."""
+        """Starts a supervisor, like a launcher."""
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
         if self.kind.is_cluster:
             environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{self._ports[0]}"
@@ -111,7 +111,7 @@ class Job:
         )
 
     def kill(self, process: int, hits: str, *, comes_back: bool) -> float:
-        """Kills a worker or a supervisor; when."""
+        """Kills a worker or a supervisor; returns the time."""
         supervisor = self._supervisors[process if self.kind.is_cluster else 0]
         if hits == "worker":
             os.kill(_workers(supervisor.pid)[process if not self.kind.is_cluster else 0], signal.SIGKILL)
@@ -135,7 +135,7 @@ class Job:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a supervisor is at work."""
+        """Whether a supervisor is running."""
         return any(supervisor.poll() is None for supervisor in self._supervisors.values())
 
     def ends(self) -> list[int]:
@@ -150,7 +150,7 @@ class Job:
 
 
 def _workers(supervisor: int) -> list[int]:
-    """The pids of the workers that a supervisor has started, by process id."""
+    """The pids of a supervisor's workers, by process id."""
     found = {}
     for pid in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
         environ = Path(f"/proc/{pid}/environ").read_bytes()
@@ -185,7 +185,7 @@ def _until(condition: Any) -> None:
 def kills(
     *, times: int, steps: int, kinds: Iterable[str], options: Sequence[str], folder: Path
 ) -> list[dict[str, Any]]:
-    """Kills something in so many runs, each at a step of its own; what came of each."""
+    """Kills a process in several runs, each at a different step; returns the result of each."""
     rows, plain = [], {}
     names = list(kinds)
     for number in range(times):
@@ -241,10 +241,10 @@ def _far(expected: tuple[Any, ...], found: tuple[Any, ...]) -> float:
 
 
 def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
-    """A fault in each span of so many seconds, for so many minutes; the measured ratio and the expected one.
+    """A fault per interval, for some minutes; returns the measured ratio and the expected one.
 
-    Each comes at a random moment of its span. At regular ones they would hit the same place between two checkpoints
-    again and again: the restarts and the intervals are regular, too.
+    Each occurs at a random moment of its interval. At regular times the faults would always hit the same place between
+    two checkpoints, because the restarts and the intervals are regular, too.
     """
     out, kind = folder / "ettr", Kind(processes=2, process=0)
     job, pick = Job(out, kind, steps=10**6, options=["--max-restarts", "1000"]), random.Random(0)
@@ -299,7 +299,7 @@ def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
 def _intervals(
     lines: Sequence[dict[str, Any]], attempts: Sequence[dict[str, Any]], time_of: Callable[[str], float]
 ) -> list[float]:
-    """Seconds from checkpoint to checkpoint, of those that count, or from the moment that an attempt was ready."""
+    """Seconds between counted checkpoints, or from the moment that an attempt was ready."""
     at = {line["step"]: line["time"] for line in lines}
     found = []
     for one in attempts:
@@ -309,7 +309,7 @@ def _intervals(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 1 if a run did not go on as it should."""
+    """The command; 1 if a run did not continue as expected."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.splitlines()[0])
     parser.add_argument("case", choices=["kills", "ettr"])
     parser.add_argument("--times", type=int, default=30)

@@ -1,7 +1,6 @@
-"""How early units are gathered: memory and time of a step under each budget, what the FSDP paper's rate limiter bounds.
+"""How early units are gathered: memory and time of a step under each budget, as by the FSDP paper's rate limiter.
 
-Compiled for H100s, for one deep model as a loop and one as layers one after another. Nothing is run, no time is
-measured.
+Compiled for H100s, for one deep model as a loop and one as consecutive layers. Nothing is run, no time is measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Memory of a train step, estimated from the plan and compiled: how far apart the two are.
+"""Memory of a train step, estimated from the plan and compiled, and the difference between the two.
 
-Each configuration of models/gpt.py is compiled for a cluster of GPUs that is not here, as `jshard plan --topology` does
-it, and estimated from the traced model alone, as `jshard plan` without a cluster does it. Nothing is run, no time is
-measured, and no GPU is needed: only the extra `plan-gpu`.
+Each configuration of models/gpt.py is compiled for an absent cluster of GPUs, as by `jshard plan --topology`, and
+estimated from the traced model alone, as by `jshard plan` without a cluster. Nothing is run, no time is measured, and
+no GPU is needed: only the extra `plan-gpu`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def command(self) -> str:
-        """The command that tells both figures."""
+        """The command that reports both figures."""
         words = ["jshard", "plan", "models/gpt.py", "--recipe", self.recipe, "--topology", self.topology]
         words += [word for setting in self.settings for word in ("--set", setting)]
         words += [word for name, value in self.units.items() for word in ("--unit", f"{name}={value}")]
@@ -96,7 +96,7 @@ QUICK = (Case(name="two blocks", recipe="gpt2_small", topology="h100:1x2", setti
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Estimates and compiles the cases; a quick run only shows that it can be done.
+    """Estimates and compiles the cases; a quick run only shows that it works.
 
     Returns:
         "rows": a dict per case.
@@ -167,7 +167,7 @@ def _row(case: Case) -> dict[str, Any]:
 
 
 def _estimate(case: Case) -> tuple[Memory, Recipe]:
-    """As `jshard plan` without a cluster tells it, and the recipe that it is of."""
+    """The estimate of `jshard plan` without a cluster, and its recipe."""
     model_file = load_model_file(MODEL).with_units(case.units)
     recipe = override(model_file.recipe(case.recipe)[1], case.settings)
     mesh = js.mesh(**case.mesh, devices=parse_topology(case.topology).num_devices)

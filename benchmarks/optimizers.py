@@ -1,7 +1,7 @@
-"""Optimizers on sharded state beside the same on one device: how far the parameters are apart after some steps.
+"""Optimizers on sharded state beside the same on one device: the difference of the parameters after some steps.
 
-Every Optax optimizer runs unchanged, in global view; so what can differ is the order in which sums are taken. How much
-that is shows one device, too, when it has the same samples in another order. No time is measured.
+Every Optax optimizer runs unchanged, in global view, so only the order of summation can differ. For its size, one
+device also runs the same samples in another order. No time is measured.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _REORDERED = "one device, reordered"
 
 
 def matrices(params: Any) -> Any:
-    """A mask: matrices alone."""
+    """A mask: matrices only."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 class ShampooState(NamedTuple):
-    """Sums of the outer products of the gradients, along each dim; of a vector those of the squares."""
+    """Sums of the outer products of the gradients, along each dim; for a vector, sums of the squares."""
 
     left: Any
     right: Any

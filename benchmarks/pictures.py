@@ -1,4 +1,4 @@
-"""What the pictures of all cases share. They need no display; what was drawn once looks the same again."""
+"""Code shared by the pictures of all cases. They need no display, and are reproducible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def new_axes(*, width: float, height: float) -> Any:
-    """Axes of their own, in inches."""
+    """New axes, sized in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

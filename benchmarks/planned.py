@@ -1,4 +1,4 @@
-"""Steps that are compiled for clusters that are not there: what `scale`, `strategies`, `limiter` and `memory` share."""
+"""Steps compiled for absent clusters: code shared by `scale`, `strategies`, `limiter` and `memory`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Point:
 
 
 def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Compiles the points, one after another; a step that cannot be compiled says why in its row."""
+    """Compiles the points, one after another; if a step cannot be compiled, its row has the reason."""
     for platform in {parse_topology(point.request.topology).device.platform for point in points}:
         require(platform)
     return [_row(point) for point in points]
 
 
 def require(platform: str) -> None:
-    """Ends the run, and tells what to install, where the compiler of a platform is missing."""
+    """Ends the run, and prints what to install, if the compiler of a platform is missing."""
     try:
         require_compiler(platform)
     except MissingExtraError as error:
@@ -112,7 +112,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
-    """Of what does not fit no time is described: the compiler then saves memory instead of time."""
+    """No time is shown for a step that does not fit, because the compiler then saves memory instead of time."""
     return "" if name.startswith("est.") and not row["fits"] else COLUMNS[name](row)
 
 
@@ -122,5 +122,5 @@ def _range(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def fitting(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that compiled into the memory of a device."""
+    """Those that compiled and fit the memory of a device."""
     return [row for row in rows if row.get("fits")]

@@ -1,4 +1,4 @@
-"""Step times that others have published, beside what `jshard plan` says of the same configuration before it runs.
+"""Published step times, beside the estimates of `jshard plan` for the same configurations.
 
 The rows are in published_rows.json: model, cluster, batch and remat as the source states them, and the source. Each is
 compiled for its cluster, which is not here, and estimated with the constants of jshard.facts.devices and
@@ -111,17 +111,17 @@ def _planned(row: Row) -> dict[str, Any]:
 
 
 def errors(rows: Iterable[Row], planned: Callable[[Row], float]) -> list[float]:
-    """How far planned times are from published ones, as parts of these."""
+    """The relative differences of planned times from published ones."""
     return [abs(planned(row) / row["published_step_s"] - 1) for row in rows]
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The least of the values that so many do not exceed."""
+    """The smallest value that is at least as large as the given fraction of the values."""
     return sorted(values)[math.ceil(part * len(values)) - 1]
 
 
 def fitted(rows: Sequence[Row], arithmetic: str, group: Group) -> Callable[[Row], float]:
-    """A predictor with the constants that make its median error the least."""
+    """A predictor with the constants that minimise its median error."""
     constants = {}
     for name in {group(row) for row in rows}:
         mine = [row for row in rows if group(row) == name]
@@ -132,7 +132,7 @@ def fitted(rows: Sequence[Row], arithmetic: str, group: Group) -> Callable[[Row]
 
 
 def source_of(row: Row) -> str:
-    """Who has published it."""
+    """Its publisher."""
     return row["id"].partition("_")[0]
 
 
@@ -146,7 +146,7 @@ def left_out(rows: Sequence[Row], arithmetic: str, group: Group) -> list[float]:
 
 
 def stated(row: Row) -> float:
-    """What `jshard plan` says."""
+    """The result of `jshard plan`."""
     return row["stated_s"]
 
 
@@ -154,7 +154,7 @@ def stated(row: Row) -> float:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """The rows, the errors beside those of simple predictors, and those by source; TPUs apart."""
+    """The rows, the errors beside those of simple predictors, and those by source; TPUs separately."""
     rows = [row for row in result["rows"] if not _is_tpu(row)]
     tpus = [row for row in result["rows"] if _is_tpu(row)]
     return [

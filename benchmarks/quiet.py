@@ -1,4 +1,4 @@
-"""How busy other programs keep the machine, while ours wait."""
+"""The load of other programs on the machine, while ours wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _QUIET = 0.1  # of the cores' time
 
 
 def busy_share(seconds: float = _SAMPLE_S) -> float | None:
-    """The share of the cores' time that goes to programs, over a moment; None where the system does not tell."""
+    """The share of the cores' time used by programs, over a moment; None if the system does not report it."""
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()
@@ -20,10 +20,10 @@ def busy_share(seconds: float = _SAMPLE_S) -> float | None:
 
 
 def wait_for_quiet(limit_s: float) -> bool:
-    """Waits until nobody else works, for so long at most.
+    """Waits until no other program works, up to a limit.
 
     Returns:
-        Whether the machine is quiet, as far as can be described.
+        Whether the machine is quiet, as far as is known.
     """
     end = time.monotonic() + limit_s
     while (busy := busy_share(1.0)) is not None and busy > _QUIET:
@@ -33,7 +33,7 @@ def wait_for_quiet(limit_s: float) -> bool:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Busy ones and all of them, since the machine began."""
+    """Busy ticks and all ticks, since the machine started."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0]
     except OSError:

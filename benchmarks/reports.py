@@ -1,4 +1,4 @@
-"""A report: what a case measured, with all that is needed to judge it; written, and merged from several machines."""
+"""A report: the figures of a case, with the information to judge them; written, and merged from several machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUIET_LOAD = 0.25  # per core
 
 
 def measure(case: str, *, quick: bool, note: str = "", **options: Any) -> dict[str, Any]:
-    """The figures of a case, with what is needed to judge them."""
+    """The figures of a case, with the information needed to judge them."""
     module = CASES[case].load()
     before = _load()
     result = module.run(quick=quick, **options)
@@ -37,9 +37,9 @@ def measure(case: str, *, quick: bool, note: str = "", **options: Any) -> dict[s
 
 
 def write(report: dict[str, Any], out: Path) -> list[Path]:
-    """Writes <date>_<case>.json, .md and pictures; those of an earlier run on the same day make way.
+    """Writes <date>_<case>.json, .md and pictures; those of an earlier run on the same day are replaced.
 
-    Of a session that measured some of a cluster's processes, the names end in the first of these.
+    For a session that measured some of a cluster's processes, the names end in the first of these.
     """
     out.mkdir(parents=True, exist_ok=True)
     module, stem = CASES[report["case"]].load(), f"{report['date'][:10]}_{report['case']}"
@@ -54,7 +54,7 @@ def write(report: dict[str, Any], out: Path) -> list[Path]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The table, and what it was measured on."""
+    """The table, and the machine that it was measured on."""
     module, machine, versions = CASES[report["case"]].load(), report["machine"], report["versions"]
     devices = f", {', '.join(report['devices'])}" if report.get("device") == "gpu" else ""
     host = f"{machine['cores']} cores of {machine['processor']} ({machine['system']}){devices}"
@@ -67,7 +67,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
-    """One report of what the processes of a cluster have written, each for itself."""
+    """One report from the separate reports of a cluster's processes."""
     reports = [json.loads(file.read_text()) for file in files]
     if not reports:
         sys.exit("merge: which files? python -m benchmarks.run merge results/*_step_process*.json")
@@ -110,7 +110,7 @@ def _processor() -> str:
 
 
 def _load() -> float:
-    """Programs that want a core, per core, over the last minute."""
+    """Runnable programs per core, over the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 

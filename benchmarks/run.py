@@ -5,7 +5,7 @@
     python -m benchmarks.run step --quick --out /tmp/figures
     python -m benchmarks.run merge FILES     # of the processes of a cluster, into one report
 
-The figures stand for the machine that they were measured on; what can be compared are the ratios within a table.
+The figures are valid for the machine on which they were measured; only ratios within a table can be compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OVERLAP = "kernels beside a collective, on GPUs; its options are its own: pytho
 
 
 def main() -> None:
-    """Reads the command line and runs what it asks for."""
+    """Reads the command line and runs the request."""
     parser, first = _parser(), sys.argv[1:2]
     if not first:
         parser.print_help()

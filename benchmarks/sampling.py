@@ -1,7 +1,7 @@
-"""Tokens per second of `jshard sample`, with and without what is kept of the tokens before.
+"""Tokens per second of `jshard sample`, with and without the cache of earlier tokens.
 
 The same model, weights and draw: with its method `decode`, which reads one token at a time, and without it, when every
-token takes a pass over the whole window. They take turns, and a ratio is taken within each round.
+token needs a pass over the whole window. They take turns, and a ratio is computed within each round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WIDER = {"n_layer": 6, "n_head": 6, "d_model": 384, "d_ff": 1536}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model on a number of devices, which reads `window` tokens and writes `tokens` after a prompt of 16."""
+    """A model on a number of devices, which reads `window` tokens and generates `tokens` after a prompt of 16."""
 
     name: str
     model: str
@@ -65,7 +65,7 @@ class Whole(nnx.Module):
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measures the cases; a quick run only shows that it can be done.
+    """Measures the cases; a quick run only shows that it works.
 
     Returns:
         "rows": a dict per case.

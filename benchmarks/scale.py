@@ -1,6 +1,6 @@
-"""One step on 8 to 16,384 GPUs, compiled for each: a sequence (or more) per GPU, however many there are.
+"""One step on 8 to 16,384 GPUs, compiled for each: one sequence (or more) per GPU at every size.
 
-`fsdp` takes all GPUs up to 64 for the model of 1.6B parameters, and up to 512 for that of 175B; beyond are replicas.
+`fsdp` takes all GPUs up to 64 for the model of 1.6B parameters, and up to 512 for that of 175B; the rest are replicas.
 Nothing is run, no time is measured.
 """
 
@@ -61,7 +61,7 @@ def _point(recipe: str, hosts: int, each: int, widest: int, settings: tuple[str,
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """The rows, and how much of the smallest cluster's rate is left on the largest."""
+    """The rows, and the share of the smallest cluster's rate that remains on the largest."""
     lines = [EXPLAINED, "mesh: replicas x shards, on H100 with eight in a host.", "", *table_of(result["rows"]), ""]
     for recipe, rows in _by_recipe(result).items():
         first, last = rows[0], rows[-1]

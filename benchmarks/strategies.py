@@ -1,6 +1,6 @@
 """Strategies over model sizes, as in figure 6 of the FSDP paper (arXiv 2304.11277), compiled for 64 H100.
 
-The paper measures three T5 models; here are three GPTs of their sizes. Nothing is run, no time is measured.
+The paper measures three T5 models; these are three GPTs of their sizes. Nothing is run, no time is measured.
 """
 
 from __future__ import annotations

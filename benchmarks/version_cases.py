@@ -1,4 +1,4 @@
-"""The steps that versions are compared on: forms, settings and sizes, as values."""
+"""The steps for comparing versions: forms, settings and sizes, as values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Case:
 
     Attributes:
         model: the model file.
-        recipe: of its recipes.
-        settings: changes of the recipe, as `--set` takes them.
+        recipe: the name of its recipe.
+        settings: changes of the recipe, in the form of `--set`.
         topology: the cluster.
         mesh: degrees of the mesh; `fsdp` over all devices by default.
-        units: settings of the units, as `jshard.api.fully_shard.revise` takes them.
-        profile: of `js.compiler_options`.
-        plain: further settings for the model as plain Flax. One of Linen then has no dtypes but its own, and no remat.
+        units: settings of the units, as for `jshard.api.fully_shard.revise`.
+        profile: the profile of `js.compiler_options`.
+        plain: further settings for the model as plain Flax. A Linen model then only has its own dtypes, and no remat.
     """
 
     model: str = _FORMS

@@ -1,4 +1,4 @@
-"""Steps compiled for GPUs that are not there, a JSON row for each: to hold one version of jshard beside another.
+"""Steps compiled for absent GPUs, one JSON row each, to compare one version of jshard with another.
 
     python -m benchmarks.versions --list
     python -m benchmarks.versions 'loop*' --out old.jsonl --hlo folder
@@ -145,7 +145,7 @@ def _counted(calls: collections.Counter[str]) -> Iterator[None]:
 
 
 def _seconds(case: Case, mesh: Mesh) -> dict[str, float]:
-    """To trace and lower the step, beside the same model as plain Flax: the least of some rounds in turns."""
+    """Seconds to trace and lower the step, beside the same model as plain Flax: the least of some rounds in turns."""
     taken: dict[str, list[float]] = {"plain_s": [], "trace_s": []}
     again = {text.partition("=")[0]: text for text in (*case.settings, *case.plain)}
     plain = dataclasses.replace(case, settings=tuple(again.values()))
@@ -166,7 +166,7 @@ def _windows(found: Audit, kind: str) -> list[Any]:
 
 
 def _large(found: Audit) -> dict[str, list[int]]:
-    """Large collectives of each kind in the text; how many are asynchronous, and have matrix products beside them."""
+    """Large collectives of each kind in the text; how many are asynchronous, and overlap matrix products."""
     large = {kind: [w for w in _windows(found, kind) if w.full_bytes > _LARGE_BYTES] for kind in _KINDS}
     return {
         kind: [len(all_), sum(w.is_async for w in all_), sum(w.is_overlapped for w in all_)]
@@ -176,14 +176,14 @@ def _large(found: Audit) -> dict[str, list[int]]:
 
 
 def _overlapped(found: Audit) -> float:
-    """Part of the bytes of large collectives that have matrix products beside them, loops counted."""
+    """Share of the bytes of large collectives that overlap matrix products, including loops."""
     sent = [(w.full_bytes * w.executions, w) for w in found.schedule.windows if w.full_bytes > _LARGE_BYTES]
     total = sum(size for size, _ in sent)
     return round(sum(size for size, w in sent if w.is_overlapped) / total, 4) if total else 1.0
 
 
 def _equations(jaxpr: Any, seen: set[int]) -> tuple[int, int]:
-    """Equations with those of inner programs: all, and each program counted once."""
+    """Number of equations with inner programs: all, and with each program counted once."""
     num_all = num_distinct = len(jaxpr.eqns)
     if id(jaxpr) in seen:
         num_distinct = 0
@@ -227,7 +227,7 @@ _TOLERANCE, _LEAST_AMOUNT = 0.02, 0.002
 
 
 def compared(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The rows that both have, `before > after`; what is worse by more than 2 % is in bold."""
+    """The rows in both files, `before > after`; values worse by more than 2 % are in bold."""
     names = [name for name in before if name in after]
     cells = [[name, *(_cell(*column, before[name], after[name]) for column in _COLUMNS.values())] for name in names]
     return markdown_table(["case", *_COLUMNS], cells)

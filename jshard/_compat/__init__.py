@@ -1,6 +1,6 @@
 """Every difference between versions of our dependencies, and every non-public name of theirs that is used.
 
-A file for each of what they are about, loaded when it is first asked for: who asks for a launcher waits for no Flax.
+One file per topic, loaded on first use, so that a launcher does not import Flax.
 """
 
 from jshard._lazy import attach as _attach

@@ -1,10 +1,10 @@
-"""The process and its dependencies: installed versions, JAX's CUDA plugin, processes that meet, wait and end.
+"""The process and its dependencies: installed versions, JAX's CUDA plugin, and meetings and ends of processes.
 
-Nothing here imports jax at its top: a useless plugin has to be hidden before.
+Nothing here imports jax at its top, because a useless plugin must be hidden before.
 """
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  it closes the pools: what is noted after it is called before it
+import concurrent.futures.thread  # noqa: F401  it closes the pools: callbacks registered after it run before it
 import contextlib
 import functools
 import glob
@@ -16,25 +16,25 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-CUDA_VERSIONS = ("cuda12", "cuda13")  # for which JAX has a plugin
+CUDA_VERSIONS = ("cuda12", "cuda13")  # with a plugin of JAX
 
-# Those that JAX looks for, in any number; a Jetson's; and WSL's.
+# The device files that JAX looks for, in any number; that of a Jetson; and that of WSL.
 _NVIDIA = ("nvidia*", "nvhost*", "dxg")
 
 
 def hide_useless_cuda() -> None:
-    """Keeps jax from loading its CUDA plugin where it can be of no use; to be called before jax is imported.
+    """Keeps jax from loading its CUDA plugin if it is useless; call it before jax is imported.
 
-    There the plugin only prints: libraries of it say at `import jax` that there is no driver, and its check of the
-    versions ends in a traceback. JAX_PLATFORMS=cpu leaves the first, and switches off TPUs, too. A process that
-    compiles for GPUs that are not there (`jshard.cluster.compile_process`) does not call this.
+    Without a GPU the plugin only prints: its libraries report at `import jax` that there is no driver, and its version
+    check ends in a traceback. JAX_PLATFORMS=cpu does not avoid the first, and also switches off TPUs. A process that
+    compiles for absent GPUs (`jshard.cluster.compile_process`) does not call this.
     """
     if "jax" in sys.modules or not is_cuda_useless(os.environ):
         return
     for version in CUDA_VERSIONS:
-        sys.modules[f"jax_{version}_plugin"] = None  # type: ignore[assignment]  # as Python has it: no such module
+        sys.modules[f"jax_{version}_plugin"] = None  # type: ignore[assignment]  # Python's form of: no such module
         empty = types.ModuleType(f"jax_plugins.xla_{version}")
-        empty.initialize = lambda: None  # type: ignore[attr-defined]  # what jax calls of every plugin
+        empty.initialize = lambda: None  # type: ignore[attr-defined]  # called by jax for every plugin
         sys.modules[empty.__name__] = empty
 
 
@@ -45,18 +45,18 @@ def is_cuda_useless(environ: Mapping[str, str], *, devices: str = "/dev") -> boo
 
 
 def plugin_versions(cuda: str) -> tuple[str, str] | None:
-    """The versions of jaxlib and of its plugin for a CUDA version: a compiler needs them equal. None without it."""
+    """The versions of jaxlib and of its plugin for a CUDA version, which must be equal; None without the plugin."""
     found = versions(("jaxlib", f"jax-{cuda}-plugin"))
     jaxlib, plugin = found.values()
     return None if jaxlib is None or plugin is None else (jaxlib, plugin)
 
 
 def versions(packages: Iterable[str]) -> dict[str, Any]:
-    """The versions of some packages, for what they write; None for one that is not installed."""
+    """The versions of some packages, for records; None for one that is not installed."""
     return {package: _version(package) for package in packages}
 
 
-@functools.cache  # of what is imported it cannot change, and looking for it takes as long as writing a small checkpoint
+@functools.cache  # it cannot change after the import, and a look-up takes as long as writing a small checkpoint
 def _version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
@@ -64,14 +64,14 @@ def _version(package: str) -> str | None:
 
 
 def jax_version() -> str:
-    """The version of jax, for what was measured under it."""
+    """The version of jax, for measurements made with it."""
     return importlib.metadata.version("jax")
 
 
 def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | None:
-    """What JAX's own detection of cluster launchers finds: name, coordinator, number of processes, id of this one.
+    """The result of JAX's own detection of cluster launchers: name, coordinator, number of processes, id of this one.
 
-    None where there is no launcher, or only one process, or where the private module has changed.
+    None without a launcher, with only one process, or if the private module has changed.
     """
     try:
         from jax._src.clusters import ClusterEnv
@@ -85,13 +85,13 @@ def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | 
             return None
         port = environ.get("JAX_COORDINATOR_PORT")
         coordinator = kind.get_coordinator_address(timeout_secs=60, override_coordinator_port=port)
-        name = kind.name or kind.__name__.removesuffix("Cluster").lower()  # that of Kubernetes has none
+        name = kind.name or kind.__name__.removesuffix("Cluster").lower()  # Kubernetes has no name
         return name, coordinator, kind.get_process_count(), kind.get_process_id()
 
 
 @contextlib.contextmanager
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Inside, these are the environment variables: JAX's detection reads no others."""
+    """Inside this context, the environment has only these variables, which JAX's detection then reads."""
     saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
@@ -103,7 +103,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def coordinator() -> Any:
-    """The client of the service that the processes of a run share; None in a single one. It has no public name."""
+    """The client of the service shared by the processes of a run; None in a single one. It has no public name."""
     try:
         from jax._src.distributed import global_state
 
@@ -113,7 +113,7 @@ def coordinator() -> Any:
 
 
 def set_orbax_deadline(timeout_s: float) -> None:
-    """How long processes wait for each other at Orbax's barriers: 300 s for most, and there is no option for it."""
+    """Sets how long processes wait at Orbax's barriers: 300 s for most by default, without an option for it."""
     with contextlib.suppress(ImportError):
         from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
@@ -121,10 +121,10 @@ def set_orbax_deadline(timeout_s: float) -> None:
 
 
 def orbax_operations(least: int = 0) -> int:
-    """How many operations Orbax has counted in this process, once it has counted at least some number of them.
+    """The number of operations that Orbax has counted in this process, raised to a minimum.
 
-    Its barriers are called by that number, which every process counts for itself: after one that failed in some
-    process alone, no two would meet again. Where the private name is gone, this does nothing.
+    Its barriers are named by that number, which every process counts itself: after a failure in only some of the
+    processes, they would never meet again. If the private name is gone, this does nothing.
     """
     try:
         from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator as generator
@@ -137,5 +137,5 @@ def orbax_operations(least: int = 0) -> int:
 
 
 def before_threads_end(work: Callable[[], object]) -> None:
-    """Calls something when the program ends, while thread pools still take work: `atexit` comes after they closed."""
+    """Calls a function when the program ends, while thread pools still accept work: `atexit` runs after they close."""
     getattr(threading, "_register_atexit", atexit.register)(work)

@@ -24,7 +24,7 @@ def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     """Compiler options for the program that initialises a model.
 
     XLA:CPU starts independent computations early by default, and so holds the random bits of many parameters at
-    once. And its algebraic simplifier joins the two products in `normal(0.02)`, which moves the last bit.
+    once. Its algebraic simplifier combines the two products in `normal(0.02)`, which changes the last bit.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return None
@@ -32,15 +32,15 @@ def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
 
 
 def use_program_cache(cache: Any, folder: str) -> None:
-    """Lets JAX keep compiled programs in a cache of our own; in a folder as JAX writes it, where JAX has changed.
+    """Makes JAX store compiled programs in our own cache; in JAX's own form if JAX has changed.
 
-    JAX lets the first process alone write. But on CPUs each has programs of its own, under keys of its own: the others
-    would compile at every restart while the first one waits for them, and gloo gives up after 30 s.
+    In JAX only the first process writes. But on CPUs each has its own programs with its own keys: the others would
+    compile at every restart while the first one waits for them, and gloo gives up after 30 s.
     """
     from jax._src import compilation_cache, compiler
 
     written_by_first: Any = getattr(compiler, "_cache_write", None)
-    names = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]  # and until 0.11 one more
+    names = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]  # and one more until 0.11
     if hasattr(compilation_cache, "get_file_cache"):
         compilation_cache.get_file_cache = lambda path: (cache, path)
         is_cpu = jax.default_backend() == "cpu"
@@ -65,16 +65,16 @@ def _written_by_all(
             compilation_cache.put_executable_and_time(
                 cache_key, module_name, executable, backend, int(compile_time_secs)
             )
-        except Exception as error:  # as JAX does: a program that cannot be kept is no reason to end a run
-            warnings.warn(f"{module_name} is not kept: {type(error).__name__}: {error}", stacklevel=2)
+        except Exception as error:  # as in JAX: a program that cannot be stored must not end a run
+            warnings.warn(f"{module_name} is not stored: {type(error).__name__}: {error}", stacklevel=2)
 
 
 @contextlib.contextmanager
 def cudnn_assumed(version: tuple[int, int], capability: tuple[int, int]) -> Iterator[Callable[[], bool]]:
-    """Inside, JAX takes a cuDNN and a GPU to be there as it traces and lowers attention; gives whether it has asked.
+    """Inside it, JAX assumes a cuDNN and a GPU when it traces and lowers attention; yields whether it checked.
 
-    It asks the library that is loaded, and the first GPU of the process: a plan is made without either. There is no
-    public switch; where the private names are gone, this does nothing, and JAX refuses the model.
+    It checks the loaded library and the first GPU of the process, and a plan has neither. There is no public switch; if
+    the private names are gone, this does nothing, and JAX refuses the model.
     """
     try:
         from jax._src.cudnn import fused_attention_stablehlo as module
@@ -102,12 +102,12 @@ def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
     """A function whose operations run on another stream of the GPU, beside those of the program around it."""
     from jax.experimental import compute_on as module
 
-    wrap: Any = getattr(module, "compute_on2", module.compute_on)  # the first until 0.11
+    wrap: Any = getattr(module, "compute_on2", module.compute_on)  # compute_on2 until 0.11
     return wrap(function, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
 
 
 def mosaic_kernel(body: Any, *, name: str, scratch: list[Any], interpret: bool, **launch: Any) -> Any:
-    """A Pallas kernel for NVIDIA GPUs; with `interpret` one that runs step by step on a CPU."""
+    """A Pallas kernel for NVIDIA GPUs; with `interpret` it runs step by step on a CPU."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -123,10 +123,10 @@ def mosaic_kernel(body: Any, *, name: str, scratch: list[Any], interpret: bool, 
 
 
 def pallas_load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
-    """Reads a part of an array in device memory inside a kernel, whatever the layout of those that use it."""
+    """Reads a part of an array in device memory inside a kernel, with any layout of its users."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    if interpret:  # of 0.10.2 it refuses the load below
+    if interpret:  # that of 0.10.2 refuses the load below
         return ref[index]
     load: Any = plgpu.load
     if "idx" in inspect.signature(load).parameters:  # 0.10.2
@@ -135,7 +135,7 @@ def pallas_load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
 
 
 def pallas_transposed(ref: Any) -> Any:
-    """A matrix in shared memory, its dims swapped."""
+    """A matrix in shared memory with its dims swapped."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     own = vars(plgpu).get("transpose_ref")  # deprecated since references do it themselves
@@ -143,25 +143,25 @@ def pallas_transposed(ref: Any) -> Any:
 
 
 def interpreter_transposes() -> bool:
-    """Whether the interpreter of kernels knows a transposed tile; that of 0.10.2 does not."""
+    """Whether the interpreter of kernels supports a transposed tile; that of 0.10.2 does not."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     return hasattr(plgpu, "InterpretGPUParams")
 
 
-# Arrays in the host's memory, also of devices that are not there.
+# Arrays in host memory, also of absent devices.
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, traced or not, is in the host's memory: that is part of its type."""
+    """Whether an array, traced or not, is in host memory, which is part of its type."""
     aval = x if isinstance(x, core.ShapedArray) else jax.typeof(x)
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def host_rows(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array in the host's memory, to be written row by row; what it holds before does not count.
+    """An uninitialised array in host memory, to be written row by row.
 
-    As `lax.scan` makes its own: of zeros that are put there, XLA:GPU would make a copy on the device first.
+    Made as `lax.scan` makes its own: XLA:GPU would first create zeros on the device and copy them.
     """
     try:
         from jax._src.lax.lax import empty2
@@ -171,15 +171,15 @@ def host_rows(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def memory_kinds(device: Any) -> list[str]:
-    """The kinds of memory that programs for a device can name; empty where it does not say."""
+    """The memory kinds that programs for a device can name; empty if it does not report them."""
     try:
         return [memory.kind for memory in device.addressable_memories()]
-    except (AttributeError, jax.errors.JaxRuntimeError):  # of a cluster that is not there
+    except (AttributeError, jax.errors.JaxRuntimeError):  # of an absent cluster
         return []
 
 
 class _HostSharding(NamedSharding):
-    """A sharding in the host's memory of devices that do not say which memories they have."""
+    """A sharding in host memory for devices that do not report their memories."""
 
     memory_kind = property(lambda self: "pinned_host")  # pyright: ignore[reportAssignmentType]
 
@@ -191,56 +191,56 @@ class _HostSharding(NamedSharding):
 
 
 def host_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
-    """A sharding in the host's memory. Of devices that are not there jax would drop the kind; the compiler knows it."""
+    """A sharding in host memory. jax would drop the kind for absent devices, although the compiler supports it."""
     found = NamedSharding(mesh, spec, memory_kind="pinned_host")
     return found if found.memory_kind else _HostSharding(mesh, spec)
 
 
 def asked_of_results(sharding: Any) -> Any:
-    """A sharding for the results of a program: of devices that are not there, their types alone name the host."""
+    """A sharding for the results of a program: for absent devices, only their types name the host."""
     return NamedSharding(sharding.mesh, sharding.spec) if isinstance(sharding, _HostSharding) else sharding
 
 
-# Flax's modules: the graphs of both its interfaces, and what its own wrapper does around a method of Linen.
+# Flax's modules: the graphs of both its interfaces, and its own wrapper around a method of Linen.
 
 LINEN_CALL = "_call_wrapped_method"
 """The method of a Linen module through which every call of its methods goes: `(self, function, args, kwargs)`."""
 
 SETTINGS = frozenset({int, float, bool, str, bytes, type(None), type, types.FunctionType})
-"""Types of most of what a module holds besides modules, variables and arrays."""
+"""The usual types of a module's attributes besides modules, variables and arrays."""
 
 
 def is_node(x: Any) -> bool:
-    """Whether something has a place of its own in a Flax graph and things in it; a variable has not.
+    """Whether a value is an inner node of a Flax graph; a variable is not.
 
-    As Flax's own function, which takes long, as it asks of every number whether it is a variable.
+    Equals Flax's own function, which is slow because it checks every number for being a variable.
     """
     return type(x) in graphlib.GRAPH_REGISTRY or (type(x) not in SETTINGS and graphlib.is_node(x))
 
 
 def children(node: Any) -> dict[Any, Any]:
-    """The attributes or items of a node of a Flax graph, without those that Flax keeps for itself; empty for a leaf.
+    """The attributes or items of a node of a Flax graph, without Flax's internal ones; empty for a leaf.
 
-    `nnx.iter_graph` visits a shared node once; this is the step to visit it along every path.
+    `nnx.iter_graph` visits a shared node once; with this it can be visited along every path.
     """
     impl = graphlib.GRAPH_REGISTRY.get(type(node)) or (graphlib.get_node_impl(node) if is_node(node) else None)
     found = {} if impl is None else impl.node_dict(node)
     return {key: child for key, child in found.items() if not str(key).startswith("_pytree__")}
 
 
-_HANDLED = "method_handler_wrapped"  # Flax's mark of a method that it has wrapped
+_HANDLED = "method_handler_wrapped"  # Flax's mark of a wrapped method
 
 
 def is_transformed(method: Any) -> bool:
-    """Whether a method was made by one of Flax's transformations, as `nn.vmap(Model)` or `@nn.remat` make one.
+    """Whether a method was created by one of Flax's transformations, such as `nn.vmap(Model)` or `@nn.remat`.
 
-    Flax handles the method inside of it, and this one not again.
+    Flax handles the method inside it, but not this one again.
     """
     return hasattr(method, _HANDLED) and hasattr(getattr(method, "__wrapped__", None), _HANDLED)
 
 
 def transformed_methods(base: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class that Flax's transformations made."""
+    """The methods of a class that were created by Flax's transformations."""
     return {name: method for name in dir(base) if is_transformed(method := inspect.getattr_static(base, name))}
 
 
@@ -249,8 +249,8 @@ def run_method(
 ) -> Any:
     """Runs a plain method of a bound copy of a module, from inside an interceptor of the module's own call.
 
-    Captured results, names and interceptors around ours belong to that call. Those that the model itself has put inside
-    see the copy.
+    Captured results, names and interceptors around ours belong to that call. Interceptors of the model itself, inside
+    it, see the copy.
     """
     call: Callable[..., Any] = functools.partial(function, module)
     if is_transformed(function):  # the module inside does all of this
@@ -268,11 +268,11 @@ def run_method(
 
 
 def exported_state(module: nn.Module) -> Any:
-    """What of a module's own notes about its call goes to a copy that runs it, as in Flax's transformations."""
+    """The parts of a module's call state that pass to a copy that runs the call, as in Flax's transformations."""
     return module._state.export()
 
 
 def in_state_of(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """A copy of a module with its notes."""
+    """A copy of a module with its call state."""
     object.__setattr__(copy, "_state", exported_state(module))
     return copy

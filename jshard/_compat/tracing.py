@@ -24,9 +24,9 @@ import jshard
 
 
 def trace_context() -> Hashable:
-    """What else a trace depends on: precision of products, promotion of dtypes, the mesh in use, contexts of users.
+    """The settings on which a trace depends: precision of products, dtype promotion, the mesh in use, user contexts.
 
-    Where the private name is gone, everything does.
+    If the private name is gone, each result is different.
     """
     try:
         from jax._src.config import trace_context as context
@@ -41,18 +41,18 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def manual_axes() -> frozenset[str]:
-    """Mesh axes that are manual where we are: not empty inside a `shard_map`."""
+    """Mesh axes that are manual in the current context: not empty inside a `shard_map`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def automatic_axes() -> dict[str, int]:
-    """Axes of the mesh in use over which the compiler splits arrays, with their degrees, those of degree 1 left out."""
+    """Axes of the mesh in use over which the compiler splits arrays, with their degrees, without those of degree 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1}
 
 
 def has_devices() -> bool:
-    """Whether this process has begun to use its devices; True where the private module has changed."""
+    """Whether this process has initialised its devices; True if the private module has changed."""
     try:
         from jax._src import xla_bridge
 
@@ -62,34 +62,34 @@ def has_devices() -> bool:
 
 
 def abstract_device() -> Any:
-    """Kind, platform and number of cores of the devices of the mesh in use; None where no mesh is, or it has none."""
+    """Kind, platform and number of cores of the devices of the mesh in use; None without a mesh or devices."""
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
 def is_tracer(x: Any) -> bool:
-    """Whether a value is being traced, rather than there."""
+    """Whether a value is traced, not concrete."""
     return isinstance(x, core.Tracer)
 
 
 def bind(eqn: Any, values: list[Any]) -> list[Any]:
-    """Runs an equation of a jaxpr on other values; its results."""
+    """Runs an equation of a jaxpr on other values; returns its results."""
     found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def equation_setting(eqn: Any) -> Hashable:
-    """The name scopes around an equation, its effects, and what else was set where it was traced."""
+    """The name scopes around an equation, its effects, and the other settings at its trace."""
     return eqn.source_info.name_stack, eqn.ctx, frozenset(eqn.effects)
 
 
 def is_same_rule(one: Any, other: Any) -> bool:
-    """Whether two equations of `jax.custom_jvp` have one rule, without static arguments; False if that is not known."""
+    """Whether two equations of `jax.custom_jvp` have the same rule, without static arguments; False if unknown."""
     rule = _custom_rule(one)
     return rule is not None and rule is _custom_rule(other)
 
 
 def _custom_rule(memoized: Any) -> Any:
-    """The user's function in what an equation of `jax.custom_jvp` holds, two closures deep; None for anything else."""
+    """The user's function in an equation of `jax.custom_jvp`, two closures deep; None for any other form."""
     inside = lambda function, name: inspect.getclosurevars(function).nonlocals[name]
     try:
         rule = inside(inside(memoized.f, "fn"), "jvp")
@@ -110,7 +110,7 @@ def axis_names(jaxpr: Any) -> list[str]:
 
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
-    """Inside, what is traced has the lines, names and settings (compute_on, metadata) of an equation."""
+    """Inside it, traced operations have the lines, names and settings (compute_on, metadata) of an equation."""
     with running(eqn), eqn.ctx.manager:
         yield
 
@@ -125,11 +125,11 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def fast_shape_tracing() -> Iterator[None]:
-    """Inside, building a large model abstractly takes time linear in its size.
+    """Inside this context, building a large model abstractly takes time linear in its size.
 
-    Flax asks every traced RNG counter for its sharding; jax answers with an AttributeError whose text, which Flax
-    throws away, costs a search through the whole program so far: quadratic, two thirds of the time for 96 layers.
-    There is no public switch; where the private name is gone, this does nothing.
+    Flax reads the sharding of every traced RNG counter; jax raises an AttributeError whose text, which Flax discards,
+    costs a search through the whole program so far: quadratic, two thirds of the time for 96 layers. There is no public
+    switch; if the private name is gone, this does nothing.
     """
     try:
         from jax._src.interpreters.partial_eval import DynamicJaxprTracer as tracer
@@ -147,7 +147,7 @@ def fast_shape_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(eqn: Any) -> Iterator[None]:
-    """Inside, what is traced has the lines, names and settings of an equation; the mesh stays that of the trace."""
+    """Inside it, traced operations have the lines, names and settings of an equation; the mesh stays the same."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with contextlib.ExitStack() as contexts:
         for context in _settings(eqn.ctx):
@@ -157,7 +157,7 @@ def running(eqn: Any) -> Iterator[None]:
 
 
 def _settings(context: Any) -> Iterator[Any]:
-    """What a user's `compute_on`, `set_xla_metadata` or `threefry_partitionable` around an equation has set."""
+    """The settings of a user's `compute_on`, `set_xla_metadata` or `threefry_partitionable` around an equation."""
     if context.compute_type is not None:
         from jax._src.compute_on import extend_compute_type
 
@@ -172,25 +172,25 @@ def _settings(context: Any) -> Iterator[Any]:
 
 
 def threefry_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
-    """Random bits of a key's data, as `jax.random.bits` makes them of a threefry key."""
+    """Random bits from a key's data, equal to `jax.random.bits` of a threefry key."""
     from jax._src.random.threefry2x32 import threefry_random_bits
 
     return threefry_random_bits(key, bit_width, shape)
 
 
 def without_dead_code(closed: Any, keep: Sequence[bool] = ()) -> tuple[Any, list[bool]]:
-    """A program without what its results do not need, and which of its inputs it then takes.
+    """A program without the parts that its results do not need, and which of its inputs it then has.
 
     Args:
         closed: the program.
-        keep: for each input, whether it is taken in any case; by default none is.
+        keep: for each input, whether it is kept in any case; by default none.
     """
     keep = keep or [False] * len(closed.jaxpr.invars)
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), list(keep))
     return jex.ClosedJaxpr(jaxpr, closed.consts), list(used)
 
 
-# Who made an equation, and who has called: JAX notes the Python stack.
+# The origin of an equation, and the caller: JAX records the Python stack.
 
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
 _MODELS = f"{_LIBRARY[-1]}/models/"
@@ -199,23 +199,23 @@ _TRACING = (*_LIBRARY[:2], str(pathlib.Path(optax.__file__).parent))
 
 
 def user_place(eqn: Any) -> str:
-    """`file:line (function)` of the user's code that made an equation: the innermost frame outside of the libraries.
+    """`file:line (function)` of the user's code that created an equation: the innermost frame outside the libraries.
 
-    Empty where there is none.
+    Empty without one.
     """
     found = (frame for frame in _frames(eqn.source_info) if not _is_library(frame.file_name))
     return next((f"{_line(frame)} ({frame.function_name})" for frame in found), "")
 
 
 def failed_check(error: Any, *, below: str) -> str:
-    """`file:line` of the user's code where a check of `jax.experimental.checkify` has failed.
+    """`file:line` of the user's code where a check of `jax.experimental.checkify` failed.
 
-    Where there is none, as in a loss of ours, that of the innermost function outside jax, flax and optax; empty where
-    that is in a function of JAX's that is jitted itself.
+    Without user code, as in a loss of jshard, that of the innermost function outside jax, flax and optax; empty if that
+    is inside a jitted function of JAX.
 
     Args:
-        error: of the check.
-        below: the file that has traced the program; frames outside of its own are not the model's.
+        error: the error of the check.
+        below: the file that traced the program; frames outside its own are not the model's.
     """
     inside = list(itertools.takewhile(lambda frame: frame.file_name != below, error.traceback_info.frames))
     named = [frame for frame in inside if not frame.file_name.startswith((*_TRACING, "<"))]
@@ -224,19 +224,19 @@ def failed_check(error: Any, *, below: str) -> str:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns with the file and line of the user's code that has called: the innermost outside jax, flax and jshard."""
+    """Warns with the file and line of the user's calling code: the innermost outside jax, flax and jshard."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
     file, line = next((place for place in frames if not _is_no_users(place[0])), frames[-1])
     warnings.warn_explicit(text, category, file, line)
 
 
 def _is_no_users(file: str) -> bool:
-    """Python's own library is between frames of jax: context managers, cached functions."""
+    """Whether a file is not user code; jax's frames include the standard library, as for context managers."""
     return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
 def _is_library(file: str) -> bool:
-    """The model files that are installed beside jshard are not: they are there to be read and copied."""
+    """Whether a file belongs to a library; the model files included in jshard do not, as users read and copy them."""
     return file.startswith((*_LIBRARY, "<")) and not file.startswith(_MODELS)
 
 
@@ -249,10 +249,10 @@ def _frames(source_info: Any) -> list[Any]:
     return list(noted.frames) if noted is not None else []
 
 
-# Programs whose types say over which manual axes a value differs, for a `shard_map` that does not check that.
+# Programs whose types record the manual axes over which a value varies, for a `shard_map` that does not check them.
 
 CASTS = frozenset({"pvary", "reduced_vary_cast", "reduced_vary_cast_p"})
-"""Change the type and no number."""
+"""Primitives that change the type but no number."""
 
 _OPAQUE = frozenset({"pallas_call", "core_map", "mosaic_gpu"})  # their programs are a kernel's
 
@@ -260,12 +260,12 @@ _OPAQUE = frozenset({"pallas_call", "core_map", "mosaic_gpu"})  # their programs
 def without_varying(jaxpr: Any, consts: Sequence[Any]) -> Callable[..., list[Any]]:
     """A program as a function that binds no primitive of such types; its axes are those around the call.
 
-    Derivatives are taken before: custom rules for them are left out.
+    Derivatives are taken before, so custom rules for them are dropped.
     """
 
     def run(*xs: Any) -> list[Any]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
-        # a constant's type names the mesh of its trace, which is another one
+        # a constant's type has the mesh of its trace, which is another one
         value = lambda literal: np.asarray(literal.val, literal.aval.dtype)
         read = lambda atom: value(atom) if isinstance(atom, jex.Literal) else env[atom]
         for eqn in jaxpr.eqns:
@@ -324,7 +324,7 @@ def _plain(value: Any, *, opaque: bool) -> Any:
         return _traced(value.jaxpr, value.consts)
     if isinstance(value, jex.Jaxpr) and not opaque:
         closed = _traced(value, ())
-        assert not closed.consts, "a program without constants got some"
+        assert not closed.consts, "a program without constants has some"
         return closed.jaxpr
     if isinstance(value, tuple) and not isinstance(value, P):
         items = [_plain(item, opaque=opaque) for item in value]

@@ -22,15 +22,15 @@ from jshard._live import at_work, fitted
 from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError
 
 COMMANDS = {
-    "train": "train a recipe of a model file, or of a model that comes with jshard",
-    "sample": "text that the model of a run writes",
-    "eval": "the loss of a run's model over held-out samples",
-    "init": "copy a model that comes with jshard, to change it",
-    "plan": "what a recipe needs, compiled for a cluster that you need not own",
-    "trace": "what a profile of a run says: computing, communicating, both, idle",
-    "ckpt": "what is in checkpoints: ls, inspect, verify, diff, reshard, import, export, timeline",
-    "occupancy": "how many blocks of a kernel an SM holds, and whether a collective finds room beside them",
-    "tune": "which setting of a kernel is best beside a model's collectives: measured, or ranked without a GPU",
+    "train": "train a recipe of a model file, or of an included model",
+    "sample": "generate text with the model of a run",
+    "eval": "compute the loss of a run's model on held-out samples",
+    "init": "copy an included model, to edit it",
+    "plan": "report what a recipe needs, compiled for a cluster that you need not own",
+    "trace": "report the steps in a profile: computing, communicating, both, idle",
+    "ckpt": "work with checkpoints: ls, inspect, verify, diff, reshard, import, export, timeline",
+    "occupancy": "report how many blocks of a kernel fit on an SM, and whether a collective fits beside them",
+    "tune": "find the best kernel settings beside a model's collectives: measured, or ranked without a GPU",
 }
 
 _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(
@@ -40,7 +40,7 @@ _USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an er
 
 _DEBUG = "JSHARD_DEBUG"
 _PACKAGES = "tyro", "grain", "matplotlib"  # of the extra "train"
-_JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # JAX notes on every error that it has shortened the traceback
+_JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # in the note that JAX adds where it shortens a traceback
 
 # XLA:CPU aborts the process when simulated devices reach a collective too late, as on a busy machine.
 _XLA_CPU_FLAGS = (
@@ -149,7 +149,7 @@ def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
         "--dry-run  # prints the bytes that the plan needs",
     )
     plain.__cause__ = error
-    plain.__notes__ = getattr(error, "__notes__", [])  # how to go on
+    plain.__notes__ = getattr(error, "__notes__", [])  # how to continue
     return plain
 
 
@@ -179,7 +179,7 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
         raise MissingExtraError(
             f"{', '.join(missing)} is not installed.",
             where=f"jshard {name}",
-            why="the library does without; this command needs the extra 'train'.",
+            why="the library does not need it; this command needs the extra 'train'.",
             do="pip install 'jshard[train]'",
         )
     with loading():

@@ -35,7 +35,7 @@ T = TypeVar("T")
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 Options = Literal["fastest", "memory", "none"]
-Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as of jshard.data.files, which brings numpy
+Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as in jshard.data.files, which imports numpy
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
 
 
@@ -43,7 +43,7 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     """The arguments as an object of a dataclass; for help or bad arguments, prints a message and exits.
 
     A field without a default is the command's positional file; every other field is an option. An option given
-    twice, of which the parser would take the last, is a `ShardingError`.
+    twice is a `ShardingError`; the parser alone would take the last.
     """
     hints = _shown(cls)
     argv = with_config(argv, hints) if "config" in hints else argv
@@ -149,8 +149,8 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise MeshError(
                 "The mesh cannot be read.",
                 where=f"--mesh {text}",
-                why=f"{part!r} is not axis=degree, or its axis was named before.",
-                do="--mesh fsdp=-1  # all devices; of several axes as in replica=2,fsdp=4",
+                why=f"{part!r} is not axis=degree, or repeats an axis.",
+                do="--mesh fsdp=-1  # all devices; several axes: replica=2,fsdp=4",
             )
         sizes[axis] = int(degree)
     return sizes
@@ -204,7 +204,7 @@ def parse_steps(text: str, *, option: str) -> range:
     """The step numbers in `A:B`: those after step A, up to and including step B."""
     found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
     why, meant = (
-        "they are given as A:B, two whole numbers: the steps after step A, up to step B.",
+        "the form is A:B, two whole numbers: the steps after step A, up to step B.",
         "10:15  # steps 11 to 15",
     )
     if found is not None:
@@ -213,8 +213,8 @@ def parse_steps(text: str, *, option: str) -> range:
             return range(after + 1, last + 1)
         one = max(1, last)
         meant = f"{last}:{after}" if last < after else f"{one - 1}:{one}  # step {one}"
-        why = f"A:B is the steps after step A, up to step B, and {last} is not after {after}."
-    raise ShardingError("These are no steps.", where=f"{option} {text}", why=why, do=f"{option} {meant}")
+        why = f"A:B means the steps after step A, up to step B, and {last} is not after {after}."
+    raise ShardingError("The steps are not valid.", where=f"{option} {text}", why=why, do=f"{option} {meant}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from jshard.errors import ShardingError
 
 _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
-# What a command does now, and what the keys of "recipe" say.
+# Options that say what a command does now, or that the keys of "recipe" set.
 NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
 
 
@@ -55,11 +55,11 @@ def read_config(path: Path) -> dict[str, Any]:
         text = path.read_text()
         config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
-            why = 'it is a table of options, with another one of settings as "recipe".'
+            why = 'it must be a table of options, with a table of settings as "recipe".'
     except OSError as error:
         config, why = {}, f"{(error.strerror or repr(error)).lower()}."
     except ValueError as error:
-        config, why = {}, f"it is no {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}."
+        config, why = {}, f"it is not {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}."
     if why:
         do = "jshard train gpt --print-config > gpt.json  # writes such a file"
         raise ShardingError("The configuration cannot be read.", where=f"--config {path}", why=why, do=do)
@@ -75,7 +75,7 @@ def check_keys(found: Collection[str], known: Collection[str], where: str) -> No
             "The configuration has unknown keys.",
             where=[f"{where}: {key}" for key in unknown],
             why=f"the keys are {', '.join(sorted(known))}.",
-            do=f"{near[0]}, in place of {unknown[0]}; or leave it out.",
+            do=f"{near[0]} instead of {unknown[0]}; or leave it out.",
         )
 
 

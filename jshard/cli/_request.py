@@ -163,16 +163,16 @@ def _check(args: TrainArgs) -> None:
     given = [f"--{name.replace('_', '-')}" for name in ("dry_run", "print_config") if getattr(args, name)]
     if args.auto and given:
         raise ShardingError(
-            "Nothing can be chosen without devices.",
+            "A configuration cannot be chosen without devices.",
             where=f"--auto {' '.join(given)}",
-            why=f"--auto measures steps, and {given[0]} does none.",
+            why=f"--auto measures steps, and {given[0]} runs none.",
             do=f"jshard plan {args.model} --auto --topology h100:1x8  # estimates; or leave out --auto",
         )
     if args.checkpoints is not None and BucketPath.parse(args.checkpoints) is None:
         raise ShardingError(
-            "The checkpoints cannot go there.",
+            "The checkpoints cannot be stored there.",
             where=f"--checkpoints {args.checkpoints}",
-            why="it is no address in a bucket; on a disk they are in the folder of the run.",
+            why="it is not an address in a bucket; on a disk they are in the folder of the run.",
             do="--checkpoints gs://bucket/name, or s3://bucket/name; or leave it out.",
         )
 
@@ -190,11 +190,11 @@ def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) 
         return
     elif began is None or Path(began).resolve() != args.init_from.resolve():
         option = "--init-from"
-        why = f"{out} began with {'new ones' if began is None else f'those of {began}'}, and continues with its own."
+        why = f"{out} started from {'new parameters' if began is None else began}, and continues with its own."
     else:
         return
     raise ShardingError(
-        "The run that is resumed is another one.",
+        "The resumed run was started with another value.",
         where=f"--resume {option} {getattr(args, option[2:].replace('-', '_'))}",
         why=why,
         do=f"leave out {option}; or begin a new run: without --resume, in another --out.",
@@ -240,7 +240,7 @@ def own_data(model_file: ModelFile, recipe: Recipe) -> Data | None:
     data = model_file.data(recipe)
     if not isinstance(data, Data):
         raise ShardingError(
-            "The model file's `data` gives no data.",
+            "The model file's `data` returns no data.",
             where=f"{model_file.path}: data(recipe)",
             why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
             do="return jshard.data.Data(train=..., held_out=..., description=..., fingerprint=...).",
@@ -263,10 +263,10 @@ def data_of(
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
     if model_file.data is not None and given:
         raise ShardingError(
-            "The model file brings its own data.",
+            "The model file has its own data.",
             where=f"{' and '.join(given)}, {model_file.path}: data(recipe)",
-            why="they are read as text only where the file has no `data`.",
-            do="leave out the options, or take `data` out of the file.",
+            why="they apply only if the file has no `data`.",
+            do="leave out the options, or remove `data` from the file.",
         )
     if (own := own_data(model_file, recipe)) is not None:
         return own

@@ -124,7 +124,7 @@ class StoredRun:
         return given if given is not None or stored is None else Path(stored)
 
     def tokenizer_texts(self) -> dict[str, str]:
-        """The files by which Transformers has the tokenizer of the run; none where it is not known or not there."""
+        """The files by which Transformers has the tokenizer of the run; none if it is not known or not there."""
         file, paths = self.tokenizer_file(None), weighted(self.options.get("data", ()))[0]
         is_unknown = self.model_file.data is not None or (paths and all(map(is_tokens, paths)))
         if (file is None and is_unknown) or (file is not None and not file.is_file()):
@@ -137,20 +137,20 @@ class StoredRun:
             file, paths = self.tokenizer_file(given), weighted(self.options.get("data", ()))[0]
             if file is None and paths and all(map(is_tokens, paths)):
                 raise ShardingError(
-                    "What the token ids of the run stand for is not known.",
+                    "The tokenizer of the run is not known.",
                     where=f"{self.path}: {self.data['description']}",
-                    why="it was trained on files of ids, and without a tokenizer.",
-                    do="--tokenizer tokenizer.json  # the one that made the files",
+                    why="it was trained on files of token ids, without a tokenizer.",
+                    do="--tokenizer tokenizer.json  # the one that encoded the files",
                 )
             found = tokenizer_of(file)
         else:
             found = data_of(self.model_file, self.recipe, (), given).tokenizer
         if found is None:
             raise ShardingError(
-                "The run is not one over text.",
+                "The run was not trained on text.",
                 where=f"{self.path}: {self.data['description']}",
                 why=f"data(recipe) of {self.model_file.path} has no tokenizer.",
-                do="Data(..., tokenizer=...)  # in the model file, where its samples are tokens of text",
+                do="Data(..., tokenizer=...)  # in the model file, if its samples are tokens of text",
             )
         check_vocabulary(self.recipe, found)
         return found

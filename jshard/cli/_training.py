@@ -115,7 +115,7 @@ def printable_text(text: str) -> str:
 def _say_result(request: Request, data: Data, finished: Finished, say: Any) -> None:
     if finished.sample is not None:
         shown = textwrap.indent(printable_text(finished.sample), "    ")
-        say(f"\na sample; its first words are of held-out text:\n{shown}")
+        say(f"\na sample; it begins with held-out text:\n{shown}")
     names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
     if finished.val_loss is not None:
         unit = loss_unit(request.model_file, data)

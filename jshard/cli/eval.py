@@ -50,8 +50,8 @@ def run(argv: Sequence[str]) -> int:
             "The data are not those of the run.",
             where=[f"the run's  {stored.data['description']} ({stored.data['fingerprint']})"]
             + [f"here  {data.description} ({data.fingerprint})"],
-            why="the files have changed, or the run did not have them from its command line.",
-            do="put the files back as the run had them; or name those that are meant, with --data.",
+            why="the files have changed, or the run did not read them from its command line.",
+            do="restore the files as the run had them; or name the intended ones with --data.",
         )
     check_vocabulary(recipe, data.tokenizer)
     mesh = args.open_mesh()

@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     if args.model not in models:
         near = next(iter(difflib.get_close_matches(args.model, models, n=1)), "gpt")
         raise ShardingError(
-            f"No model {args.model!r} comes with jshard.",
+            f"No model {args.model!r} is included in jshard.",
             where=f"jshard init {args.model}",
             why=f"the models are {', '.join(models)}.",
             do=_command(near, args.out),
@@ -67,7 +67,7 @@ def _check(model: str, out: Path, copies: Mapping[Path, Path], *, is_beside: boo
         what = "The copy cannot have the name of a file that it imports."
         why, other = f"{model} imports {out.stem}, and would import itself.", free / f"{model}.py"
     elif taken:
-        what = "There are files already, and none is overwritten."
+        what = "Some files exist already, and none is overwritten."
         why, other = f"{model} is copied as {', '.join(map(str, copies))}.", free / out.name
     else:
         return

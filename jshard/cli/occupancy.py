@@ -113,7 +113,7 @@ def _named(names: Sequence[str]) -> tuple[ShippedKernel, ...]:
         raise OccupancyError(
             "The kernel is not known.",
             where=[f"--kernel {name}" for name in wrong],
-            why=f"there are {', '.join(known)}.",
+            why=f"the kernels are {', '.join(known)}.",
             do=f"--kernel {near[0]}  # or any by its numbers: --block 128,90,90176",
         )
     return tuple(kernel for kernel in SHIPPED if not names or any(map(kernel.is_called, names)))
@@ -126,11 +126,11 @@ def _check(args: OccupancyArgs) -> None:
             ("--kernel --block", "a kernel is named or given by its numbers, not both.", "leave out one of them.")
         )
     if args.plot is not None and not (args.gpu and args.plot.absolute().parent.is_dir()):
-        why = "one GPU is drawn, into a folder that is there."
+        why = "the plot is of one GPU, in an existing folder."
         problems.append((f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}; --gpu h200"))
     unknown = [kind for kind in args.footprint if kind not in FOOTPRINTS]
     if unknown:
-        why = f"it is none of {', '.join(FOOTPRINTS)}."
+        why = f"the footprints are {', '.join(FOOTPRINTS)}."
         problems.append((f"--footprint {unknown[0]}", why, "--footprint ring"))
     if problems:
         where, why, do = zip(*problems, strict=True)
@@ -139,16 +139,16 @@ def _check(args: OccupancyArgs) -> None:
 
 _LEGEND = (
     "a block: threads x registers, shared memory. per SM: blocks at once. drain: blocks that must end on one SM before"
-    " one of the collective begins there; of a persistent kernel all must (kernel). Only a measurement says what is"
-    f" quickest. Kernels: {SHIPPED_SOURCE}, so for no other GPU. That the warps of a block are spread evenly over the"
-    " quarters of an SM, which have the registers, is an assumption."
+    " one of the collective starts there; with a persistent kernel all must (kernel). Only a measurement shows which is"
+    f" fastest. Kernels: {SHIPPED_SOURCE}, so for no other GPU. Assumed: the warps of a block are spread evenly over"
+    " the quarters of an SM, which have the registers."
 )
 _SHORT = {"shared memory": "SMEM"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OccupancyReport(Printed):
-    """Kernels on one GPU beside some collectives; printed it is a table.
+    """Kernels on one GPU beside some collectives, printed as a table.
 
     Attributes:
         gpu: the GPU.

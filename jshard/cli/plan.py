@@ -92,9 +92,9 @@ class PlanReport(Printed):
         if found:
             row = found[-1]
             assert row.plan is not None
-            return f"try, as it compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
-        ways = f"{len(self.tried)} ways that hold less were compiled, and none fits"
-        ways = ways if self.tried else "no way to compute or to keep less would fit, by the estimate"
+            return f"try this, which compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
+        ways = f"{len(self.tried)} configurations that keep less were compiled, and none fits"
+        ways = ways if self.tried else "by the estimate, no configuration that keeps less would fit"
         return f"{ways}: it needs more devices, or a smaller --set batch_size=N."
 
 
@@ -210,10 +210,10 @@ def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> str | None:
     """A remark on the flags of the process."""
     flags = flags_of(asked)
     if flags:
-        return f"compiled with XLA_FLAGS='{flags}', which a run needs in its environment, too."
+        return f"compiled with XLA_FLAGS='{flags}'; a run needs the same in its environment."
     if plan.estimates.stated.hidden >= _WELL_HIDDEN or latency_flag(plan.topology, asked.mesh, 0) is None:
         return None
-    return "more may be hidden if the compiler knew how long collectives take on this mesh: --xla-flags auto"
+    return "more may be hidden if the compiler knows how long collectives take on this mesh: --xla-flags auto"
 
 
 def _variants(args: PlanArgs, costs: Costs, sizes: dict[str, int], topology: Topology) -> tuple[Variant, ...]:
@@ -229,9 +229,9 @@ def _check(args: PlanArgs) -> None:
     needing = [name for name in ("compare", "auto", "assume", "xla_flags", "html") if getattr(args, name)]
     if needing and not args.topology:
         raise ShardingError(
-            "There is nothing to estimate without a cluster.",
+            "Nothing can be estimated without a cluster.",
             where=", ".join(f"--{name.replace('_', '-')}" for name in needing),
-            why="these are of a step as it compiles for a cluster; nothing is compiled without --topology.",
+            why="they concern the step compiled for a cluster; nothing is compiled without --topology.",
             do="--topology h100:1x8",
         )
     check_writable(args.html, option="--html")

@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
         raise ShardingError(
             "The prompt is empty.",
             where="--prompt ''",
-            why="the model scores the token after a text, which has at least one.",
+            why="the model predicts the token after a text of at least one token.",
             do='--prompt "Once"',
         )
     mesh = args.open_mesh()
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
         raise ShardingError(
             "The model is not known to continue text.",
             where=str(stored.model_file.path),
-            why="it has no method `decode`, and a loss of its own: its scores may be of other tokens than the next.",
+            why="it has no method `decode`, and its own loss: its scores may not be those of the next token.",
             do="def decode(self, tokens, past, at): ...  # in the model; `jshard init gpt` copies an example",
         )
     window, num_ids = stored.recipe.sequence_length, tokenizer.vocab_size

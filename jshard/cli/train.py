@@ -53,7 +53,7 @@ def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
     """Checks that the requested processes may be started, and can share the devices of the mesh."""
     if args.processes != 1 and cluster is not None:
         raise ShardingError(
-            "There are processes already.",
+            "The processes are already started.",
             where=f"--processes {args.processes}",
             why=f"this is process {cluster.process_id} of {cluster.num_processes} ({cluster.kind}).",
             do="leave out --processes on a cluster.",
@@ -63,7 +63,7 @@ def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
         raise ShardingError(
             f"{args.processes} processes cannot share the devices.",
             where=f"--processes {args.processes} --mesh {args.mesh or f'fsdp={devices}'}",
-            why=f"the mesh has {devices} devices, and each process simulates as many as the others.",
+            why=f"the mesh has {devices} devices, and every process simulates the same number.",
             do=f"--processes {next(n for n in range(min(devices, max(args.processes, 1)), 0, -1) if devices % n == 0)}",
         )
 
@@ -72,16 +72,16 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
     """The restarts requested after a loss; None if a loss ends the run. `argv` are the options as given."""
     if args.max_restarts < 0 or (args.max_restarts == 0 and args.min_processes is not None):
         raise ShardingError(
-            "The restarts make no sense.",
+            "The restart options are not valid.",
             where=f"--max-restarts {args.max_restarts}",
-            why="--min-processes says how many continue after a restart, and a run is restarted 0 or more times.",
+            why="--max-restarts is 0 or more, and --min-processes needs at least 1 restart.",
             do="--max-restarts 3",
         )
     if args.max_restarts == 0:
         return None
 
     def command(folder: str | None, mesh: str | None) -> list[str]:
-        # A plan is for one mesh: a run that continues on another has nothing to be compared with.
+        # A plan is for one mesh: a run that continues on another cannot be compared with it.
         changed = args if mesh is None else dataclasses.replace(args, mesh=mesh, expect=None)
         # Without a folder nothing was started: --resume alone could resume an older run.
         words = changed.words(None if folder is None else Path(folder))
@@ -136,7 +136,7 @@ def _meshes(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None
         raise ShardingError(
             "No smaller number of processes could continue.",
             where=[f"--min-processes {args.min_processes} --mesh {args.mesh}", *lines],
-            why="the data axes of the mesh shrink with the processes, and the batch has to divide over them.",
+            why="the data axes of the mesh shrink with the processes, and the batch must divide over them.",
             do="--set batch_size=N with an N that the smaller meshes divide; or leave out --min-processes.",
         )
     if cluster is not None and cluster.process_id == 0 and lines:
@@ -148,14 +148,14 @@ def _check(args: TrainArgs, cluster: launch.Cluster | None, sizes: Mapping[str, 
     least, number = args.min_processes or 0, 0 if cluster is None else cluster.num_processes
     where, why, do = [f"--min-processes {least}"], "", ""
     if cluster is None:
-        why = "on one machine all processes are started again; whom a loss leaves without is known on a cluster alone."
+        why = "on one machine all processes are restarted; only on a cluster can a run continue with fewer."
         do = "leave out --min-processes."
     elif not number / 2 < least <= number:
-        why = f"of {number} more than half must continue, or both parts of a split network might; and at most all."
+        why = f"more than half of {number} must continue, so that a split network never leaves two runs; at most all."
         do = f"--min-processes {number // 2 + 1}"
     elif args.auto or -1 in sizes.values() or "fsdp" not in sizes:
         where.append(f"--mesh {args.mesh or '(all devices)'}{' --auto' if args.auto else ''}")
-        why = "whether fewer processes can continue is checked now, and not when one is lost: the mesh has to be known."
+        why = "the smaller meshes are checked now, not after a loss, so the mesh must be known."
         do = "name all degrees: --mesh fsdp=N, or replica=M,fsdp=N, for all devices."
     if why:
         raise ShardingError("The run could not continue with fewer processes.", where=where, why=why, do=do)
@@ -170,7 +170,7 @@ def _batch(argv: Sequence[str]) -> tuple[int, int]:
         error = ShardingError if read.returncode == 2 else RunError
         raise error(
             "The recipe could not be read.",
-            where="--print-config, which --min-processes asks for the size of the batch",
+            where="--print-config, from which --min-processes reads the batch size",
             why=(read.stderr.strip() or f"it ended with exit code {read.returncode}")[-2000:],
             do="jshard train ... --print-config  # shows it alone",
         )

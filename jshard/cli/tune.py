@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         asked = (model, request.model_file.loss, batch)
         if is_here:
             report = tune(*asked, device=device, comm=comm, path=path, again=args.again, say=remark)
-            remark(f"kept in {path}")
+            remark(f"stored in {path}")
         else:
             why = NOT_MEASURED if not args.gpu else f"--gpu {args.gpu}: {NOT_MEASURED.partition(': ')[2]}"
             report = rank(*asked, device=device, comm=comm, why=why)

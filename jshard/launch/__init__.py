@@ -1,14 +1,14 @@
-"""A run in several processes: which they are, how they are started, and the report when one is lost.
+"""A run in several processes: finding them, starting them, and reporting the loss of one.
 
-JAX ends the whole process, with a trace of C++ and without an exception, when a peer does not come or dies. So a run
-in several processes has two kinds of them. A *worker* trains: one per process of the run. A *supervisor* never asks
-JAX for a device: it starts the worker (on one machine, all of them), watches it, and says in plain words what
-happened. In a cluster there is one supervisor beside each worker, and those of the other machines are linked to that
-of process 0 by a small TCP connection, the roll call.
+JAX ends the whole process, with a C++ trace and without an exception, when a peer does not come or dies. So a run in
+several processes has two kinds of process. A *worker* trains: one per process of the run. A *supervisor* never
+requests a device from JAX: it starts the worker (on one machine, all workers), watches it, and reports what happened.
+A cluster has one supervisor beside each worker, and those of the other machines are linked to that of process 0 by a
+small TCP connection, the roll call.
 
 The roll call is at the port after that of JAX's coordinator (under Slurm and Open MPI 4096 below it), or at
-JSHARD_ROLL_CALL_PORT; both ports must be open between the machines. All waits are in `Deadlines`. JSHARD_DEBUG=1 shows
-what all workers write to stderr. With `Restarts` a run that loses a process is started again.
+JSHARD_ROLL_CALL_PORT; both ports must be open between the machines. All time-outs are in `Deadlines`. JSHARD_DEBUG=1
+shows the stderr of all workers. With `Restarts` a run that loses a process is restarted.
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)

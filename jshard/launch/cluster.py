@@ -1,7 +1,7 @@
 """The place of a process among those of a run: its deadlines, its token, the ports that it opens, and its signals.
 
-Whoever connects to the roll call is sent a number that is used once, and answers with a hello whose sum proves that it
-knows the token of the run; what comes back proves the same. The token itself is never sent.
+A process that connects to the roll call receives a nonce, and answers with a hello whose signature proves that it
+knows the token of the run; the reply proves the same. The token itself is never sent.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any, Self
 from jshard.errors import RunError, ShardingError
 
 TICK_S = 0.1
-"""A supervisor looks at its workers and peers this often."""
+"""The interval at which a supervisor checks its workers and peers."""
 REQUEST = 2
-"""Exit code of a run that refused what was asked of it: the same command again would be refused again."""
+"""Exit code of a run that refused the request: the same command would be refused again."""
 RESUME = 75
 """Exit code of a run that stopped, or lost a peer: the same command with --resume continues the run. (EX_TEMPFAIL.)"""
 GOOD = (0, 128 + signal.SIGINT, RESUME)
 """Exit codes of a worker that did its work, or stopped because it was asked to."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal is gone
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal was closed
 _REPEAT_S = 1.0
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_orte_hnp_uri")
 
 
 def stopped_code(signum: int) -> int:
-    """The exit code of a run that was stopped by a signal: 130 after Ctrl-C, else that of a run to be resumed."""
+    """The exit code of a run that was stopped by a signal: 130 after Ctrl-C, else that of a run that can be resumed."""
     return 128 + signum if signum == signal.SIGINT else RESUME
 
 
@@ -48,12 +48,12 @@ def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_seconds(option: str, seconds: float, *, usual: float) -> None:
-    """Refuses a time-out that is no time."""
-    if not 0 < seconds < 1e7:  # not `<= 0`: a NaN is refused as well
+    """Refuses a time-out that is not a positive number of seconds."""
+    if not 0 < seconds < 1e7:  # not `<= 0`: this refuses NaN, too
         raise ShardingError(
             "The time-out is not a positive number of seconds.",
             where=f"{option} {seconds}",
-            why="it is how long a run waits before it is ended, and not for ever.",
+            why="it is how long a run waits before it ends, and not for ever.",
             do=f"{option} {usual:.0f}",
         )
 
@@ -62,16 +62,16 @@ def check_seconds(option: str, seconds: float, *, usual: float) -> None:
 class Deadlines:
     """How long the processes of a run wait for each other.
 
-    A process that ends is reported within `settle_s` and a second, in a cluster within `settle_s` and four; one that
-    is frozen, or whose machine is gone, within `peer_s` more. The others are stopped `grace_s` after the report, and
-    those that only wait for it at once.
+    A process that ends is reported within `settle_s` plus one second, in a cluster `settle_s` plus four; one that is
+    frozen, or whose machine is gone, within `peer_s` more. The others are stopped `grace_s` after the report, or at
+    once if they only wait for it.
 
     Args:
         init_s: from the start of the first process until all have come, and then until each worker is up.
-        peer_s: a process without a sign of life for so long is lost.
-        grace_s: what the others have at most, to end by themselves, after one is lost.
-        settle_s: after a process ends badly, how long to hear of others: one that dies takes its peers along within
-            milliseconds, and the report shall name the first.
+        peer_s: a process without a sign of life for this long is lost.
+        grace_s: how long the others have to end by themselves after one is lost.
+        settle_s: how long to wait for other failures after one: a process that dies brings down its peers within
+            milliseconds, and the report must name the first.
     """
 
     init_s: float = 300.0
@@ -85,7 +85,7 @@ class Deadlines:
 
     @property
     def beat_s(self) -> float:
-        """Time between two signs of life."""
+        """Interval between two signs of life."""
         return min(2.0, self.peer_s / 4)
 
 
@@ -94,14 +94,14 @@ class Cluster:
     """The place of this process among those of a run.
 
     Args:
-        kind: where it is known from: "jax variables", "slurm", "torchrun" and others of `launchers`; "local" for
+        kind: its source: "jax variables", "slurm", "torchrun" and others of `launchers`; "local" for
             processes that jshard starts on one machine.
-        coordinator: "host:port" where JAX's service of process 0 listens.
+        coordinator: "host:port" of JAX's service in process 0.
         num_processes: two or more.
         process_id: from 0.
-        variables: the environment variables that were seen, for reports.
-        local_id: from 0, among the processes that the launcher started on this machine; None where it does not say.
-        local_size: how many these are.
+        variables: the environment variables that were read, for reports.
+        local_id: from 0, among the processes that the launcher started on this machine; None if unknown.
+        local_size: the number of these processes.
     """
 
     kind: str
@@ -128,7 +128,7 @@ class Cluster:
         return int(self.coordinator.rpartition(":")[2])
 
     def seen(self) -> list[str]:
-        """The variables as lines NAME=value."""
+        """The variables as lines of NAME=value."""
         return [f"{name}={value}" for name, value in self.variables.items()]
 
 
@@ -138,20 +138,20 @@ class Cluster:
 def token_of(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> bytes:
     """The token of the run: JSHARD_TOKEN, which is a secret.
 
-    Without it it follows from the number of the job, which is no secret: it guards against the processes of another
-    run, and not against an attacker.
+    By default it follows from the job number, which is not secret: it protects against the processes of another
+    run, but not against an attacker.
     """
     given = environ.get("JSHARD_TOKEN")
     return (given or "|".join(["jshard", *(cluster.variables.get(name, "") for name in _JOB)])).encode()
 
 
 def signed(message: Mapping[str, Any], token: bytes, nonce: str) -> dict[str, Any]:
-    """The message with a sum that proves, to whoever has made the nonce, that the sender knows the token."""
+    """The message with a signature that proves to the creator of the nonce that the sender knows the token."""
     return {**message, "proof": _proof(message, token, nonce)}
 
 
 def is_signed(message: Mapping[str, Any], token: bytes, nonce: str) -> bool:
-    """Whether a message has the right sum."""
+    """Whether a message has the right signature."""
     body = {name: value for name, value in message.items() if name != "proof"}
     return hmac.compare_digest(str(message.get("proof", "")).encode(), _proof(body, token, nonce).encode())
 
@@ -161,14 +161,14 @@ def _proof(message: Mapping[str, Any], token: bytes, nonce: str) -> str:
     return hmac.new(token, f"{nonce}|{text}".encode(), hashlib.sha256).hexdigest()
 
 
-# Where a run listens.
+# The addresses on which a run listens.
 
 
 def bind_host(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> str:
-    """The address that process 0 listens on: that of its host name; "" for all interfaces.
+    """The address on which process 0 listens: that of its host name; "" for all interfaces.
 
-    All of them where JAX_COORDINATOR_BIND_ADDRESS says so, and where the name leads to no address of this machine, as
-    behind a Kubernetes service, or to one that other machines cannot reach.
+    It is all interfaces if JAX_COORDINATOR_BIND_ADDRESS says so, or if the name does not resolve to an address of this
+    machine, as behind a Kubernetes service, or resolves to one that other machines cannot reach.
     """
     if given := environ.get(_BIND):
         host = given.rpartition(":")[0].strip("[]")
@@ -184,14 +184,14 @@ def bind_host(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def coordinator_bind(host: str, port: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What JAX's coordinator is to listen on, as an environment variable."""
+    """The address on which JAX's coordinator listens, as an environment variable."""
     if given := environ.get(_BIND):
         return {_BIND: f"{given.rpartition(':')[0]}:{port}"}
     return {_BIND: address(host, port)} if host else {}
 
 
 def address(host: str, port: int) -> str:
-    """Host and port as JAX takes them."""
+    """Host and port in JAX's form."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -208,14 +208,14 @@ def listen(cluster: Cluster, host: str) -> socket.socket:
         raise RunError(
             "The roll call cannot be opened.",
             where=[f"port {port} of {socket.gethostname()}", *cluster.seen()],
-            why=f"{error.strerror or error}: another process 0, or another program, has it.",
-            do="another port, the same for all processes: "
+            why=f"{error.strerror or error}: another process 0, or another program, uses it.",
+            do="set another port, the same for all processes: "
             f"JSHARD_ROLL_CALL_PORT={port + 1 if port < 65535 else port - 2}",
         ) from error
 
 
 def free_port(host: str, wanted: int) -> int:
-    """The port that is wanted, or another one where a process that has not ended yet holds it."""
+    """The wanted port, or another one if a process that has not ended yet holds it."""
     for port in (wanted, 0):
         with contextlib.suppress(OSError), open_port(host, port) as server:
             return server.getsockname()[1]
@@ -239,7 +239,7 @@ def roll_call_port(cluster: Cluster) -> int:
         ShardingError: the variable is not a port.
     """
     if cluster.kind in ("slurm", "open mpi") and cluster.port > 4096:
-        # There JAX's port follows from the number of the job: the next one is that of the next job, maybe on this node.
+        # There JAX's port follows from the job number: the next port is that of the next job, maybe on this node.
         default = cluster.port - 4096
     else:
         default = cluster.port + 1 if cluster.port < 65535 else cluster.port - 1
@@ -276,7 +276,7 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # What is ignored stays so, as SIGHUP under nohup.
+            # An ignored signal stays ignored, as SIGHUP under nohup.
             heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
@@ -306,9 +306,9 @@ class StopSignal(Signals):
     """
 
     _asked_s: float | None = None
-    _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which gets the number of a signal at once
+    _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which receives the number of a signal at once
     _old_wakeup: int = -1
-    _lock = threading.Lock()  # for the pipe: the thread that asks may still do so when it is closed
+    _lock = threading.Lock()  # for the pipe: a thread may still read it while it is closed
 
     def report(self) -> None:
         """Records that any process requested a stop: the deadline runs from the first request."""
@@ -319,7 +319,7 @@ class StopSignal(Signals):
 
         This includes a signal not yet delivered to the main thread, which may be deep in native code.
         """
-        with self._lock, contextlib.suppress(OSError):  # there is none
+        with self._lock, contextlib.suppress(OSError):  # no pipe
             if self._wakeup is not None and set(os.read(self._wakeup[0], 4096)) & set(self._before):
                 self.report()
         return self._asked_s
@@ -347,7 +347,7 @@ class StopSignal(Signals):
             self.report()
             name = signal.Signals(number).name
             text = f"\n{name}: the run saves after this step and stops; a second one ends it unsaved.\n"
-            with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+            with contextlib.suppress(OSError):  # not print: the signal may have interrupted one
                 os.write(2, text.encode())
         elif self.repeated and not is_worker():
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""An open port that admits only peers which prove that they know the token of the run."""
+"""An open port that admits only peers that prove that they know the token of the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jshard.launch.peers import Link, parsed
 from jshard.launch.restarts import History
 
 HELLO_S = 10.0
-"""A connection that has said nothing of use for so long is closed."""
+"""A connection without a valid hello for this long is closed."""
 _STRANGERS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a process says of itself when it comes; `nonce` is for the answers to prove something with."""
+    """How a process introduces itself; answers are signed with `nonce`."""
 
     process: int
     of: int
@@ -33,7 +33,7 @@ class Hello:
 
 
 class Knock(NamedTuple):
-    """Somebody who knows the token: the connection, the hello, and what the sender knows of the run."""
+    """A peer that knows the token: the connection, the hello, and what the sender knows of the run."""
 
     link: Link
     hello: Hello
@@ -41,7 +41,7 @@ class Knock(NamedTuple):
 
 
 class Door:
-    """A listening socket, which it owns, and the connections there that have not yet said who they are.
+    """A listening socket, which it owns, and its connections that have not introduced themselves yet.
 
     Attributes:
         refused: hellos with another token.
@@ -50,12 +50,12 @@ class Door:
     def __init__(self, server: socket.socket, token: bytes) -> None:
         server.setblocking(False)
         self._server, self._token, self.refused = server, token, 0
-        # The nonce, which is empty for those that were sent away, and since when.
+        # The nonce, which is empty for dismissed connections, and the time of arrival.
         self._strangers: dict[Link, tuple[str, float]] = {}
         self.port: int = server.getsockname()[1]
 
     def knocks(self) -> list[Knock]:
-        """Those that have said hello, and proved it, since the last call. Nothing here waits."""
+        """The peers that have sent a valid hello since the last call. Nothing here waits."""
         self._accept()
         found = []
         for link, (nonce, since_s) in list(self._strangers.items()):
@@ -75,11 +75,11 @@ class Door:
         return found
 
     def answer(self, knock: Knock, message: Mapping[str, Any]) -> None:
-        """Says something that the other one can trust."""
+        """Sends a signed message."""
         knock.link.send(signed(message, self._token, knock.hello.nonce))
 
     def dismiss(self, knock: Knock, message: Mapping[str, Any]) -> None:
-        """Gives an answer, and closes the connection once it was read."""
+        """Sends an answer, and closes the connection once it was read."""
         self.answer(knock, message)
         self._strangers[knock.link] = "", time.monotonic()
 
@@ -93,7 +93,7 @@ class Door:
         while len(self._strangers) < _STRANGERS:
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # nobody is waiting, or has gone again
+            except OSError:  # no connection is waiting, or it has closed
                 return
             link, nonce = Link(connection), secrets.token_hex(16)
             link.send({"nonce": nonce})

@@ -1,15 +1,15 @@
-"""The keeper: a store in the memory of a supervisor, where workers leave copies that outlive them.
+"""The keeper: a store in the memory of a supervisor, for copies that outlive the workers.
 
-A *part* is what one process leaves of the state after a step: bytes, which the keeper does not look into. It is there
-once all of it has come, so that a worker that dies in the middle leaves nothing. Workers write and read over TCP, also
-those of other machines: a line of JSON with the keeper's token and one request, and after a put its bytes.
+A *part* is the state of one process after a step: bytes, which the keeper does not interpret. It exists once all of it
+has arrived, so that a worker that dies in the middle leaves nothing. Workers, also of other machines, write and read
+over TCP: a line of JSON with the keeper's token and one request, and after a put its bytes.
 
     {"put": part, "bytes": n, "beside": [run, step]}, n bytes   of its process, only that part stays beside the new one
     {"read": part, "begin": i, "bytes": n}                      -> {"bytes": n}, n bytes
     {"list": 1}                                                 -> {"parts": [part, ...], "held_bytes": n}
     {"forget": [run, step]}                                     drops the parts of other runs, and of steps before it
 
-What comes in is data of strangers until its token is seen: it is parsed as JSON, and never executed.
+Input is untrusted until its token is verified: it is parsed as JSON, and never executed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any
 from jshard.launch.cluster import Cluster
 
 ADDRESS, TOKEN = "JSHARD_KEEPER", "JSHARD_KEEPER_TOKEN"
-"""The environment variables by which a worker finds the keeper of its supervisor."""
+"""The environment variables that lead a worker to the keeper of its supervisor."""
 
 _LINE_BYTES, _ANSWER_BYTES = 16384, 1 << 20
-_HELLO_S, _IDLE_S = 10.0, 600.0  # a connection may be silent for so long: before its token was seen, and after
+_HELLO_S, _IDLE_S = 10.0, 600.0  # a connection may be silent for this long: before its token was verified, and after
 _CONNECTIONS = 1024
 _ANSWER_S = 60.0
 
@@ -42,10 +42,10 @@ class KeptPart:
     """The name of a part.
 
     Attributes:
-        run: a word for one start of the workers: parts of one copy have the same.
-        step: of the state.
-        process: whose part it is.
-        of: how many processes have one.
+        run: the name of one start of the workers: all parts of a copy have the same.
+        step: the step of the state.
+        process: the process of the part.
+        of: the number of processes with a part.
     """
 
     run: str
@@ -55,33 +55,33 @@ class KeptPart:
 
     @classmethod
     def parse(cls, value: Any) -> KeptPart:
-        """From the network; a ValueError if it is none."""
+        """Parses a name from the network; a ValueError if it is not valid."""
         if not (isinstance(value, list) and [type(field) for field in value] == [str, int, int, int]):
-            raise ValueError("no name of a part")
+            raise ValueError("not the name of a part")
         return cls(*value)
 
 
 class Keeper:
-    """A store that listens, in threads of its own, until it is closed: then all parts are gone.
+    """A store that listens in its own threads until it is closed, which deletes all parts.
 
     Args:
-        place: of this process; None where all processes are on this machine.
+        place: that of this process; None if all processes are on this machine.
 
     Attributes:
-        environ: the variables that a worker needs.
+        environ: the environment variables for a worker.
     """
 
     def __init__(self, place: Cluster | None = None) -> None:
         host = known = "127.0.0.1" if place is None else _own_address(place)
         if place is not None and _is_loopback(host) and not _is_loopback(place.host):
-            # On its own machine the name of process 0's stands for the loopback, and elsewhere for an address.
+            # The name of process 0's machine resolves to the loopback on that machine, and to an address elsewhere.
             host, known = "", place.host
         self._server = _Server(host, secrets.token_hex(16))
         self.environ = {ADDRESS: f"{known}:{self._server.server_address[1]}", TOKEN: self._server.token}
         threading.Thread(target=self._server.serve_forever, daemon=True, name="jshard-keeper").start()
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Frees everything."""
         self._server.shutdown()
         self._server.server_close()
         self._server.forget_all()
@@ -94,13 +94,13 @@ class Keeper:
 
 
 class KeeperClient:
-    """A keeper as workers see it; connects when it is needed. Threads may share it.
+    """The client of a keeper; connects when needed. Threads may share it.
 
-    All methods raise an OSError where the keeper is gone, or refuses.
+    All methods raise an OSError if the keeper is gone, or refuses.
 
     Args:
         address: host:port.
-        token: of that keeper.
+        token: the token of that keeper.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -110,16 +110,16 @@ class KeeperClient:
 
     @classmethod
     def of_supervisor(cls, environ: Mapping[str, str]) -> KeeperClient | None:
-        """That of the supervisor which started this process; None if it has none."""
+        """The keeper of this process's supervisor; None without one."""
         return cls(environ[ADDRESS], environ[TOKEN]) if ADDRESS in environ and TOKEN in environ else None
 
     def put(self, part: KeptPart, pieces: Sequence[memoryview], *, beside: tuple[str, int] | None) -> None:
-        """Leaves a part.
+        """Stores a part.
 
         Args:
             part: its name.
             pieces: its bytes.
-            beside: run and step of the one part of the same process that stays, too.
+            beside: run and step of the one part of the same process that is kept, too.
         """
         size = sum(piece.nbytes for piece in pieces)
         self._ask({"put": dataclasses.astuple(part), "bytes": size, "beside": beside}, pieces)
@@ -129,16 +129,16 @@ class KeeperClient:
         return self._ask({"read": dataclasses.astuple(part), "begin": begin, "bytes": size})[1]
 
     def parts(self) -> tuple[list[KeptPart], int]:
-        """The parts that are there, and the bytes of all."""
+        """The stored parts, and their total bytes."""
         answer, _ = self._ask({"list": 1})
         return [KeptPart.parse(part) for part in answer["parts"]], answer["held_bytes"]
 
     def forget_before(self, run: str, step: int) -> None:
-        """Makes room: parts of other runs, and of steps before this one, are not needed any more."""
+        """Deletes the parts of other runs, and of steps before this one."""
         self._ask({"forget": [run, step]})
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         with self._lock:
             self._disconnect()
 
@@ -176,7 +176,7 @@ class KeeperClient:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """The parts, and the threads that take and give them."""
+    """The parts, and the threads that receive and send them."""
 
     daemon_threads, allow_reuse_address, request_queue_size = True, True, 1024
 
@@ -189,9 +189,9 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__((host, 0), _Visit)
 
     def put(self, part: KeptPart, size: int, beside: Any) -> mmap.mmap:
-        """Room for a part; of its process, one other stays."""
+        """Allocates a part; one other of its process is kept."""
         self._drop(lambda old: old.process == part.process and [old.run, old.step] != beside)
-        return mmap.mmap(-1, max(size, 1))  # its own memory: given back as soon as it is dropped
+        return mmap.mmap(-1, max(size, 1))  # its own memory: freed as soon as it is dropped
 
     def forget(self, run: str, step: int) -> None:
         self._drop(lambda old: old.run != run or old.step < step)
@@ -212,11 +212,11 @@ class _Server(socketserver.ThreadingTCPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A visitor who leaves in the middle, or talks nonsense, is no event."""
+        """Ignores connections that break, or send invalid data."""
 
     def _drop(self, is_old: Any) -> None:
         with self.lock:
-            # Somebody may be reading it: the memory goes with the last who holds it.
+            # A reader may still use it: the memory is freed with the last reference.
             self.parts = {part: data for part, data in self.parts.items() if not is_old(part)}
 
 
@@ -229,7 +229,7 @@ class _Visit(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         for request in self._requests():
-            self._reply(*self._answered(request))  # no name for the data: it would keep them until the next request
+            self._reply(*self._answered(request))  # unnamed: a name would keep the data until the next request
 
     def _requests(self) -> Iterator[dict[str, Any]]:
         while not self._is_over and (line := self.rfile.readline(_LINE_BYTES)):
@@ -244,7 +244,7 @@ class _Visit(socketserver.StreamRequestHandler):
         try:
             return self._answer(request)
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
-            self._is_over = True  # what is left of the request would be taken for the next
+            self._is_over = True  # the rest of this request would be read as the next one
             return {"error": f"{type(error).__name__}: {error}"}, None
 
     def _answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], memoryview | None]:
@@ -256,7 +256,7 @@ class _Visit(socketserver.StreamRequestHandler):
             except OSError as error:
                 raise MemoryError(f"no room for {size} bytes: {error.strerror}") from error
             if self.rfile.readinto(memoryview(held)[:size]) != size:
-                raise ValueError("the part is cut off")
+                raise ValueError("the part is truncated")
             with server.lock:
                 server.parts[part] = held
             return {"kept": size}, None
@@ -283,7 +283,7 @@ class _Visit(socketserver.StreamRequestHandler):
 
 
 def _own_address(place: Cluster) -> str:
-    """The address of this machine that the machine of process 0 sees; no packet is sent for it."""
+    """The address of this machine as seen from that of process 0; sends no packet."""
     family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host, place.port))

@@ -1,9 +1,9 @@
-"""Whether this process is one of several, by the environment variables of whatever launched it.
+"""Whether this process is one of several, by the environment variables of its launcher.
 
-N processes that each take themselves for a run of one are the worst end of a job script: N times the same training, or
-N - 1 complaints about a locked folder. So what says that there are several processes is understood, or refused.
-JAX is not asked, but on TPUs: its detection finds neither torchrun nor MPICH, takes `rack[1-2]n[01-04]` to begin with
-`rack1`, and needs rights at the API server of Kubernetes.
+N processes that each start a run of one are the worst result of a job script: N times the same training, or N - 1
+errors about a locked folder. So any sign of several processes is understood, or refused. JAX's own detection is used
+on TPUs only: it finds neither torchrun nor MPICH, reads `rack1` as the first host of `rack[1-2]n[01-04]`, and needs
+rights at the API server of Kubernetes.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from jshard.launch.cluster import Cluster
 Environ = Mapping[str, str]
 
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_FIRST_PORT, _PORTS = 61440, 4096  # where a launcher gives no port: one of the last 4096, by the number of the job
+_FIRST_PORT, _PORTS = 61440, 4096  # if a launcher gives no port: one of the last 4096, by the job number
 _STEP_PORTS = 89
 _POD_PORT = "1234"
 ONE_POD = """\
-This pod is no pod of an indexed job, so it is a run of one process. Several need completionMode: Indexed and
-JAX_NUM_PROCESSES, as launch/train.yaml has them; JAX_NUM_PROCESSES=1 says that one is meant."""
+This pod is not part of an indexed job, so it is a run of one process. Several need completionMode: Indexed and
+JAX_NUM_PROCESSES, as in launch/train.yaml; JAX_NUM_PROCESSES=1 confirms a single one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """Something that starts the processes of a run."""
+    """A program that starts the processes of a run."""
 
     kind: str
     size: str  # the variable with the number of processes
-    rank: str  # the one with the id of this process
-    local: tuple[str, str]  # those with its id among the processes of this machine, and with their number
-    address: Callable[[Environ], str]  # "host:port" of process 0; "" where the launcher does not say
-    further: tuple[str, ...] = ()  # more variables that a report should show
-    starts: str = ""  # how it is called, in the advice where it gives no address
+    rank: str  # the variable with the id of this process
+    local: tuple[str, str]  # the variables with its id among the processes of this machine, and with their number
+    address: Callable[[Environ], str]  # "host:port" of process 0; "" if the launcher does not give it
+    further: tuple[str, ...] = ()  # more variables to show in reports
+    starts: str = ""  # its command, for the advice if it gives no address
 
 
 def _of_torchrun(environ: Environ) -> str:
     if not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         return ""
-    # torchrun's own agent may listen at that port; where a script sets the variables by hand nobody does.
+    # torchrun's own agent may listen at that port; it is free if a script sets the variables by hand.
     taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("True", "1")
     port = _number("MASTER_PORT", environ["MASTER_PORT"], low=1) + taken
     return f"{environ['MASTER_ADDR']}:{environ.get('JAX_COORDINATOR_PORT', port)}"
@@ -71,10 +71,10 @@ def _of_slurm(environ: Environ) -> str:
 def first_host(nodes: str) -> str:
     """The first host of a list of Slurm's: "rack1n01" of "rack[1-2]n[01-04]-ib,gpu1".
 
-    Held equal to `scontrol show hostnames`, without a process for it in every task.
+    Equals `scontrol show hostnames`, but needs no process in every task.
 
     Raises:
-        ShardingError: it is no such list.
+        ShardingError: it is not such a list.
     """
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|$)", nodes)
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[1] if first else "")
@@ -103,7 +103,7 @@ def _of_pod(environ: Environ) -> str:
     return f"{pod.removesuffix(index)}0.{domain}:{environ.get('JAX_COORDINATOR_PORT', _POD_PORT)}"
 
 
-# The first that is there counts: mpirun and torchrun may run in a step of Slurm, one in each node.
+# The first one present is used: mpirun and torchrun may run in a step of Slurm, one in each node.
 _LAUNCHERS = (
     _Launcher(
         kind="torchrun",
@@ -124,7 +124,7 @@ _LAUNCHERS = (
         starts="mpirun -n {n} -x JAX_COORDINATOR_ADDRESS",
     ),
     _Launcher(
-        kind="mpich",  # and Intel MPI, and whatever else speaks PMI
+        kind="mpich",  # and Intel MPI, and others that use PMI
         size="PMI_SIZE",
         rank="PMI_RANK",
         local=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -159,17 +159,17 @@ _REPORTED = dict.fromkeys(
 def detect(environ: Environ = os.environ, *, command: str = "jshard train ...") -> Cluster | None:
     """The cluster that started this process; None for a run of a single process.
 
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID come first. What they leave open is filled in from the
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID come first. Missing values are taken from the
     variables of torchrun, Open MPI, MPICH and Intel MPI, Slurm (in a step of srun) or an indexed job of Kubernetes,
-    and on TPU pods by JAX. JAX_NUM_PROCESSES=1 alone says that this process is meant to be a run of its own.
+    and on TPU pods from JAX. JAX_NUM_PROCESSES=1 alone makes this process a run by itself.
 
     Args:
         environ: the environment variables.
-        command: what this process was started as, for the advice of errors.
+        command: the command of this process, for the advice of errors.
 
     Raises:
-        ShardingError: there are several processes, and not all of the three follow from the variables; or these are no
-            numbers, or contradict each other.
+        ShardingError: there are several processes, and the variables do not determine all three values; or they are
+            not numbers, or contradict each other.
     """
     given = {name: environ[name] for name in _JAX if environ.get(name)}
     if given.get("JAX_NUM_PROCESSES") == "1" and "JAX_PROCESS_ID" not in given:
@@ -195,13 +195,13 @@ def detect(environ: Environ = os.environ, *, command: str = "jshard train ...") 
             where=cluster.seen(),
             why=f"process {cluster.process_id} of {cluster.num_processes}; ids go from 0 to "
             f"{cluster.num_processes - 1}.",
-            do="give each process an id of its own: JAX_PROCESS_ID=0 for the one at JAX_COORDINATOR_ADDRESS.",
+            do="give each process its own id: JAX_PROCESS_ID=0 for the one at JAX_COORDINATOR_ADDRESS.",
         )
     return cluster if cluster.num_processes > 1 else None
 
 
 def _launcher(environ: Environ) -> _Launcher | None:
-    """The first that has started several processes, or else the first that has started one."""
+    """The first that started several processes, or else the first that started one."""
     there = [one for one in _LAUNCHERS if _is_there(one, environ)]
     return next((one for one in there if environ.get(one.size) != "1"), there[0] if there else None)
 
@@ -213,7 +213,7 @@ def _is_there(launcher: _Launcher, environ: Environ) -> bool:
         return _is_step(environ)
     if launcher.kind == "mpich":
         return launcher.size in environ and not _is_pmi_of_slurm(environ)
-    if launcher.kind == "kubernetes":  # of pods with TPUs JAX knows more
+    if launcher.kind == "kubernetes":  # for pods with TPUs JAX knows more
         return not any(name in environ for name in ("TPU_WORKER_ID", "MEGASCALE_SLICE_ID"))
     return launcher.size in environ
 
@@ -225,7 +225,7 @@ def _is_step(environ: Environ) -> bool:
 
 
 def _is_pmi_of_slurm(environ: Environ) -> bool:
-    """With --mpi=pmi2, srun sets the variables of MPICH, too."""
+    """Whether srun set MPICH's variables, too, as it does with --mpi=pmi2."""
     names = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
     return _is_step(environ) and all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in names)
 
@@ -242,11 +242,11 @@ def _filled(
     number = given.get("JAX_NUM_PROCESSES") or environ.get(launcher.size)
     if not number and launcher.kind == "kubernetes":
         raise ShardingError(
-            "Kubernetes does not say how many processes the job has.",
+            "Kubernetes does not report how many processes the job has.",
             where=[f"{name}={value}" for name, value in seen.items()],
-            why="a pod of an indexed job is given its own number only.",
+            why="a pod of an indexed job only receives its own number.",
             do='in the container of the job, its completions: env: [{name: JAX_NUM_PROCESSES, value: "8"}]\n'
-            'or "1", if each pod is a run of its own.',
+            'or "1", if each pod is a separate run.',
         )
     number = str(_number(launcher.size, number or "", low=1))
     if number == "1" and "JAX_PROCESS_ID" not in given:
@@ -257,25 +257,25 @@ def _filled(
             where=[f"{name}={value}" for name, value in seen.items()],
             why="the address of process 0 is in none of its variables.",
             do=f"export JAX_COORDINATOR_ADDRESS=$(hostname):12345; {launcher.starts.format(n=number)} {command}\n"
-            "on the machine of process 0; from another one, with the name of that.",
+            "on the machine of process 0; elsewhere with the name of that machine.",
         )
     process = given.get("JAX_PROCESS_ID") or str(_number(launcher.rank, environ[launcher.rank], low=0))
     return dict(zip(_JAX, (address, number, process), strict=True))
 
 
 def _of_tpu(environ: Environ, seen: Environ) -> dict[str, str] | None:
-    """What JAX finds out about a TPU pod."""
+    """What JAX detects about a TPU pod."""
     if "TPU_LIBRARY_PATH" not in environ and find_spec("libtpu") is None:
         return None
-    from jshard import _compat  # here: it brings jax
+    from jshard import _compat  # here: it imports jax
 
-    # What is left could be mistaken for a launcher: a shell of salloc, a pod of no indexed job.
+    # The other variables could be mistaken for a launcher: a shell of salloc, a pod outside an indexed job.
     others = ("SLURM_", "OMPI_", "KUBERNETES_")
     try:
         found = _compat.launcher_cluster({k: v for k, v in environ.items() if not k.startswith(others)})
-    except Exception as error:  # whatever comes of asking the metadata server
+    except Exception as error:  # any error of the metadata server
         raise ShardingError(
-            "What the TPU pod says about its processes cannot be read.",
+            "The processes of the TPU pod cannot be detected.",
             where=[f"{name}={value}" for name, value in seen.items()] or "a machine with TPUs",
             why=f"{type(error).__name__}: {error}",
             do="set the variables by hand: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I",
@@ -284,7 +284,7 @@ def _of_tpu(environ: Environ, seen: Environ) -> dict[str, str] | None:
 
 
 def _local(launcher: _Launcher | None, environ: Environ) -> tuple[int | None, int | None]:
-    """The id of this process among those of its machine, and their number, where the launcher says."""
+    """The id of this process among those of its machine, and their number, if the launcher gives them."""
     if launcher is None:
         return None, None
     id_name, size_name = launcher.local
@@ -304,12 +304,12 @@ def _tasks_of_node(environ: Environ) -> int | None:
 
 
 def _require_alone(given: Environ, environ: Environ, seen: Environ, command: str) -> None:
-    """Nothing has started this process as one of several; refuses what says that there are more, all the same."""
+    """Refuses signs of several processes if no launcher started this process as one of them."""
     if given:
         raise ShardingError(
             "The variables that describe the cluster are half set.",
             where=[f"{name}={given[name]}" if name in given else f"{name} is not set" for name in _JAX],
-            why=f"{len(given)} of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to give the rest.",
+            why=f"{len(given)} of 3 are set, and no launcher (srun, mpirun, Kubernetes) provides the rest.",
             do="set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I\n"
             f"or none, for one process: env {' '.join(f'-u {name}' for name in given)} {command}",
         )
@@ -320,15 +320,15 @@ def _require_alone(given: Environ, environ: Environ, seen: Environ, command: str
             "Slurm's job has several tasks, and this process is in none of its steps.",
             where=[f"{name}={value}" for name, value in seen.items()],
             why="srun starts one process per task; a batch script, and the shell of salloc, is one process.",
-            do=f"srun {command}\nor, if one process is meant: {alone}",
+            do=f"srun {command}\nor, for one process: {alone}",
         )
     if "PMIX_RANK" in environ:
         raise ShardingError(
-            "PMIx does not say how many processes there are.",
+            "PMIx does not report how many processes there are.",
             where=[f"{name}={value}" for name, value in seen.items()],
-            why="PMIX_RANK is the number of this one, and no variable has theirs.",
+            why="PMIX_RANK is the id of this process, and no variable has their number.",
             do="prterun -n 4 -x JAX_COORDINATOR_ADDRESS=$(hostname):12345 -x JAX_NUM_PROCESSES=4 bash -c "
-            f"{shlex.quote(f'JAX_PROCESS_ID=$PMIX_RANK {command}')}\nor, if one process is meant: {alone}",
+            f"{shlex.quote(f'JAX_PROCESS_ID=$PMIX_RANK {command}')}\nor, for one process: {alone}",
         )
 
 

@@ -15,7 +15,7 @@ from jshard.launch.cluster import GOOD, REQUEST, RESUME, Deadlines
 from jshard.launch.stall import Stand
 
 GOODBYE_S = 2.0
-"""A connection that is closed waits this long for the other side to have read its last message."""
+"""How long a closing connection waits for the other side to read its last message."""
 
 T = TypeVar("T")
 
@@ -38,12 +38,12 @@ class Ending:
         host: its machine.
         pid: its number there; None if not known.
         code: its exit code, negative for the signal that killed it; None if it was not seen to end.
-        silent_s: how long it had given no sign of life, if that is the matter.
-        explained: it has written the reason itself, in plain words, to its stderr.
-        blames_peer: it failed because another process did not answer.
+        silent_s: how long it had given no sign of life, if it was lost for that.
+        explained: whether it has written the reason to its stderr itself.
+        blames_peer: whether it failed because another process did not answer.
         step: the last training step that it reported.
         checkpoint: the last checkpoint that it reported.
-        stand: where it stood, if the run is stalled or it was silent.
+        stand: its position, if the run is stalled or it was silent.
     """
 
     process: int
@@ -69,12 +69,12 @@ class Ending:
 
     @property
     def echo(self) -> bool:
-        """Whether it looks like the consequence of another process's end."""
+        """Whether it may be the consequence of another process's end."""
         return self.blames_peer or self.code in _ABORTED
 
     @property
     def run_code(self) -> int:
-        """The exit code of the run that it ends: a process that is gone does not make the run a bad one."""
+        """The exit code of the run that it ends: a lost process is not a failure of the run."""
         if self.code in (REQUEST, RESUME):
             return self.code
         return RESUME if self.code is None or self.code < 0 or self.echo else 1
@@ -86,7 +86,7 @@ class Ending:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """The description of the end."""
         if self.silent_s is not None:
             state = self.stand.state if self.stand is not None else ""
             seen = f"{state}, {self.stand.phase}" if self.stand is not None and state else ""
@@ -106,11 +106,11 @@ class Ending:
 
 
 def cause(endings: Sequence[Ending]) -> Ending:
-    """The ending that brought about the others.
+    """The ending that caused the others.
 
     A process that loses a peer aborts, or fails in a collective; one that was killed from outside, or refused the
-    request, did not do so because of a peer. Of a stall it is the one that is behind. Among equals, that which was
-    seen first; but where each has given the same reason, that of the lowest process.
+    request, did not end because of a peer. For a stall it is the one that is behind. Among equals it is the first one
+    seen; or, if all have the same reason, that of the lowest process.
     """
 
     def key(index: int) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ def _rank(ending: Ending) -> int:
 
 
 def ending_of(message: Any) -> Ending | None:
-    """From the network, where anything may come from: None for what is not an ending."""
+    """Parses an ending from the network; None for invalid data."""
     if isinstance(message, Mapping) and message.get("stand") is not None:
         message = {**message, "stand": parsed(Stand, message["stand"]) or "none"}
     return parsed(Ending, message)
@@ -148,21 +148,21 @@ def hostname() -> str:
     return socket.gethostname()[:255]
 
 
-# The connections between supervisors: JSON objects, a line each.
+# The connections between supervisors: JSON objects, one per line.
 
 
 class Link:
-    """One end of a connection. Nothing here waits, but `close_all`.
+    """One end of a connection. Nothing here waits, except `close_all`.
 
-    What comes in is data of strangers until it is checked: it is parsed as JSON and never executed, and a line that
-    is too long or no JSON object closes the link.
+    Input is untrusted until it is checked: it is parsed as JSON and never executed, and a line that is too long or not
+    a JSON object closes the link.
 
     Args:
-        sock: a connected socket, which the link owns from then on.
+        sock: a connected socket, which the link then owns.
 
     Attributes:
         peer: the address of the other side.
-        closed: whether nothing more will come.
+        closed: whether no more messages can arrive.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -176,11 +176,11 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        """Time since anything came from the other side."""
+        """Time since the last data from the other side."""
         return time.monotonic() - self._heard_at
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message, now or, if the other side is slow, with a later one."""
+        """Sends a message now or, if the other side is slow, with a later one."""
         self.pending += json.dumps(message).encode() + b"\n"
         self._sent_at = time.monotonic()
         self._flush()
@@ -193,8 +193,8 @@ class Link:
             self._flush()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that came since the last call."""
-        # Bounded, lest a stranger who sends without end keeps us here.
+        """The messages received since the last call."""
+        # Bounded, so that an endless sender cannot block this loop.
         for _ in range(64):
             try:
                 data = b"" if self.closed else self.socket.recv(65536)
@@ -214,7 +214,7 @@ class Link:
         return [message for message in messages if message is not None]
 
     def drop(self) -> None:
-        """Closes at once, whatever is on its way."""
+        """Closes at once, even with messages in transit."""
         self.socket.close()
         self.closed = True
 
@@ -225,12 +225,12 @@ class Link:
         except BlockingIOError:
             self.closed = len(self.pending) > _PENDING_BYTES
         except OSError:
-            # What the other side said before it went is still to be read: `receive` will find the end.
+            # The last messages of the other side are still unread: `receive` will find the end.
             self.pending = b""
 
 
 def close_all(links: Iterable[Link]) -> None:
-    """Closes links when the other sides have read what was sent, all within `GOODBYE_S`."""
+    """Closes links after the other sides have read all messages, within `GOODBYE_S` in total."""
     links, deadline = list(links), time.monotonic() + GOODBYE_S
     for link in links:
         with contextlib.suppress(OSError):
@@ -238,7 +238,7 @@ def close_all(links: Iterable[Link]) -> None:
             link.socket.sendall(link.pending)
             link.socket.shutdown(socket.SHUT_WR)
     for link in links:
-        # Closing at once would reset the connection if something is unread here, and lose our last message there.
+        # Closing at once with unread data here would reset the connection and lose our last message there.
         with contextlib.suppress(OSError):
             while (left_s := deadline - time.monotonic()) > 0:
                 link.socket.settimeout(left_s)
@@ -248,7 +248,7 @@ def close_all(links: Iterable[Link]) -> None:
 
 
 def parsed(kind: type[T], message: Any) -> T | None:
-    """A dataclass of plain values, from the network, where anything may come from; None for what is none."""
+    """Parses a dataclass of plain values from the network; None for invalid data."""
     types = get_type_hints(kind)
     if not isinstance(message, dict) or message.keys() != types.keys():
         return None
@@ -266,14 +266,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _peer(sock: socket.socket) -> str:
     try:
         name = sock.getpeername()
-    except OSError:  # it has gone again
+    except OSError:  # it has closed
         return "unknown"
     return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else "local"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a supervisor says of its worker again and again."""
+    """The state of a worker that its supervisor sends repeatedly."""
 
     step: int | None = None
     marks: int | None = None
@@ -285,8 +285,8 @@ class Beat:
 class Peers:
     """The other supervisors, as one of them sees them: process 0 is linked to all, the others to process 0.
 
-    Messages: {"beat": what the worker does}, {"ended": ending of the sender's worker}, and from process 0
-    {"stalled": 1}, which asks all where they stand, and {"verdict": the ending that was the cause}.
+    Messages: {"beat": state of the worker}, {"ended": ending of the sender's worker}, and from process 0
+    {"stalled": 1}, which requests the positions of all, and {"verdict": the ending that was the cause}.
     """
 
     def __init__(
@@ -301,16 +301,16 @@ class Peers:
 
     @property
     def decides(self) -> bool:
-        """Whether it is for this supervisor to say which process was lost: for that of process 0, if it is there."""
+        """Whether this supervisor decides which process was lost: that of process 0 does, if present."""
         return self.process_id == 0 or not self._links
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody else to hear of."""
+        """Whether there are no other supervisors."""
         return not self._links
 
     def poll(self, noted: Mapping[str, Any]) -> list[Ending]:
-        """Sends a sign of life with what our worker has noted; the bad endings heard of since the last call."""
+        """Sends a sign of life with our worker's notes; returns the bad endings reported since the last call."""
         ours = {field.name: noted.get(field.name) for field in dataclasses.fields(Beat)}
         found = []
         for process, link in list(self._links.items()):
@@ -319,7 +319,7 @@ class Peers:
                 self._over.add(process)
                 if not ending.good:
                     found.append(ending)
-            # The link of one whose worker has ended stays: it waits for the verdict.
+            # The link of a supervisor whose worker has ended stays: it waits for the verdict.
             if link.closed or link.silent_s > self._deadlines.peer_s:
                 del self._links[process]
                 close_all([link])
@@ -328,21 +328,21 @@ class Peers:
         return found
 
     def report(self, ending: Ending) -> None:
-        """Lets the others know how our worker ended."""
+        """Reports to the others how our worker ended."""
         self._send({"ended": dataclasses.asdict(ending)})
 
     def announce(self, verdict: Ending) -> None:
-        """Lets the others know which process was lost; process 0 does."""
+        """Reports to the others which process was lost; only process 0 does."""
         self._send({"verdict": dataclasses.asdict(verdict)})
 
     def ask_all(self) -> None:
-        """Asks the others where they stand, as the run is stalled; process 0 does."""
+        """Requests the positions of the others, as the run is stalled; only process 0 does."""
         self.stalled = True
         if self.process_id == 0:
             self._send({"stalled": 1})
 
     def silent(self) -> list[Ending]:
-        """The processes that have not said where they stand, as if they were lost."""
+        """The processes that have not reported their positions, as if they were lost."""
         return [
             Ending(process=process, host=self._hosts.get(process, "unknown"), silent_s=link.silent_s)
             for process, link in self._links.items()
@@ -350,7 +350,7 @@ class Peers:
         ]
 
     def close(self) -> None:
-        """Ends the links, when the others have read what was sent."""
+        """Closes the links after the others have read all messages."""
         close_all(self._links.values())
         self._links.clear()
 

@@ -1,17 +1,17 @@
 """The roll call: the supervisors of a cluster meet before the workers start, or each reports who is missing.
 
-Before the first attempt process 0 listens (`roll_call_port`) and the others connect; all have to come. Where the run
-may be started again, each supervisor has a port of its own, and all know the addresses from the first meeting. After a
-loss each tries those of the processes below its own, the lowest first, and the lowest that is there leads. It starts
-the attempt when all have come, or after a time when enough have: more than half of the processes that were launched.
+Before the first attempt process 0 listens (`roll_call_port`) and the others connect; all have to come. If the run may
+be restarted, each supervisor has its own port, and all learn the addresses at the first meeting. After a loss each
+tries the processes below its own, the lowest first, and the lowest one present leads. It starts the attempt when all
+have come, or after some time when enough have: more than half of the launched processes.
 
-So there are never two runs of one: two parts of more than half have a process in common, its supervisor has one worker,
-and neither a step nor a checkpoint is completed without every worker of its part. A supervisor that its launcher has
-started anew knows process 0's address alone, comes there and learns the rest.
+So a run never continues twice: two parts of more than half have a process in common, its supervisor has one worker, and
+neither a step nor a checkpoint completes without every worker of its part. A supervisor that was restarted by its
+launcher knows only the address of process 0, connects there and learns the rest.
 
-Messages are JSON lines; see `cluster` for what they prove. From the one that leads a nonce, to it a hello with what the
-sender knows of the run, and from it {"rows": ...} and {"go": ...} to all; or {"busy": 1} during an attempt, or
-{"elsewhere": 1} from one that follows another; or {"error": ...}, which ends all.
+Messages are JSON lines; `cluster` describes their signatures. The leader sends a nonce, the other side a hello with
+what it knows of the run, and the leader {"rows": ...} and {"go": ...} to all; or {"busy": 1} during an attempt, or
+{"elsewhere": 1} from a process that follows another; or {"error": ...}, which ends all.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from jshard.launch.door import HELLO_S, Door, Hello, Knock
 from jshard.launch.peers import Link, Peers, close_all, hostname
 from jshard.launch.restarts import History, Restarts
 
-_ROWS = 64  # in one message
+_ROWS = 64  # per message
 _CONNECT_S = 2.0
-_AGAIN_S = 1.0  # between two rounds of looking for a leader
+_AGAIN_S = 1.0  # between two rounds of the search for a leader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """The processes of one attempt, as one of them sees them.
+    """The processes of one attempt, as seen by one of them.
 
     Attributes:
         peers: the links to the others.
-        place: of this one among them.
-        mesh: the mesh that they take, where it is not that of all.
-        bind: what JAX's coordinator listens on, as an environment variable.
+        place: the place of this one among them.
+        mesh: their mesh, if it is not that of all processes.
+        bind: the address on which JAX's coordinator listens, as an environment variable.
     """
 
     peers: Peers
@@ -68,7 +68,7 @@ class Group:
 
 @dataclasses.dataclass(kw_only=True)
 class _Row:
-    """A process of the run, as the others find it: its supervisor's machine, address and port."""
+    """How the others reach a process of the run: its supervisor's machine, address and port."""
 
     host: str
     ip: str
@@ -87,16 +87,16 @@ class RollCall:
         self.door = Door(listen(cluster, self.bind), self.token) if cluster.process_id == 0 else None
 
     def meet(self, history: History, *, stopped: Callable[[], bool] = lambda: False) -> Group | None:
-        """Waits until the supervisors of all processes are there, or of enough.
+        """Waits until the supervisors of all processes have come, or enough of them.
 
-        Ends within `deadlines.init_s` of the start of the first of them, and a few seconds.
+        Ends within `deadlines.init_s`, plus a few seconds, of the start of the first of them.
 
         Args:
-            history: of the run, as this supervisor knows it; it learns the rest.
-            stopped: asked again and again; when true, the waiting ends and the result is None.
+            history: the run as known to this supervisor, which learns the rest.
+            stopped: called repeatedly; when true, the waiting ends and the result is None.
 
         Raises:
-            RunError: not enough have come, or process 0 cannot be reached.
+            RunError: too few have come, or process 0 cannot be reached.
             ShardingError: two processes have one id, or take part in different runs.
         """
         with contextlib.closing(_Meeting(self, history)) as meeting:
@@ -110,7 +110,7 @@ class RollCall:
         return None
 
     def attend(self) -> None:
-        """Lets those that come during an attempt know that they have to wait. Nothing here waits."""
+        """Asks supervisors that come during an attempt to wait. Nothing here waits."""
         if self.door is not None:
             for knock in self.door.knocks():
                 self.door.dismiss(knock, {"busy": 1})
@@ -122,13 +122,13 @@ class RollCall:
             self.door = None
 
     def open(self, host: str) -> None:
-        """Opens the port of a process other than 0, at the address by which it reaches the others."""
+        """Opens the port of a process other than 0, at the address with which it reaches the others."""
         if self.door is None and self.restarts is not None:
             self.bind = "" if host.startswith("127.") and not self.cluster.is_local else host
             self.door = Door(open_port(self.bind), self.token)
 
     def address_of(self, process: int) -> tuple[str, int] | None:
-        """Where the supervisor of a process listens; None if that is not known."""
+        """The address of the supervisor of a process; None if it is not known."""
         if process == 0:
             return self.cluster.host, roll_call_port(self.cluster)
         row = self.rows.get(process)
@@ -136,7 +136,7 @@ class RollCall:
 
 
 class _Meeting:
-    """One roll call of a supervisor: it leads, or follows the lowest process that is there."""
+    """One roll call of a supervisor: it leads, or follows the lowest process that is present."""
 
     def __init__(self, call: RollCall, history: History) -> None:
         self._call, self._history = call, history
@@ -146,7 +146,7 @@ class _Meeting:
         self._began_s = time.monotonic()
         self._ends_at = self._began_s + call.deadlines.init_s
         self._is_again = history.attempt > 0
-        # Before the first attempt process 0 leads, and no other.
+        # Before the first attempt only process 0 leads.
         self._lower = list(range(self._me)) if call.rows else [0][: self._me]
         self._next, self._rounds, self._not_before_s = 0, 0, 0.0
         self._up: Link | None = None
@@ -157,7 +157,7 @@ class _Meeting:
     def look(self) -> Group | None:
         self._admit()
         group = self._follow()
-        # It leads where no lower process is there.
+        # It leads if no lower process is present.
         if group is None and (self._me == 0 or (self._up is None and self._rounds and self._call.rows)):
             return self._lead()
         if group is None and self._up is None and self._waited_s > self._limit_s:
@@ -176,22 +176,22 @@ class _Meeting:
         wait_s = self._call.restarts.wait_s if self._call.restarts is not None and self._is_again else 0.0
         return max(self._deadlines.init_s, wait_s)
 
-    # The one that leads.
+    # The leader.
 
     def _admit(self) -> None:
         if (door := self._call.door) is None:
             return
         for knock in door.knocks():
-            # That a connection to a lower process was accepted says nothing, the kernel does that.
+            # An accepted connection to a lower process proves nothing: the kernel accepts it.
             follows, process = self._up is not None and self._is_greeted, knock.hello.process
             if follows or 0 <= process <= self._me:
                 door.dismiss(knock, {"elsewhere": 1})
                 continue
             self._check(knock)
-            if process in self._guests:  # its supervisor was started anew
+            if process in self._guests:  # its supervisor was restarted
                 self._guests[process].link.drop()
             self._guests[process] = knock
-            # One that has waited long already is not kept waiting for another whole time-out.
+            # A process that has waited long does not wait for another whole time-out.
             left_s = max(self._limit_s - knock.hello.waited_s, 0)
             self._ends_at = min(self._ends_at, time.monotonic() + left_s)
 
@@ -202,9 +202,9 @@ class _Meeting:
             ours = f"process {self._me} has {cluster.num_processes} processes at {cluster.coordinator}"
             theirs = f"process {hello.process} has {hello.of} processes at {hello.at}"
             error = ShardingError(
-                f"Process {hello.process} on {hello.host} takes the run for another.",
+                f"Process {hello.process} on {hello.host} has other settings of the run.",
                 where=[ours, theirs, *cluster.seen()],
-                why="all processes of a run are given the same address and number.",
+                why="all processes of a run need the same address and number.",
                 do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
             )
             self._end(error, knock)
@@ -213,8 +213,8 @@ class _Meeting:
             error = ShardingError(
                 f"Two processes have the id {hello.process}.",
                 where=[f"on {other.host} and on {hello.host}", *cluster.seen()],
-                why=f"each of the {cluster.num_processes} processes has an id of its own.",
-                do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
+                why=f"each of the {cluster.num_processes} processes needs its own id.",
+                do="give each another JAX_PROCESS_ID, or start them with srun, which sets it.",
             )
             self._end(error, knock)
 
@@ -222,7 +222,7 @@ class _Meeting:
         for process, knock in list(self._guests.items()):
             knock.link.receive()
             knock.link.beat(self._deadlines.beat_s)
-            if knock.link.closed:  # it may come again
+            if knock.link.closed:  # it may return
                 del self._guests[process]
         came = sorted({self._me, *self._guests})
         if number := self._number(len(came)):
@@ -232,7 +232,7 @@ class _Meeting:
         return None
 
     def _number(self, came: int) -> int:
-        """How many of those that came can begin; 0 as long as it is worth waiting for more."""
+        """How many of the processes that came can begin; 0 while waiting for more is useful."""
         of, restarts = self._cluster.num_processes, self._call.restarts
         if came == of:
             return of
@@ -266,7 +266,7 @@ class _Meeting:
 
     def _row(self, knock: Knock, is_member: bool) -> _Row:
         ip = knock.link.peer
-        # Through the loopback it came from this machine, which the others know by its name.
+        # A loopback connection is from this machine, which the others know by its name.
         ip = self._cluster.host if ip.startswith("127.") and not self._cluster.is_local else ip
         return _Row(host=knock.hello.host, ip=ip, port=knock.hello.port, is_member=is_member)
 
@@ -280,14 +280,14 @@ class _Meeting:
         links: Mapping[int, Link],
         bind: Mapping[str, str],
     ) -> Group:
-        """All are there: the attempt may begin, and its processes are numbered from 0."""
+        """Starts the attempt, as all are present; its processes are numbered from 0."""
         me, hosts = members.index(self._me), {index: rows[p].host for index, p in enumerate(members)}
         where = {"coordinator": address(host, port), "num_processes": len(members), "process_id": me}
         peers = Peers(process_id=me, links=links, hosts=hosts, deadlines=self._deadlines)
         return Group(peers=peers, place=dataclasses.replace(self._cluster, **where), mesh=mesh, bind=bind)
 
     def _end(self, error: FourPartError, last: Knock | None = None) -> NoReturn:
-        """Ends the roll call for all that came, with the same words."""
+        """Ends the roll call for all that came, with the same text."""
         ended = [*self._guests.values(), *([] if last is None else [last])]
         said = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
         message = {"error": said, "is_request": isinstance(error, ShardingError)}
@@ -308,7 +308,7 @@ class _Meeting:
                 *cluster.seen(),
             ],
             why=f"{len(hosts)} of {cluster.num_processes} came to the roll call within {self._limit_s:.0f} s.",
-            do=f"look why process {_some(ids)} did not start, or cannot reach {cluster.host}:"
+            do=f"check why process {_some(ids)} did not start, or cannot reach {cluster.host}:"
             f"{roll_call_port(cluster)};\nif they are only slow to start: --init-timeout 900",
         )
 
@@ -322,7 +322,7 @@ class _Meeting:
         return None
 
     def _connect(self, process: int) -> None:
-        """Tries one of the lower processes; the next one comes next."""
+        """Tries one of the lower processes; the next call tries the next one."""
         at = self._call.address_of(process)
         try:
             if at is None:
@@ -350,7 +350,7 @@ class _Meeting:
             if not self._is_greeted and isinstance(message.get("nonce"), str):
                 self._greet(link, message["nonce"])
             elif message.get("refused") == 1:
-                self._failed("It is of another run: it has another token (JSHARD_TOKEN, or the job)")
+                self._failed("It belongs to another run: it has another token (JSHARD_TOKEN, or the job)")
                 return None
             elif is_signed(message, self._call.token, self._nonce):
                 if "go" in message:
@@ -360,7 +360,7 @@ class _Meeting:
                     return None
         silent_s = max(self._deadlines.peer_s, HELLO_S) if self._is_greeted else HELLO_S / 2
         if link.closed or link.silent_s > silent_s:
-            self._failed("It left, or is no jshard run" if link.closed else "It answers nothing")
+            self._failed("It left, or is not a jshard run" if link.closed else "It does not answer")
         return None
 
     def _greet(self, link: Link, nonce: str) -> None:
@@ -377,16 +377,16 @@ class _Meeting:
         message = {"hello": dataclasses.asdict(hello), "history": dataclasses.asdict(self._history)}
         link.send(signed(message, self._call.token, nonce))
         self._is_greeted = True
-        for knock in self._guests.values():  # they look for the one that this process follows now
+        for knock in self._guests.values():  # they look for the leader that this process follows now
             if door is not None:
                 door.dismiss(knock, {"elsewhere": 1})
         self._guests = {}
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Takes what the one that leads says before all begin."""
+        """Handles the leader's messages before all begin."""
         if "error" in message:
             raise (ShardingError if message["is_request"] else self._history.not_met)(**message["error"])
-        if "busy" in message:  # an attempt is at work, and this process waits for the next, however long
+        if "busy" in message:  # an attempt is in progress, and this process waits for the next, however long
             self._began_s, self._next = time.monotonic(), len(self._lower)
             self._failed("It takes part in an attempt")
         elif "elsewhere" in message:
@@ -413,9 +413,9 @@ class _Meeting:
                 *cluster.seen(),
             ],
             why=f"{self._reason}, after {self._waited_s:.0f} s.",
-            do=f"see that process 0 runs on {cluster.host} and that its ports {cluster.port} and {port} are open to "
+            do=f"check that process 0 runs on {cluster.host} and that its ports {cluster.port} and {port} are open to "
             f"{here};\n"
-            "another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
+            "or set another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether a run that has lost a process is restarted, and the results of its attempts."""
+"""Whether a run that lost a process is restarted, and the results of its attempts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _ATTEMPT = "JSHARD_ATTEMPT"
 
 
 class NotRestarted(RunError):
-    """The run has lost a process, and too few came for it to go on now."""
+    """The run has lost a process, and too few came to continue now."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """How a run goes on after it has lost a process.
+    """How a run continues after it has lost a process.
 
     Args:
-        most: losses that it may have; one more ends it.
-        command: makes the command of a worker that goes on, of the run's folder and the mesh, where they are known.
-        meshes: numbers of processes that can take part, and the mesh of each, where it is another than that of all.
-            None: all have to.
-        wait_s: how long those that can go on wait for the others.
-        keeps_copies: whether the supervisors have room for copies of the state in their memory.
+        most: the number of losses allowed; one more ends the run.
+        command: creates the command of a worker that continues, from the run's folder and the mesh, if known.
+        meshes: numbers of processes that can take part, and the mesh of each, if it is not that of all.
+            None: all have to take part.
+        wait_s: how long the processes that can continue wait for the others.
+        keeps_copies: whether the supervisors keep copies of the state in their memory.
     """
 
     most: int
@@ -42,24 +42,24 @@ class Restarts:
     keeps_copies: bool = False
 
     def usable(self, came: int, of: int) -> int:
-        """How many of those that came can take part; 0 if they are too few."""
+        """How many of the processes that came can take part; 0 if they are too few."""
         return max((count for count in (of, *(self.meshes or ())) if count <= came), default=0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class History:
-    """What the attempts at a run have come to, as one supervisor knows it.
+    """The results of a run's attempts, as known to one supervisor.
 
     Attributes:
-        left: losses that the run may still have.
-        attempt: number of the attempt, from 1; 0 for a supervisor that knows of none yet.
-        fruitless: attempts in a row that ended with no step and no checkpoint that was not there before.
-        step: the highest step that was reported.
-        checkpoint: the last one that was reported.
+        left: the number of losses still allowed.
+        attempt: number of the attempt, from 1; 0 for a supervisor that does not know of any yet.
+        fruitless: attempts in a row that ended without a new step or a new checkpoint.
+        step: the highest reported step.
+        checkpoint: the last reported checkpoint.
         copy: step of the last copy in memory.
-        folder: of the run.
-        lost: what ended the attempt before.
-        lost_at: when, in seconds since 1970.
+        folder: the folder of the run.
+        lost: the cause that ended the previous attempt.
+        lost_at: its time, in seconds since 1970.
     """
 
     left: int
@@ -75,7 +75,7 @@ class History:
     def note(
         self, lost: Ending, *, step: int | None, checkpoint: str | None, copy: int | None, folder: str | None
     ) -> None:
-        """Notes how an attempt has ended, and what its workers reported last."""
+        """Records how an attempt ended, and the last reports of its workers."""
         step = max((each for each in (lost.step, step) if each is not None), default=None)
         checkpoint = checkpoint or lost.checkpoint
         is_new = step is not None and step > (-1 if self.step is None else self.step)
@@ -88,26 +88,26 @@ class History:
         self.left -= 1
 
     def begin(self, others: Iterable[History] = ()) -> None:
-        """Another attempt begins: whoever leads takes what the one knows that took part in the newest of them."""
+        """Starts another attempt: the leader takes over the history of the process with the newest attempt."""
         vars(self).update(vars(max((self, *others), key=lambda one: one.attempt)))
         self.attempt += 1
 
     def allows(self, lost: Ending) -> bool:
-        """Whether the run is to be started again after a loss. A failure that has a reason would have it again."""
+        """Whether the run is restarted after a loss. A failure with a reason would recur."""
         return self.left > 0 and lost.run_code == RESUME
 
     def check_worth(self) -> None:
-        """Checks that another attempt may come further than those before.
+        """Checks that another attempt may get further than those before.
 
         Raises:
-            RunError: too many of them came nowhere.
+            RunError: too many of them made no progress.
         """
         if self.fruitless >= _MOST_FRUITLESS:
             raise RunError(
-                f"The last {self.fruitless} attempts came nowhere: the run is not started again.",
+                f"The last {self.fruitless} attempts made no progress: the run is not restarted.",
                 where=[self.lost or "no process", f"attempt {self.attempt}, {self.left} were left"],
-                why=f"none of them did a step after {self.step or 0}, or saved a checkpoint that was not there before.",
-                do="see what ended them; then the same command with --resume continues the run.",
+                why=f"none of them completed a step after {self.step or 0}, or saved a new checkpoint.",
+                do="find out what ended them; then the same command with --resume continues the run.",
             )
 
     @property
@@ -117,11 +117,11 @@ class History:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next attempt: longer after each that came nowhere."""
+        """How long to wait before the next attempt: longer after each one without progress."""
         return min(_PAUSE_S * 2**self.fruitless, _LONGEST_PAUSE_S) if self.fruitless < _MOST_FRUITLESS else 0.0
 
     def line(self, *, num_processes: int) -> str:
-        """What is printed when the run is started again."""
+        """The line printed when the run is restarted."""
         origins = [] if self.copy is None else [f"the copy in memory of step {self.copy}"]
         origins += [] if self.checkpoint is None else [self.checkpoint]
         origin = f"from {', or '.join(origins)}" if origins else "(no checkpoint was reported yet)"
@@ -129,12 +129,12 @@ class History:
         return f"lost {self.lost}. It continues {origin} with {number}; restarts left: {self.left}."
 
     def environ(self) -> dict[str, str]:
-        """What a worker is to know of it."""
+        """The part of it that a worker receives."""
         if self.lost is None:
             return {}
         return {_ATTEMPT: json.dumps({"attempt": self.attempt, "cause": self.lost, "ended_at": self.lost_at})}
 
 
 def of_this_attempt(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What a worker knows of the attempt before: "attempt", "cause" and "ended_at"; empty in the first one."""
+    """What a worker knows of the previous attempt: "attempt", "cause" and "ended_at"; empty in the first one."""
     return json.loads(environ.get(_ATTEMPT, "{}"))

@@ -1,11 +1,11 @@
-"""Stalls: a run that makes no progress is reported, with the process that is behind and the place, and ends.
+"""Stalls: a run without progress is reported, with the process that is behind and its position, and ends.
 
-The loop says what it does (`doing`) and which steps are done (`step_done`). A watch in a thread of its own looks
-whether anything has changed within the deadline. In a run of a single process it reports and ends the process; with a
-supervisor it lets that know, which asks all processes where they stand and names the one that is behind.
+The loop reports its phase (`doing`) and the completed steps (`step_done`). A watch in its own thread checks whether
+anything has changed within the deadline. In a run of a single process it reports and ends the process; otherwise it
+informs the supervisor, which requests the positions of all processes and names the one that is behind.
 
-All processes of a run come through the same marks in the same order. So whoever has passed the fewest is behind; among
-those that have passed as many, one that is stopped, and then one whose main thread does not wait for others.
+All processes of a run pass the same marks in the same order. So the one that has passed the fewest is behind; among
+equals one that is stopped, and then one whose main thread does not wait for others.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ MEETING, OTHER = "meeting the others between two steps", "at work between two st
 PROFILE, SAMPLE = "writing a profile", "writing the sample"
 _LONG, _SHORT = (SAVE, PROFILE, SAMPLE), (DATA, STEP, EVALUATION, MEETING, OTHER)
 LEAST_S, MOST_S, MEDIANS = 60.0, 1800.0, 20
-"""A step has so many times the median of those before, within these bounds; a save has the upper one."""
+"""The limit of a step is this multiple of the median, within these bounds; that of a save is the upper bound."""
 _WARN_S = 60.0
 _NEEDED = 5  # steps, for a median
 _TICK_S = 0.25
 _STUCK_S = 1.0
 _FRAMES, _TEXT = 4, 300
-# Where a main thread is that waits for the devices, for Orbax, or for a meeting of the processes.
+# Functions in which a main thread waits for the devices, for Orbax, or for a meeting of the processes.
 _WAITS = ("/jax/_src/", "/jaxlib/", "/orbax/", "/tensorstore/", "jshard/_processes.py:")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stand:
-    """Where a process stands in a run that is stalled.
+    """The position of a process in a stalled run.
 
     Args:
-        phase: what it does, in words.
-        marks: how many it has passed.
+        phase: a description of its phase.
+        marks: the number of marks passed.
         idle_s: seconds since the last one.
-        deadline: what it had, and why, in words.
-        state: of the process, if it does not run: "T (stopped)".
+        deadline: a description of its limit, and the reason for it.
+        state: the state of the process, if it does not run: "T (stopped)".
         waits: whether its main thread waits for other processes.
-        place: the innermost frames, a line each; of whoever reads the data, where it waits for these.
-        asked: it was asked to stop, and has not in time.
-        folder: where the stacks are written.
+        place: the innermost frames, a line each; those of the data reader, if it waits for data.
+        asked: whether it was asked to stop, and did not in time.
+        folder: the folder of the stacks.
     """
 
     phase: str = "starting"
@@ -75,12 +75,12 @@ class Stand:
 
 
 def is_stuck(noted: Mapping[str, Any]) -> bool:
-    """Of a process whose peer is gone: whether it stands still between the marks of the loop, so waits for that one."""
+    """Whether a process whose peer is gone makes no progress between the marks of the loop, so waits for that peer."""
     return bool(noted.get("warn_s")) and noted.get("idle_s", 0.0) >= _STUCK_S
 
 
 def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None) -> Stand:
-    """Where a process of this machine stands, of which its watch has `noted` something; its stacks go into a file."""
+    """The position of a process of this machine, from the notes of its watch; its stacks go into a file."""
     phase = str(noted.get("phase", "starting"))
     main, *others = [(one, _stacks.stacks(one)) for one in (pid, *_stacks.children(pid))]
     workers = [(worker, one) for worker, one in others if one is not None]
@@ -92,7 +92,7 @@ def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None)
     if folder:
         name = f"step-{step or 0}-process-{process}.txt"
         text = "\n".join(f"{one.name}, {phase}\n{one.text}" for one in (own, *(one for _, one in workers)) if one)
-        with contextlib.suppress(OSError):  # a full disk: the report has the place that matters
+        with contextlib.suppress(OSError):  # a full disk: the report has the important place
             Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, name).write_text(text)
     return Stand(
@@ -109,7 +109,7 @@ def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None)
 
 
 def _place_of_data(main: _stacks.Stacks | None, workers: list[tuple[int, _stacks.Stacks]]) -> tuple[str, ...]:
-    """Where the data are: in a worker process that is stopped, or reads a sample, or in a thread."""
+    """The place that delays the data: a worker process that is stopped or reads a sample, or a thread."""
     for pid, one in workers:
         stopped = _stacks.state(pid)
         if stopped[:1] == "T" or (one.main and "multiprocessing/connection.py" not in one.main[0]):
@@ -121,7 +121,7 @@ def _place_of_data(main: _stacks.Stacks | None, workers: list[tuple[int, _stacks
 
 
 def stalled_error(one: Stand, *, who: str, what: str, lines: list[str], others: str, again: str) -> RunError:
-    """A run that is stalled, or did not stop in time: where the process that is behind stands, and what is known."""
+    """The error of a run that is stalled, or did not stop in time, with the position of the process that is behind."""
     phase = f"{one.phase}{f', {one.state}' if one.state else ''}"
     ended = (
         f"It was asked to stop, and did not within {one.deadline}"
@@ -141,11 +141,11 @@ class StallWatch:
     """Watches the progress of this process's part of a run.
 
     Args:
-        timeout_s: what a step, a batch, or a batch of an evaluation has; by default 20 times the median of the steps
-            before, from 60 to 1800 seconds. Saves, profiles, the sample and the first step have 1800 seconds, or this
-            if it is longer. While a run starts, initialises, restores or compiles, there is no limit.
-        stop_s: what a run that is asked to stop has to do so; no limit by default.
-        again: the command line that goes on with the run.
+        timeout_s: the limit for a step, a batch, or a batch of an evaluation; by default 20 times the median step, from
+            60 to 1800 seconds. Saves, profiles, the sample and the first step have 1800 seconds, or this if it is
+            longer. While a run starts, initialises, restores or compiles, there is no limit.
+        stop_s: the limit for stopping after a request; none by default.
+        again: the command line that continues the run.
 
     Raises:
         ShardingError: a time-out is not a positive number.
@@ -163,7 +163,7 @@ class StallWatch:
         self._again, self._folder = again, ""
         self._idle_s, self._warned_s, self._stalled = 0.0, 0.0, ""
         self._spans: collections.deque[float] = collections.deque(maxlen=101)
-        self._median_s: float | None = None  # of them, once there are enough; the watch's thread computes it
+        self._median_s: float | None = None  # of the steps, once there are enough; the watch's thread computes it
         self._done_at = 0.0
         self._over = threading.Event()
 
@@ -176,14 +176,14 @@ class StallWatch:
         alone: Callable[[], str] | None,
         say: Callable[[str], object],
     ) -> Iterator[None]:
-        """Watches while it is entered.
+        """Watches while the context is open.
 
         Args:
-            folder: for the stacks of a stall; made when there is one.
-            asked_at: when the run was asked to stop, of `time.monotonic`.
-            alone: of a process without supervisor, which ends itself: what of the run is kept, in words. None for the
-                others.
-            say: prints the line of a run that makes no progress.
+            folder: for the stacks of a stall; created when one occurs.
+            asked_at: returns when the run was asked to stop, by `time.monotonic`.
+            alone: for a process without supervisor, which ends itself: returns a description of what is saved. None
+                for the others.
+            say: prints the line of a run without progress.
         """
         global _watch
         self._folder, self._asked_at, self._alone, self._say = str(folder), asked_at, alone, say
@@ -199,7 +199,7 @@ class StallWatch:
             _watch = before
 
     def doing(self, phase: str) -> None:
-        """A mark: from now on the main thread does this."""
+        """A mark: the main thread enters this phase."""
         self.phase = phase
         self.marks += 1
 
@@ -211,10 +211,10 @@ class StallWatch:
         self._done_at, self.step = now_s, step
 
     def deadline(self) -> tuple[float | None, str]:
-        """What the phase has, None without limit; and why, in words."""
+        """The limit of the phase, None without one; and a description of it."""
         if self.phase not in (*_LONG, *_SHORT):
             return None, ""
-        if self.phase in _LONG or not self._done_at:  # before the first step others may still compile
+        if self.phase in _LONG or not self._done_at:  # before the first step other processes may still compile
             limit_s, why = max(self.timeout_s or 0.0, MOST_S), ""
         elif self.timeout_s is not None:
             limit_s, why = self.timeout_s, " (--stall-timeout)"
@@ -226,7 +226,7 @@ class StallWatch:
         return limit_s, f"{limit_s:.0f} s{why}"
 
     def noted(self) -> dict[str, Any]:
-        """For the supervisor."""
+        """The notes for the supervisor."""
         deadline_s, why = self.deadline()
         found: dict[str, Any] = {
             "phase": self.phase,
@@ -244,7 +244,7 @@ class StallWatch:
         seen, last_s = self.marks, time.monotonic()
         while not self._over.wait(_TICK_S):
             now_s = time.monotonic()
-            # Not the clock: time that this thread has not seen either, as of a stopped process, is no stall.
+            # Not the clock: time in which this thread did not run either, as in a stopped process, is not a stall.
             passed_s, last_s = min(now_s - last_s, 4 * _TICK_S), now_s
             self._idle_s = self._idle_s + passed_s if self.marks == seen else 0.0
             seen = self.marks
@@ -263,7 +263,7 @@ class StallWatch:
             self._stalled = "stalled"
         else:
             self._stalled = ""
-        if self._alone is None:  # the next sign of life says it to the supervisor
+        if self._alone is None:  # the next sign of life reports it to the supervisor
             return
         if self._stalled:
             self._end_alone(self._alone())
@@ -282,13 +282,13 @@ class StallWatch:
         )
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         sys.stderr.flush()
-        for worker in multiprocessing.active_children():  # one that sleeps would not notice that we are gone
+        for worker in multiprocessing.active_children():  # a sleeping one would not notice that this process is gone
             worker.kill()
         os._exit(RESUME)
 
 
 def warn(idle_s: float, warned_s: float, first_s: float, where: str, say: Callable[[str], object]) -> float:
-    """Says that there was no step for so long: at first, and whenever that has doubled. The time of the last line."""
+    """Reports the time without a step: first, and whenever it has doubled. Returns the time of the last line."""
     if idle_s < first_s:
         return 0.0
     if idle_s < 2 * warned_s:
@@ -301,17 +301,17 @@ _watch: StallWatch | None = None
 
 
 def doing(phase: str) -> None:
-    """What the main thread does from now on; without a watch it is nothing."""
+    """Reports the new phase of the main thread; has no effect without a watch."""
     if _watch is not None:
         _watch.doing(phase)
 
 
 def step_done(step: int) -> None:
-    """A step's result was read; without a watch it is nothing."""
+    """Reports that a step's result was read; has no effect without a watch."""
     if _watch is not None:
         _watch.step_done(step)
 
 
 def noted() -> dict[str, Any]:
-    """What the watch of this process has to say to the supervisor."""
+    """The notes of this process's watch for the supervisor."""
     return {"warn_s": None} if _watch is None else _watch.noted()

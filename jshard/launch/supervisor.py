@@ -19,7 +19,7 @@ from jshard.launch.restarts import History, NotRestarted, Restarts
 from jshard.launch.worker_process import WorkerProcess
 
 VERDICT_S = 3.0
-"""A supervisor gives process 0's this long to name the lost process, before it names the one that it knows of."""
+"""How long a supervisor waits for process 0's to name the lost process, before it names the one that it knows."""
 
 
 def supervise(
@@ -33,24 +33,24 @@ def supervise(
 ) -> int:
     """Runs the workers of this machine to their end, and prints a report if a process of the run is lost.
 
-    With `processes` all workers are started here, on one machine. With `cluster` one worker is, after a roll call
-    with the supervisors of the other processes. To be called in the main thread, before JAX is asked for devices.
+    With `processes` all workers are started here, on one machine. With `cluster` one worker is started, after a roll
+    call with the supervisors of the other processes. Call it in the main thread, before JAX initialises its devices.
 
     SIGINT and SIGTERM are forwarded to the workers, once; a second one, a second later or more, kills them.
-    The first worker has this process's stdin and stdout. What process 0 writes to stderr is passed on, and of the
-    others what explains a failure; with JSHARD_DEBUG=1 all of it.
+    The first worker has this process's stdin and stdout. The stderr of process 0 is passed on, and that of the others
+    if it explains a failure; with JSHARD_DEBUG=1 all of it.
 
     Args:
         command: program and arguments of a worker, which calls `start_worker`.
         processes: number of local workers.
         cluster: this process's place in a cluster, from `detect`.
         deadlines: how long the processes wait for each other.
-        again: the command line that goes on after a loss; a worker's `note(again=...)` takes its place.
-        restarts: whether the run is started again after a loss; by default it is not.
+        again: the command line that continues after a loss; a worker's `note(again=...)` replaces it.
+        restarts: whether and how the run is restarted after a loss; not by default.
 
     Returns:
-        0 if all have done their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
-        a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or did not come.
+        0 if all completed their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
+        a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or never came.
     """
     deadlines, history = deadlines or Deadlines(), History(left=0 if restarts is None else restarts.most)
     with Signals() as signals, contextlib.ExitStack() as stack:
@@ -77,7 +77,7 @@ def supervise(
                 if history.lost is not None and restarts is not None:
                     words = restarts.command(history.folder, None if group is None else group.mesh)
                 if keeper is None and restarts is not None and restarts.keeps_copies:
-                    # From the first attempt to the last: what it holds outlives the workers.
+                    # From the first attempt to the last: its contents outlive the workers.
                     keeper = stack.enter_context(Keeper(None if group is None else group.place))
                 extra = history.environ() | ({} if keeper is None else keeper.environ)
                 if group is None:
@@ -119,7 +119,7 @@ class _Attempt:
     warned_s: float = 0.0
 
     def watch(self) -> int:
-        """Until all is over: the exit code."""
+        """Runs to the end; returns the exit code."""
         try:
             while not self.signals.repeated:
                 self._look()
@@ -141,7 +141,7 @@ class _Attempt:
             for worker in self.workers:
                 worker.forward(self.forwarded)
         if self.peers.stalled or any(ending.stalled for ending in self.bad):
-            # Every process says where it stands, for the one that is behind to be found.
+            # Every process reports its position, to find the one that is behind.
             for worker in self.workers:
                 worker.end_stalled()
             if not self.peers.stalled:
@@ -159,7 +159,7 @@ class _Attempt:
             self._note_ending(ending)
 
     def _warn(self) -> None:
-        """Says that there was no step for some time, and whom the others wait for."""
+        """Reports that there was no step for some time, and the process that the others wait for."""
         if self.bad or not self.peers.decides:
             return
         noted = {process: vars(beat) for process, beat in self.peers.beats.items()}
@@ -192,7 +192,7 @@ class _Attempt:
         return max(ending.code or 0 for ending in endings if ending is not None)
 
     def _cause(self) -> Ending | None:
-        """The process that was lost, once that is sure."""
+        """The process that was lost, once that is certain."""
         if self.peers.verdict is not None or not self.bad:
             return self.peers.verdict
         wait_s = self.deadlines.settle_s
@@ -201,11 +201,11 @@ class _Attempt:
         if not self.peers.decides:
             wait_s += VERDICT_S
         if self.peers.alone and not any(worker.running for worker in self.workers):
-            wait_s = 0.0  # there is no one left to hear of
+            wait_s = 0.0  # no other process can report
         if time.monotonic() - self.first_bad_at < wait_s:
             return None
         lost = cause([*self.bad, *(self.peers.silent() if self.peers.stalled else ())])
-        # One that is stopped does not know what it had, nor since when.
+        # A stopped process knows neither its limit nor when it began.
         stands = [ending.stand for ending in self.bad if ending.stand is not None and ending.stand.deadline]
         if lost.stand is not None and not lost.stand.deadline and stands:
             known = max(stands, key=lambda one: one.idle_s)
@@ -227,7 +227,7 @@ class _Attempt:
         return stopped_code(self.forwarded or 0) if was_asked else lost.run_code
 
     def _was_asked(self, lost: Ending) -> bool:
-        """Whether it ended by the signal that was forwarded, before it had begun to listen, or because a peer did."""
+        """Whether it ended by the forwarded signal, before it handled signals, or because a peer did."""
         if self.forwarded is None:
             return False
         codes = (-self.forwarded, stopped_code(self.forwarded))
@@ -235,13 +235,13 @@ class _Attempt:
         return lost.code == -self.forwarded or (lost.echo and any(code in codes for code in others))
 
     def _show(self, lost: Ending) -> bool:
-        """Shows what the lost process wrote; whether it was one of this machine."""
+        """Shows the output of the lost process; returns whether it was on this machine."""
         is_own = False
         for worker in self.workers:
             is_cause = worker.process_id == lost.process
             is_own |= is_cause
             if is_cause or worker_process.debug():
-                # What process 0 has shown already is not shown again: a warning that all of them give.
+                # Lines that process 0 has shown are not repeated, such as a warning of all processes.
                 known = () if worker is self.workers[0] else self.workers[0].output.shown
                 worker.output.show(prefix=f"[process {worker.process_id}] " if worker.process_id else "", known=known)
         return is_own
@@ -249,7 +249,7 @@ class _Attempt:
     def _report(self, lost: Ending) -> None:
         if self._show(lost) and (lost.explained or lost.code == REQUEST):
             return
-        if self.peers.verdict is not None:  # process 0 has said it
+        if self.peers.verdict is not None:  # process 0 has reported it
             _say(f"the run ends: {lost.who}: {lost.how}. Process 0 has the report.")
             return
         steps = [step for step in (lost.step, self.last("step")) if step is not None]
@@ -271,14 +271,14 @@ class _Attempt:
             time.sleep(TICK_S)
 
     def last(self, key: str) -> Any:
-        """What the workers reported under a name; the largest, where they differ."""
+        """The value that the workers reported under a name; the largest if they differ."""
         return max((worker.state[key] for worker in self.workers if worker.state.get(key) is not None), default=None)
 
 
 def _lost_error(
     ending: Ending, *, num_processes: int, step: int | None, checkpoint: str | None, again: str
 ) -> FourPartError:
-    """One process ended, and the others cannot go on."""
+    """The error when one process ended and the others cannot continue."""
     if ending.stalled and ending.stand is not None:
         return stall.stalled_error(
             ending.stand,
@@ -292,10 +292,10 @@ def _lost_error(
         return ShardingError(
             f"Process {ending.process} of {num_processes} refused the request.",
             where=ending.who,
-            why="it ended with exit code 2, and its own output says why.",
-            do=f"read what process {ending.process} wrote on {ending.host}.",
+            why="it ended with exit code 2, and its own output has the reason.",
+            do=f"read the output of process {ending.process} on {ending.host}.",
         )
-    explained = f"; its own output on {ending.host} says why" if ending.explained else ""
+    explained = f"; its own output on {ending.host} has the reason" if ending.explained else ""
     return RunError(
         f"Process {ending.process} of {num_processes} was lost.",
         where=[ending.who, *_so_far(step, checkpoint)],
@@ -305,7 +305,7 @@ def _lost_error(
 
 
 def _so_far(step: int | None, checkpoint: str | None) -> list[str]:
-    """How far the run is, and what of it is kept."""
+    """The last step and checkpoint of the run."""
     return [
         "no step was reported yet" if step is None else f"last step reported: {step}",
         "no checkpoint was written yet" if checkpoint is None else f"last good checkpoint: {checkpoint}",

@@ -1,4 +1,4 @@
-"""The worker's side: it joins the others, sends signs of life, and exits without waiting for them."""
+"""The worker's part: it joins the others, sends signs of life, and exits without waiting for them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines, is_worker
 
 END_S = 30.0
-"""From the end of a run's work, when all have said so, to the end of each process."""
+"""The time from the end of a run's work, when all have confirmed it, to the end of each process."""
 
 _PR_SET_PDEATHSIG = 1
 _SECURED = ("JAX_MTLS_", "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS")
-_MESSAGE_BYTES = 4096  # what a pipe takes in one piece
-# Words of the libraries that carry collectives, in the errors they raise when another process is gone.
+_MESSAGE_BYTES = 4096  # what a pipe accepts atomically
+# Words from the errors that the libraries of collectives raise when another process is gone.
 _PEER_WORDS = (
     "gloo",
     "nccl",
@@ -40,8 +40,8 @@ _PEER_WORDS = (
 def start_worker(environ: Mapping[str, str] = os.environ) -> None:
     """Joins the run: signs of life to the supervisor, then `jax.distributed.initialize`.
 
-    To be called before JAX is asked for devices, and after the number of CPU devices is set. From then on only Python
-    writes to stdout: what native libraries print there goes to stderr.
+    Call it before JAX initialises its devices, and after the number of CPU devices is set. From then on only Python
+    writes to stdout: the output of native libraries goes to stderr.
 
     Raises:
         RunError: JAX could not connect the processes.
@@ -62,16 +62,16 @@ def note(
     again: str | None = None,
     folder: str | None = None,
 ) -> None:
-    """Lets the supervisor know how far the run is, for the report if a process is lost. Without one it does nothing.
+    """Reports the progress of the run to the supervisor, for its report if a process is lost. No effect without one.
 
-    Costs some microseconds, and never waits.
+    Takes some microseconds, and never waits.
 
     Args:
-        step: the step that was done last.
-        checkpoint: the checkpoint that was completed last.
+        step: the last completed step.
+        checkpoint: the last completed checkpoint.
         copy: the step of the last copy in memory.
-        again: the command line that goes on from there.
-        folder: of the run.
+        again: the command line that continues from there.
+        folder: the folder of the run.
     """
     if _reporter is not None:
         given = {"step": step, "checkpoint": checkpoint, "copy": copy, "again": again, "folder": folder}
@@ -81,13 +81,13 @@ def note(
 def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
     """Ends the worker with an exit code.
 
-    After success, or a stop that all agreed on (0, 130, 75), it waits for the others as JAX demands. After a failure
-    it ends at once: the others cannot come to that meeting.
+    After success, or a stop that all agreed on (0, 130, 75), it waits for the others as JAX requires. After a failure
+    it ends at once, because the others cannot come to that meeting.
 
     Args:
         code: the exit code.
-        error: the reason of a failure, or the KeyboardInterrupt of a stop that was not agreed on. One in four parts
-            is taken to be printed already.
+        error: the reason of a failure, or the KeyboardInterrupt of a stop that was not agreed on. A four-part error
+            has been printed already.
     """
     if code in GOOD and error is None:
         import jax
@@ -102,19 +102,19 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
             {"explained": isinstance(error, FourPartError) and not blames_peer, "blames_peer": blames_peer}
         )
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()
     os._exit(code)
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Bounds the end of a process whose work is done: a thread that Python waits for may read data that never come."""
+    """Limits the exit time of a process whose work is done: a thread that Python joins may wait for data forever."""
 
     def end() -> None:
         time.sleep(seconds)
         with contextlib.suppress(OSError):
             os.write(
-                2, f"the run is over, and a thread of it does not end after {seconds:.0f} s: left behind.\n".encode()
+                2, f"the run is over, and a thread of it did not end within {seconds:.0f} s: abandoned.\n".encode()
             )
         os._exit(code)
 
@@ -122,10 +122,10 @@ def end_within(seconds: float, code: int) -> None:
 
 
 class _Reporter:
-    """Writes all that was noted into the pipe to the supervisor, again and again."""
+    """Writes all notes into the pipe to the supervisor, repeatedly."""
 
     def __init__(self, fd: int, every_s: float) -> None:
-        # A program that we start shall not keep the pipe open, and a supervisor that does not read shall not stop us.
+        # A child program must not keep the pipe open, and a supervisor that does not read must not block this process.
         os.set_inheritable(fd, False)
         os.set_blocking(fd, False)
         self._fd = fd
@@ -141,7 +141,7 @@ class _Reporter:
             try:
                 os.write(self._fd, line if len(line) <= _MESSAGE_BYTES else b"{}\n")
             except BlockingIOError:
-                pass  # each message says all, so the next will do
+                pass  # each message is complete, so the next one suffices
             except OSError:
                 _end_without_supervisor()
 
@@ -165,15 +165,15 @@ def _deadlines(environ: Mapping[str, str]) -> Deadlines:
 
 
 def _end_without_supervisor() -> NoReturn:
-    """Nobody would let us know of a lost peer, nor stop us: as if we had been killed, with all that we started."""
+    """Ends this process and its children, as nothing else would report a lost peer or stop it."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
 def _end_with_supervisor() -> None:
-    """The system ends this process when its parent dies, even if no thread of it runs any more."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux has it
+    """Asks the system to end this process when its parent dies, even if none of its threads runs any more."""
+    with contextlib.suppress(OSError, AttributeError):  # only on Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -193,16 +193,16 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
 
     address = environ["JAX_COORDINATOR_ADDRESS"]
     asked = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SECURED)]
-    if asked and "jax_mtls_cert_file" not in jax.config.values:  # it would pass over them in silence
+    if asked and "jax_mtls_cert_file" not in jax.config.values:  # it would ignore them silently
         raise ShardingError(
             "This JAX cannot secure its connections.",
             where=asked,
-            why="its coordination service knows no mutual TLS, and the run would be open.",
-            do="pip install -U jax  # 0.12 has it; or unset the variables.",
+            why="its coordination service has no mutual TLS, and the run would be open.",
+            do="pip install -U jax  # from 0.12 on; or unset the variables.",
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "jax_enable_preemption_service" in jax.config.values:
-        # It handles SIGTERM in native code, and our own handler, which saves, would never be called.
+        # It handles SIGTERM in native code, so that our own handler, which saves, would never be called.
         jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -211,7 +211,7 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             process_id=int(environ["JAX_PROCESS_ID"]),
             cluster_detection_method="deactivate",  # the place is known, and JAX_LOCAL_DEVICE_IDS has its GPUs
             initialization_timeout=math.ceil(deadlines.init_s),
-            # The supervisor's report comes first: JAX ends the process with no more than a trace.
+            # The supervisor's report must come first: JAX ends the process with only a trace.
             heartbeat_timeout_seconds=math.ceil(max(100.0, 2 * deadlines.peer_s)),
         )
     except (RuntimeError, ValueError) as error:
@@ -219,7 +219,7 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             "JAX could not connect the processes.",
             where=f"process {environ['JAX_PROCESS_ID']} of {environ['JAX_NUM_PROCESSES']} at {address}",
             why=str(error).strip().partition("\n")[0],
-            do="see that the port is free and open between the machines, or name another: JAX_COORDINATOR_ADDRESS",
+            do="check that the port is free and open between the machines, or name another: JAX_COORDINATOR_ADDRESS",
         ) from error
 
 

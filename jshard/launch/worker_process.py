@@ -1,4 +1,4 @@
-"""The workers of this machine as their supervisor sees them: started with a place and GPUs, read through pipes."""
+"""The workers of this machine, for their supervisor: started with a place and GPUs, and read through pipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jshard.launch.cluster import Cluster, Deadlines
 from jshard.launch.peers import Ending, hostname
 
 HOLD_S = 1.0
-"""What process 0 writes to stderr is passed on this much later: it may turn out to be the echo of a lost peer."""
+"""The delay before stderr of process 0 is passed on, as it may turn out to be the consequence of a lost peer."""
 
 _LINES = 400
 _LINE_BYTES = 4096
@@ -35,10 +35,10 @@ _NOISE = b"[Gloo]", b"peer ranks"
 
 
 class Output:
-    """The stderr of one worker, read by a thread of its own.
+    """The stderr of one worker, read by its own thread.
 
     Args:
-        stream: what the worker writes.
+        stream: the output of the worker.
         live: pass each line on, `HOLD_S` late; otherwise keep the last ones.
     """
 
@@ -52,31 +52,31 @@ class Output:
         self._reader.start()
 
     def pause(self) -> None:
-        """Passes nothing on from now, until it is known whether it is an echo."""
+        """Passes nothing on until it is known whether the output is a consequence of a lost peer."""
         self._passing = False
 
     def pass_on(self) -> None:
-        """Writes the lines that have waited long enough; the supervisor calls it again and again."""
+        """Writes the lines that have waited long enough; the supervisor calls it repeatedly."""
         while self._passing and self._held and self._held[0][0] <= time.monotonic() - HOLD_S:
             self._show([self._held.popleft()[1]])
 
     def show(self, *, prefix: str = "", known: Collection[bytes] = ()) -> None:
-        """Writes what is held back, less the lines that are `known` to the reader."""
-        self._ended.wait(1.0)  # the worker has ended; its last lines are on their way
+        """Writes the lines held back, except those that are `known` to the reader."""
+        self._ended.wait(1.0)  # the worker has ended; its last lines may still arrive
         with self._lock:
             lines = [line for _, line in self._held if line not in known]
             self._held.clear()
         self._show(lines, prefix=prefix.encode())
 
     def stop(self) -> None:
-        """Lets go of the stream: nothing is written after that."""
+        """Releases the stream: nothing is written after that."""
         self._stopped.set()
         self._reader.join(1.0)
         if self._ended.is_set():
             self._stream.close()
 
     def _read(self) -> None:
-        # A process that the worker started may keep the stream open after it: nobody waits for this thread.
+        # A child of the worker may keep the stream open longer: this thread is not joined.
         with contextlib.suppress(OSError, ValueError):
             while not self._stopped.is_set() and (line := self._stream.readline(_LINE_BYTES)):
                 if not any(words in line for words in _NOISE):
@@ -86,13 +86,13 @@ class Output:
 
     def _show(self, lines: list[bytes], *, prefix: bytes = b"") -> None:
         self.shown.extend(lines)
-        # A reader that has gone (`2>&1 | head`) is no reason to end the run.
+        # A closed reader (`2>&1 | head`) must not end the run.
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(b"".join(prefix + line for line in lines).decode(errors="replace"))
             sys.stderr.flush()
 
 
-# Which of a machine's GPUs each of several local processes takes.
+# The GPUs of each of several local processes.
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -100,20 +100,20 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """JAX_LOCAL_DEVICE_IDS of a process: its share of the machine's GPUs.
 
-    Nothing where it is given, or the process is alone on its machine, or its launcher shows it a single GPU. Where a
-    launcher does not say how many processes share the GPUs, JAX's own rule: that of the process's number. Two processes
-    on one GPU cannot talk through NCCL. JAX is not asked: a supervisor that did would hold the devices itself.
+    Empty if it is set, if the process is alone on its machine, or if its launcher shows it a single GPU. If a launcher
+    does not give the number of processes that share the GPUs, JAX's own rule: the GPU with the process's number. Two
+    processes on one GPU cannot use NCCL. JAX is not used here: a supervisor that did would hold the devices itself.
 
     Raises:
-        ShardingError: the GPUs cannot be shared out among processes that are all started here.
+        ShardingError: the GPUs cannot be divided among processes that are all started here.
     """
     number, mine, size = _num_gpus(environ), place.local_id, place.local_size
     is_local = place.kind == "local"
     if is_local and size and number % size:
         raise ShardingError(
-            "The GPUs cannot be shared out.",
+            "The GPUs cannot be divided among the processes.",
             where=f"--processes {size}",
-            why=f"{number} GPUs are visible; each process takes as many as the others, and one GPU is not shared.",
+            why=f"{number} GPUs are visible; every process takes the same number, and no GPU is shared.",
             do=f"a number of processes that divides {number}, or on the CPU: "
             f"JAX_PLATFORMS=cpu jshard train ... --processes {size}",
         )
@@ -144,16 +144,16 @@ def _has_cuda_plugin() -> bool:
     return any(name.startswith("xla_cuda") for _, name, _ in pkgutil.iter_modules(plugins.__path__))
 
 
-# One worker, as its supervisor sees it: a child process that reports through a pipe.
+# One worker, for its supervisor: a child process that reports through a pipe.
 
 
 class WorkerProcess:
-    """A started worker, which has its place in the cluster in its environment variables.
+    """A started worker, with its place in the cluster in its environment variables.
 
-    It has a session of its own, so that Ctrl-C at a terminal reaches only the supervisor, which forwards it.
+    It has its own session, so that Ctrl-C at a terminal reaches only the supervisor, which forwards it.
 
     Raises:
-        RunError: the system starts no more processes.
+        RunError: the system cannot start more processes.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class WorkerProcess:
                 f"Worker {place.process_id} could not be started.",
                 where=f"{command[0]} on {socket.gethostname()}",
                 why=str(error),
-                do="see `ulimit -u` and the free memory of the machine, or start fewer: --processes 2",
+                do="check `ulimit -u` and the free memory of the machine, or start fewer: --processes 2",
             ) from error
         finally:
             os.close(write_fd)
@@ -212,11 +212,11 @@ class WorkerProcess:
         self._is_up = False
 
     def look(self) -> Ending | None:
-        """Reads its reports; the ending, once there is one: the worker is over, or silent for too long."""
+        """Reads its reports; returns its ending, once the worker has ended or was silent for too long."""
         if self.ending is None:
             code = self._process.poll()
             self._read_reports()
-            # Until the first beat it imports, and on a cold file system that takes long.
+            # Before the first beat it imports, which takes long on a cold file system.
             limit_s = self._deadlines.peer_s if self._is_up else self._deadlines.init_s
             silent_s = time.monotonic() - self._heard_at
             if code is not None or silent_s > limit_s:
@@ -226,29 +226,29 @@ class WorkerProcess:
         return self.ending
 
     def end_stalled(self) -> None:
-        """Ends it for us because the run is stalled, whether it is the one that is behind or not."""
+        """Marks it as ended because the run is stalled, whether it is the one that is behind or not."""
         self.ending = self.ending or self._ended(None, None)
 
     @property
     def stopped(self) -> str:
-        """What the system says of it where a signal has stopped it: "T (stopped)"; else empty."""
+        """The state reported by the system if a signal has stopped it: "T (stopped)"; else empty."""
         return state if (state := _stacks.state(self._process.pid))[:1] == "T" else ""
 
     @property
     def running(self) -> bool:
-        """Whether the process is still there; true as well for one that is frozen."""
+        """Whether the process still exists; also true if it is frozen."""
         return self._process.poll() is None
 
     def forward(self, signum: int) -> None:
-        """Sends a signal to the worker alone."""
+        """Sends a signal to the worker only."""
         self._process.send_signal(signum)
 
     def close(self) -> None:
-        """Lets go of a worker that has ended well; any other is killed, with all that it started."""
+        """Releases a worker that ended successfully; any other is killed, with all its children."""
         if self.ending is None or not self.ending.good:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            # One that hangs in the kernel, on a dead file system, ends some time later, without us.
+            # One that hangs in the kernel, on a dead file system, ends some time later by itself.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)
         self.output.stop()
@@ -289,7 +289,7 @@ def start_local(
     """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    # A run on one machine needs nothing that is open to the network.
+    # A run on one machine needs no port that is open to the network.
     extra = {**(extra or {}), "JAX_COORDINATOR_BIND_ADDRESS": address}
     local = Cluster(kind="local", coordinator=address, num_processes=number, process_id=0, variables={})
     with contextlib.ExitStack() as undo:
@@ -303,5 +303,5 @@ def start_local(
 
 
 def debug() -> bool:
-    """Whether JSHARD_DEBUG asks for all that the workers write."""
+    """Whether JSHARD_DEBUG requests all output of the workers."""
     return os.environ.get("JSHARD_DEBUG", "") not in ("", "0")

@@ -1,6 +1,6 @@
-"""What the planner and the trainer share: model files, recipes, and the state and step made of them.
+"""What the planner and the trainer share: model files, recipes, and the state and step made from them.
 
-Here, as it needs no jax: the model files that come with jshard, and which file a command means by `gpt`.
+This file needs no jax: it has the model files included in jshard, and resolves a name such as `gpt` to a file.
 """
 
 import os
@@ -9,23 +9,23 @@ from pathlib import Path
 
 
 def shipped_folder() -> Path:
-    """Where they are: inside the package when it is installed, beside it in a checkout."""
+    """Their folder: inside the package when it is installed, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "models"
     return inside if inside.is_dir() else package.parent / "models"
 
 
 def shipped_models() -> dict[str, Path]:
-    """The files by their names, without those that only help others."""
+    """The files by name, without those that only help others."""
     files = sorted(shipped_folder().glob("*.py"))
     return {file.stem: file for file in files if re.search(r"^RECIPES\b", file.read_text(), re.MULTILINE)}
 
 
 def model_path(given: Path) -> Path:
-    """The file that is meant where a model is asked for.
+    """The file that the name or path of a model refers to.
 
     A path means itself. A name without folder and suffix means that file, or NAME.py, in the working folder; where
-    there is neither, the model of that name that comes with jshard.
+    there is neither, the model of that name included in jshard.
     """
     is_name = str(given) == given.name and not given.suffix
     if not is_name or os.path.isfile(given):

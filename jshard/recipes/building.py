@@ -1,6 +1,6 @@
 """The model of a recipe and the state of a run: without arrays, initialised sharded, or read from a checkpoint.
 
-Nobody else asks whether a model is of nnx or Linen.
+Only this module distinguishes nnx models from Linen models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jshard.recipes.recipe import Recipe
 
 
 class _IsLinen(Exception):
-    """`build` has made a Linen module; a trace shows it, as an nnx model holds its parameters when it is made."""
+    """Whether `build` creates a Linen module; found by tracing it, as an nnx model has its parameters at creation."""
 
 
 def abstract_model(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nnx.Module:
@@ -47,12 +47,12 @@ def abstract_model(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nnx.
 
 
 def new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
-    """The model of a recipe, every parameter initialised sharded."""
+    """The model of a recipe, with every parameter initialised sharded."""
     return _made(model_file, recipe, mesh, functools.partial(shard_init, mesh=mesh))
 
 
 def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None = None) -> dict[str, Any]:
-    """A batch of a recipe without its arrays; the shapes of text are known without reading it."""
+    """An abstract batch of a recipe; for text, the shapes are known without reading it."""
     if model_file.data is not None:
         batch = batch_like(model_file.data(recipe), rows, mesh)
         if model_file.loss_fn is next_token_loss:
@@ -64,11 +64,11 @@ def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None
 
 
 def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
+    """An abstract batch of the data: shapes, dtypes, and with a mesh also shardings."""
 
     def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = (batch_size, *x.shape)
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # that of arrays on the devices
         return jax.ShapeDtypeStruct(shape, dtype, sharding=None if mesh is None else batch_sharding(mesh, shape))
 
     return {key: stacked(x) for key, x in read_sample(data.train, "train", 0, DataError).items()}
@@ -110,7 +110,7 @@ def _check_trained(model_file: ModelFile, model: nnx.Module) -> None:
     raise ModelFileError(
         "No parameter of the model is trained.",
         where=f"{model_file.path}: wrt = {model_file.wrt!r}",
-        why=f"it chooses none of {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}.",
+        why=f"it selects none of {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}.",
         do='wrt = "*/lora_*"  # a pattern of their paths, or an nnx filter',
     )
 
@@ -118,7 +118,7 @@ def _check_trained(model_file: ModelFile, model: nnx.Module) -> None:
 def _held(
     module: nn.Module, loss_fn: Callable[..., Any], batch: Mapping[str, Any], seed: int, place: Callable[..., Any]
 ) -> LinenModel:
-    """The model, initialised by its loss: that calls it with whatever it takes from a batch."""
+    """The model, initialised by its loss, which calls it with what it needs from a batch."""
 
     def create() -> tuple[dict[str, Any], Any]:
         zeros, asked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), set()
@@ -136,7 +136,7 @@ def _held(
 
 
 def _is_sown(collection: Any) -> bool:
-    """Whether a collection holds what `sow` has collected, in tuples; kept, it would grow with every step."""
+    """Whether a collection holds tuples of values from `sow`; if kept, it would grow with every step."""
     is_tuple = lambda x: isinstance(x, tuple) and not hasattr(x, "_fields")
     return any(map(is_tuple, jax.tree.leaves(collection, is_leaf=is_tuple)))
 
@@ -145,9 +145,9 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn
     found: Any = model_file.annotate(model_file.build(recipe.model, nnx.Rngs(recipe.seed)), mesh)
     if annotation_of(found) is None:
         raise ModelFileError(
-            "The model file gives no annotated model.",
+            "The model file returns no annotated model.",
             where=f"{model_file.path}: annotate(model, mesh)",
-            why=f"it returns {'None' if found is None else f'a {type(found).__name__}'}; of a Linen module"
+            why=f"it returns {'None' if found is None else f'a {type(found).__name__}'}; for a Linen module"
             " js.fully_shard returns an annotated copy.",
             do="return js.fully_shard(model, mesh=mesh, units=Block)",
         )
@@ -158,13 +158,13 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn
 
 
 def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
-    """The model of a recipe and its optimizer, every leaf initialised sharded."""
+    """The model of a recipe and its optimizer, with every leaf initialised sharded."""
     model = new_model(model_file, recipe, mesh)
     return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
 
 
 def optimizer_of(recipe: Recipe, model: nnx.Module) -> optax.GradientTransformation:
-    """The optimizer of a recipe for an annotated model: with a loss scale around it where it needs one."""
+    """The optimizer of a recipe for an annotated model, wrapped in a loss scale if it needs one."""
     placements = [leaf.placement for leaf in plan(model).leaves] if recipe.loss_scale == "auto" else []
     in_half = any("float16" in (p.gathered_dtype, p.reduce_dtype) for p in placements)
     is_scaled = recipe.loss_scale == "dynamic" or in_half
@@ -174,18 +174,18 @@ def optimizer_of(recipe: Recipe, model: nnx.Module) -> optax.GradientTransformat
 def restore(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: checkpoint.Checkpointer, step: int | None = None
 ) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
-    """The state of a checkpoint (it is in memory once): model, optimizer, and the number of steps that are done.
+    """The state of a checkpoint (in memory only once): model, optimizer, and the number of completed steps.
 
     Raises:
         CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
-        RunError: all are damaged, or cannot be read.
+        RunError: all checkpoints are damaged, or cannot be read.
     """
     state = checkpoints.restore(abstract_state(model_file, recipe, mesh), step, fall_back=True)
     return state["model"], state["optimizer"], int(state["step"])
 
 
 def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
-    """What a checkpoint of a run holds, without values."""
+    """The abstract state in a checkpoint of a run."""
     model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
     return {"model": model, "optimizer": optimizer, "step": 0}
@@ -194,8 +194,8 @@ def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[st
 def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
     """A new model with the parameters of a checkpoint, and a new optimizer for it.
 
-    Where the model file freezes parameters, such as the base of adapters, those that the checkpoint lacks stay as they
-    are made, with a warning.
+    If the model file freezes parameters, such as the base of adapters, those that the checkpoint lacks keep their
+    initial values, with a warning.
 
     Raises:
         ShardingError: there is no checkpoint, or its parameters do not fit the model.
@@ -209,18 +209,18 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
 
 
 def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> None:
-    """Raises what `create_from` would raise of a source that does not fit, before there is an array."""
+    """Raises what `create_from` would raise for a source that does not fit, before any array exists."""
     found, names = _source(model_file, recipe, path)
     model = abstract_model(model_file, recipe, mesh)
     if model_file.wrt is nnx.Param:
         checkpoint.forecast(found, like={"model": model}, only="params", names=names)
-    else:  # adapters may be missing, and what is frozen may not
+    else:  # adapters may be missing, frozen parameters may not
         frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
         checkpoint.forecast(found, like={"model": frozen}, only="params", names=names, extra="ignore")
 
 
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, Names | None]:
-    """The checkpoint that a path means, and what it calls the parameters if others wrote it."""
+    """The checkpoint that a path refers to, and its names of the parameters if another library wrote it."""
     found = checkpoint_at(path)
     is_foreign = isinstance(found, Path) and foreign_source(found) is not None
     return found, model_file.names_elsewhere(recipe.model) if is_foreign else None

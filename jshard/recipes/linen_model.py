@@ -1,4 +1,4 @@
-"""A Linen model as an nnx model: plans, steps, evaluations, optimizers and checkpoints share one code."""
+"""A Linen model as an nnx model, so that plans, steps, evaluations, optimizers and checkpoints share their code."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import Path, attach, dotted, unit_of
 
-_STATE = "batch_stats", "cache"  # a run updates them, asked for or not
+_STATE = "batch_stats", "cache"  # a run updates them, requested or not
 
 
 class _Calls:
-    """Calls of a Linen module; with `mutable`, names of collections, one also returns what it put there."""
+    """Calls of a Linen module; with `mutable`, names of collections, a call also returns their new contents."""
 
     def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
         return self._run("__call__", args, kwargs, _names(mutable))
@@ -48,9 +48,9 @@ def _names(mutable: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Initialising(_Calls):
-    """A bound Linen module, all its collections mutable, as a loss sees it while its variables are made.
+    """A bound Linen module with all collections mutable, which a loss receives while its variables are created.
 
-    `asked` gets the names of the collections that calls ask for, which are no state of the model.
+    `asked` receives the names of the collections that calls request, which are not state of the model.
     """
 
     def __init__(self, bound: nn.Module, asked: set[str]) -> None:
@@ -68,23 +68,23 @@ class Initialising(_Calls):
 
 
 def _since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """A collection without what earlier calls have sown: each call of a `LinenModel` starts anew."""
+    """A collection without the values sown by earlier calls: each call of a `LinenModel` starts empty."""
     old = dict(flat(before))
     is_sown = lambda path, value: isinstance(value, tuple) and isinstance(old.get(path), tuple)
     return nested((path, x[len(old[path]) :] if is_sown(path, x) else x) for path, x in flat(after))
 
 
-# Evaluation of a Linen model: dropout off, statistics fixed, however the model says it in training.
+# Evaluation of a Linen model: dropout off, statistics fixed, whatever the model sets in training.
 
 _FIELDS = ("deterministic", "use_running_average")
 
-# Part of jit's cache key: an nn.jit in the model must not take the trace that training has made.
+# Part of jit's cache key: an nn.jit in the model must not reuse the trace of training.
 _is_on = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def inference(is_on: bool) -> Iterator[None]:
-    """Inside, modules with a field `deterministic` or `use_running_average` run as if it were True."""
+    """Inside this context, a module's field `deterministic` or `use_running_average` is treated as True."""
     with contextlib.ExitStack() as stack:
         if is_on:
             stack.enter_context(_is_on(True))
@@ -110,7 +110,7 @@ def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.m
 def _without(
     names: dict[str, Any], context: nn.module.InterceptorContext, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with None for these: Flax's modules refuse what is said twice."""
+    """The arguments with these set to None: Flax's modules refuse a setting that is given twice."""
     method = getattr(type(context.module), context.method_name, None) or type(context.module).__call__
     given = inspect.signature(method).bind_partial(context.module, *args, **kwargs)
     for name in names.keys() & given.arguments.keys():
@@ -122,12 +122,12 @@ def _without(
 
 _PARAMS = "params"
 _KINDS: dict[str, type[nnx.Variable]] = {_PARAMS: nnx.Param, "batch_stats": nnx.BatchStat, "cache": nnx.Cache}
-_STREAMS = (_PARAMS, "dropout")  # of keys; Flax takes those of the first for any other stream
+_STREAMS = (_PARAMS, "dropout")  # of keys; Flax uses the first for any other stream
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a variable belongs in Linen's collections, in which boxes, and its name in its nnx module."""
+    """The place of a variable in Linen's collections, its boxes, and its name in its nnx module."""
 
     collection: str
     path: Path
@@ -140,21 +140,21 @@ class _Part(nnx.Module):
 
 
 class LinenModel(_Calls, nnx.Module):
-    """A Linen model that holds its variables. It is called as an nnx model is, and as a bound Linen module.
+    """A Linen model that holds its variables. It is called like an nnx model or a bound Linen module.
 
-    Its methods and fields are those of the Linen module. Each call has random keys of its own, counted in `rngs`. With
+    Its methods and fields are those of the Linen module. Each call has its own random keys, counted in `rngs`. With
     `deterministic`, dropout is off and statistics are fixed; see `jshard.recipes.linen_model`.
 
     Args:
-        module: the annotated Linen module, as `init` has shown its parameters.
+        module: the annotated Linen module, whose parameters are known from `init`.
         collections: its variables; arrays or shapes.
-        rngs: where the keys of its calls are from.
+        rngs: the source of the keys of its calls.
     """
 
     def __init__(self, module: nn.Module, collections: Mapping[str, Any], rngs: nnx.Rngs) -> None:
         self.rngs, self.deterministic = rngs, False
         annotation = annotation_of(module)
-        assert annotation is not None, "who makes a LinenModel has checked it"
+        assert annotation is not None, "checked by the caller"
         _check(module, collections)
         layout = annotation.layout
         places = _hold(self, collections, {path: unit.kind for path, unit in layout.records.items() if path})
@@ -172,7 +172,7 @@ class LinenModel(_Calls, nnx.Module):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables as Linen has them, by collection."""
+        """The variables in Linen's form, by collection."""
         raw = lambda place: jax.tree.leaves(self._variable(place).get_raw_value())
         leaf = lambda place: jax.tree.unflatten(place.boxes, raw(place))
         return nested(((place.collection, *place.path), leaf(place)) for place in self._linen.places)
@@ -191,7 +191,7 @@ class LinenModel(_Calls, nnx.Module):
         return (out, {key: changed.get(key, {}) for key in asked}) if asked else out
 
     def _keys(self) -> dict[str, jax.Array]:
-        """Keys for a call; outside of training nothing is counted, so that a call changes nothing."""
+        """Keys for a call; outside training the counters do not advance, so that a call changes nothing."""
         rngs = nnx.clone(self.rngs) if self.deterministic else self.rngs
         return {stream: rngs() for stream in _STREAMS}
 
@@ -200,10 +200,10 @@ class LinenModel(_Calls, nnx.Module):
         found = {(name, *path): leaf for name, tree in changed.items() for path, leaf in flat(tree)}
         if new := sorted(dotted(key) for key in found.keys() - held.keys()):
             raise AnnotationError(
-                "A call of a Linen model makes variables that its init did not make.",
+                "A call of a Linen model creates variables that its init did not create.",
                 where=[f"{type(self._linen.module).__name__}: {path}" for path in new],
-                why="the state of a run is what init has made; a step leaves it as it is.",
-                do="make them in init too: without a condition on self.is_initializing().",
+                why="the state of a run has the variables created by init; a step cannot add others.",
+                do="create them in init too: without a condition on self.is_initializing().",
             )
         for key, leaf in found.items():
             self._variable(held[key]).set_raw_value(as_arrays(raw_of(leaf)))
@@ -212,14 +212,14 @@ class LinenModel(_Calls, nnx.Module):
         return vars(_part(self, place.path[:-1]))[place.name]
 
     def _policies(self) -> dict[Path, UnitPolicy]:
-        """The settings of the units as their records have them now."""
+        """The current settings of the units, from their records."""
         records = ((path, unit_of(_part(self, path))) for path in self._linen.layout.records)
         return {path: record.policy for path, record in records if record is not None}
 
 
 @dataclasses.dataclass(eq=False)
 class _Linen:
-    """What a `LinenModel` is made of, but for its arrays; of its graph it is a constant."""
+    """The parts of a `LinenModel` except its arrays; a constant of its graph."""
 
     module: nn.Module  # the annotated one
     layout: Layout
@@ -242,28 +242,28 @@ class _Linen:
 
 
 def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
-    """The module as its file has it, for a comparison with what the compiler makes of it."""
+    """The unannotated module, for a comparison with the compiler's own partitioning."""
     annotation = annotation_of(module)
     assert annotation is not None
     plain = UnitPolicy().mixed_precision
     own = [path for path, policy in policies.items() if policy.remat != "none" or policy.mixed_precision != plain]
     if own:
         raise AnnotationError(
-            "A Linen model is compared with plain Flax in its own dtypes only.",
+            "A Linen model can be compared with plain Flax only in its own dtypes.",
             where=[f"{annotation.base.__name__}: {dotted(path)}" for path in own],
             why="mixed_precision and remat of the annotation are jshard's; without it the model has neither.",
-            do="leave gspmd out of --compare, or say both in the model: nn.Dense(..., dtype=jnp.bfloat16), nn.remat.",
+            do="leave gspmd out of --compare, or set both in the model: nn.Dense(..., dtype=jnp.bfloat16), nn.remat.",
         )
     return annotation.plain(module)
 
 
 def _as_it_is(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The route of a `LinenModel`: the Linen module has its own."""
+    """The route of a `LinenModel`; the Linen module has another."""
     return method(module, *args, **kwargs)
 
 
 def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path, str]) -> tuple[_Place, ...]:
-    """Puts the variables into modules of the model, which it makes."""
+    """Puts the variables into modules of the model, which it creates."""
     for path in kinds:
         _part(model, path, kinds)
     places = []
@@ -276,7 +276,7 @@ def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path
 
 
 def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None:
-    """Says of a parameter that is stored padded that it is, so that an optimizer sees the logical one."""
+    """Marks a parameter that is stored padded, so that an optimizer sees the logical one."""
     leaf = layout.leaves.get(place.path) if place.collection == _PARAMS else None
     padding = None if leaf is None else Padding.of(leaf.placement)
     if padding is not None:
@@ -290,7 +290,7 @@ def _variables(collections: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]
 
 
 def _part(model: nnx.Module, path: Path, kinds: Mapping[Path, str] | None = None) -> nnx.Module:
-    """The module at a path; with `kinds`, which names the classes of units, it is made where it is not there."""
+    """The module at a path; with `kinds`, which names the classes of units, missing modules are created."""
     for i, key in enumerate(path):
         if kinds is not None and key not in vars(model):
             setattr(model, key, _part_class(kinds.get(path[: i + 1], "Part"))())
@@ -300,7 +300,7 @@ def _part(model: nnx.Module, path: Path, kinds: Mapping[Path, str] | None = None
 
 @functools.cache
 def _part_class(kind: str) -> type[_Part]:
-    """A class of the name of the Linen class: units of one class are layers of one kind."""
+    """A class with the name of the Linen class: units of one class are layers of one kind."""
     metaclass: Any = type(_Part)
     return metaclass(kind, (_Part,), {"__module__": __name__})
 
@@ -311,14 +311,14 @@ def _check(module: nn.Module, collections: Mapping[str, Any]) -> None:
             "A run does not update the scales of fp8 products.",
             where=f"{type(module).__name__}: collection {OVERWRITTEN}",
             why="their gradients are their new values, and an optimizer would take them for gradients.",
-            do="a loop of your own: docs/linen.md, 3. Train, with flax.linen.fp8_ops and its TrainState.",
+            do="write your own loop: docs/linen.md, 3. Train, with flax.linen.fp8_ops and its TrainState.",
         )
     taken = {"rngs", "deterministic", "variables", "_linen"}
     used = sorted({str(path[0]) for _, path, _ in _variables(collections)} & taken)
     if used:
         raise AnnotationError(
-            "A name in a Linen model is taken.",
+            "A name in a Linen model is already used.",
             where=[f"{type(module).__name__}: {name}" for name in used],
-            why=f"the model of a run has attributes of its own: {', '.join(sorted(taken))}.",
+            why=f"the model of a run has its own attributes: {', '.join(sorted(taken))}.",
             do=f'rename it: name="{used[0]}_0"',
         )

@@ -78,7 +78,7 @@ _TAKEN = frozenset(
 
 
 def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]:
-    """A loss function that always returns the loss and its metrics, an empty dict if it returns the loss alone."""
+    """A loss function that always returns the loss and its metrics, an empty dict if there are no metrics."""
 
     @functools.wraps(loss_fn)
     def run(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -94,9 +94,9 @@ def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         why = f"the second of the two is {_kind(metrics)}, not a dict."
     elif wrong := [f"{k!r} {jnp.shape(x)}" for k, x in metrics.items() if not isinstance(k, str) or jnp.ndim(x)]:
-        why = f"a metric is a scalar with a name: {', '.join(wrong)}."
+        why = f"a metric must be a scalar with a name: {', '.join(wrong)}."
     elif taken := sorted(k for k in metrics if k in _TAKEN or k.startswith(("val_", "slow_"))):
-        why = f"{', '.join(map(repr, taken))}: the record has fields of that name."
+        why = f"{', '.join(map(repr, taken))}: the record has fields with these names."
     else:
         return
     raise ModelFileError(
@@ -179,7 +179,7 @@ class ModelFile:
         """The named recipe, or the file's first, with its name.
 
         Raises:
-            ModelFileError: the file has no recipe of that name, or its function does not return one.
+            ModelFileError: the file has no recipe of that name, or its function does not return a recipe.
         """
         name = next(iter(self.recipes)) if name is None else name
         if name not in self.recipes:
@@ -213,10 +213,10 @@ class ModelFile:
             raise
         except ValueError as error:
             raise ModelFileError(
-                "The parameters of this config have no names elsewhere.",
+                "The parameters of this config have no names in other formats.",
                 where=place_in(self.path, error),
-                why=f"hf_names says: {error}.",
-                do="choose a config that it knows; or a checkpoint of jshard, whose names are the model's own.",
+                why=f"hf_names raised: {error}.",
+                do="use a config that it supports; or a checkpoint of jshard, whose names are the model's own.",
             ) from error
 
 
@@ -250,7 +250,7 @@ def _check_file(path: Path) -> None:
         if path.is_dir():
             why = "it is a folder."
         elif not path.is_file():
-            why = f"no such file, seen from {Path.cwd()}; with jshard come {', '.join(shipped_models())}."
+            why = f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
         elif ".py" not in (path.suffix, path.resolve().suffix):
             why = f"a model file is Python and ends in .py; this is {path.name!r}."
     except OSError as error:
@@ -261,8 +261,8 @@ def _check_file(path: Path) -> None:
             "The model file cannot be read.",
             where=str(path),
             why=why,
-            do="give the path of a Python file with a model, or the name of one that comes with jshard, such as"
-            f" {near};\njshard init {near} my_{near}.py  # copies it, to be changed",
+            do="give the path of a Python file with a model, or the name of an included model, such as"
+            f" {near};\njshard init {near} my_{near}.py  # copies it, for you to edit",
         )
 
 
@@ -289,7 +289,7 @@ def _module(path: Path) -> types.ModuleType:
 
 
 def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
-    """The four-part error for errors that it explains better than a traceback; None for the others."""
+    """The four-part error if it explains more than a traceback; else None."""
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",
@@ -300,9 +300,9 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
     if isinstance(error, ModuleNotFoundError) and error.name:
         top = error.name.partition(".")[0]
         why = f"no installed package and nothing in {path.resolve().parent} has that name."
-        do = f"install the package that brings it (often: pip install {top}), or put {top}.py into that folder."
+        do = f"install the package that provides it (often: pip install {top}), or put {top}.py into that folder."
         if top in sys.modules:
-            why = f"there is {top!r}, but not this part of it."
+            why = f"{top!r} exists, but does not have this part."
             do = f"correct the name, or install a version of {top} that has it."
         what = f"The model file imports {error.name!r}, which is not there."
         return ModelFileError(what, where=place_in(path, error), why=why, do=do)
@@ -310,7 +310,7 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
 
 
 def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
-    """The error for a model that raises while its step is traced, as for a sequence that is too long for it."""
+    """The error for a model that raises while its step is traced, as for a sequence that is too long."""
     return ModelFileError(
         "The model refuses the batches of the recipe.",
         where=place_in(path, error),
@@ -333,7 +333,7 @@ def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
         raise
     except Exception as error:
         raise ModelFileError(
-            f"The recipe {name!r} cannot be made.",
+            f"The recipe {name!r} cannot be created.",
             where=place_in(path, error),
             why=f"{type(error).__name__}: {error}",
             do="correct that function in RECIPES; --debug shows the traceback.",
@@ -359,7 +359,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
         )
     if hasattr(module, "generate"):
         _compat.warn_user(
-            f"{path}: generate is no longer called; a model writes text by its method `decode`, or whole."
+            f"{path}: generate is no longer called; a model generates text by its method `decode`, or whole."
         )
     named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
     named = {name: value for name, value in named.items() if value is not None}
@@ -367,7 +367,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
     wrong = list(_wrong_kinds(module.RECIPES, named, wrt))
     if wrong:
         raise ModelFileError(
-            "The model file has names that it cannot be used with.",
+            "The model file defines names that cannot be used.",
             where=[f"{path}, {name}" for name, _ in wrong],
             why="\n".join(why for _, why in wrong),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',

@@ -1,7 +1,7 @@
 """`--set key=value` overrides values of a recipe, `--unit name=value` those of units. Nested keys are dotted.
 
-Values are read by the types of the recipe's dataclasses: `1e6` is an int, too, `yes` and `off` are bools, and `1,2` a
-tuple.
+Values are parsed by the types of the recipe's dataclasses: `1e6` is also an int, `yes` and `off` are bools, and `1,2`
+a tuple.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ R = TypeVar("R", bound=Recipe)
 
 _NONES = {"none": None, "null": None}
 _BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
-_KEYS = "--print-config  # shows the keys, and the values that they have"
+_KEYS = "--print-config  # shows the keys and their values"
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
 
 
 class SettingError(ShardingError):
-    """A `--set` that names no key of the recipe, or whose value does not fit."""
+    """A `--set` with an unknown key, or a value that does not fit."""
 
 
 def override(recipe: R, settings: Sequence[str]) -> R:
     """The recipe with some of its values replaced.
 
     Args:
-        recipe: a dataclass, with more of them in its fields. They are not changed.
-        settings: texts `key=value`; values are read by the field's annotation.
+        recipe: a dataclass, which may have others as fields. It is not changed.
+        settings: texts `key=value`; values are parsed by the field's annotation.
 
     Raises:
-        SettingError: an unknown key, a value of another type, or one that the dataclass itself refuses.
+        SettingError: an unknown key, a value of another type, or a value that the dataclass itself refuses.
 
     Returns:
         A new recipe of the same class.
@@ -76,16 +76,16 @@ def override(recipe: R, settings: Sequence[str]) -> R:
 
 
 def read_value(text: str, kind: Any) -> Any:
-    """The value that a text means for a type; a ValueError if it is none.
+    """The value of a text for a type; a ValueError if it is not valid.
 
-    Items of a tuple or a list are separated by commas. `Any` takes a Python literal, true, false and none, and any
-    other text as text; a class that is not known here takes a Python literal of that class.
+    Items of a tuple or a list are separated by commas. `Any` accepts a Python literal, true, false and none, and any
+    other text as text; an unknown class accepts a Python literal of that class.
     """
     kind = getattr(kind, "__supertype__", kind)  # of a NewType
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return read_value(text, args[0])
-    if origin in (typing.Union, types.UnionType):  # str, which takes everything, is last; a Literal "none" before None
+    if origin in (typing.Union, types.UnionType):  # str, which takes everything, is last; Literal "none" before None
         for each in sorted(args, key=lambda kind: (kind is str, kind is types.NoneType)):
             with contextlib.suppress(ValueError):
                 return read_value(text, each)
@@ -107,7 +107,7 @@ def _int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        number = float(text)  # 1e6 is how people write steps
+        number = float(text)  # people write steps as 1e6
     if number.is_integer() and abs(number) < 2**53:
         return int(number)
     raise ValueError(f"{text!r} is not a whole number")
@@ -127,7 +127,7 @@ def _chosen(text: str, choices: Mapping[str, Any]) -> Any:
 
 
 def _literal(text: str, kind: Any) -> Any:
-    """A Python literal of a class; of `Any` also a text."""
+    """A Python literal of a class; for `Any` also a text."""
     value: Any = text
     with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
@@ -190,7 +190,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[str, str]) -> Any:
-    """The dataclass with the values that belong to it and below."""
+    """The dataclass with the values for it and for the dataclasses in it."""
     here = [key for key in values if key.startswith(prefix)]
     if not here:
         return node
@@ -202,20 +202,20 @@ def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[s
         elif name not in changes:
             changes[name] = _rebuilt(getattr(node, name), f"{prefix}{name}.", values, lines)
     try:
-        # All at once: one value may be right only with the other.
+        # All at once: one value may be valid only with another.
         return dataclasses.replace(node, **changes)
     except SettingError:
         raise
     except (ValueError, AssertionError) as error:
         text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
-        why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
+        why = f"{type(node).__name__} refuses it: {text or 'one of its assertions failed.'}"
         raise _refused(" ".join(lines[key] for key in here), why, _KEYS) from error
 
 
 def _unknown(key: str, text: str, line: str, keys: Mapping[str, Any]) -> SettingError:
     last = {other: other.rpartition(".")[2] for other in keys}
     names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
-    same = [other for other in keys if last[other] in names]  # by their last names, then as a whole
+    same = [other for other in keys if last[other] in names]  # by their last names, then by the whole key
     fields = [other for other in keys if other.startswith(f"{key}.")]
     why = f"the recipe has no key {key!r}."
     if key in keys or fields:
@@ -246,8 +246,8 @@ def parse_units(texts: Sequence[str]) -> dict[str, Any]:
         name, _, value = (part.strip() for part in text.partition("="))
         why = ""
         if name not in SETTINGS or not value or name in found:
-            why = f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard, and given once."
-        elif name == "remat":  # a policy of it is called "none", too
+            why = f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard and at most once."
+        elif name == "remat":  # one of its policies is called "none"
             check_remat(value)
             found[name] = value
         else:

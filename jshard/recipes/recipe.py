@@ -1,4 +1,4 @@
-"""A recipe: a whole training run as a value, its JSON form, and the check for values that cannot work."""
+"""A recipe: a whole training run as a value, its JSON form, and the check for invalid values."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ class Recipe:
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
 
 
-# Values of a recipe that cannot work, refused before anything is built.
+# Invalid values of a recipe, refused before anything is built.
 
-# The least that each may be; the rest of a recipe is free.
+# The minimum of each; the other values are free.
 _LEAST = {
     "num_steps": 1,
     "batch_size": 1,
@@ -157,17 +157,17 @@ _SEEDS = 2**32  # the seeds that grain takes
 
 
 class RecipeError(ShardingError):
-    """A recipe with values that cannot work."""
+    """A recipe with invalid values."""
 
 
 def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raises one `RecipeError` for all numbers that cannot work; `options` are the options of some keys."""
-    problems = [*_counts(recipe)] or [*_together(recipe)]  # the second uses numbers that the first has checked
+    """Raises one `RecipeError` for all invalid numbers; `options` are the options of some keys."""
+    problems = [*_counts(recipe)] or [*_together(recipe)]  # the second uses numbers checked by the first
     if not problems:
         return
     keys, whys, values = zip(*problems, strict=True)
     raise RecipeError(
-        "The recipe cannot work.",
+        "The recipe has invalid values.",
         where=[f"{key}={getattr(recipe, key)!r}" for key in keys],
         why="\n".join(whys),
         do=" ".join(
@@ -181,7 +181,7 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
 def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
     """Raises a `RecipeError` unless a recipe's batches split over a mesh, each microbatch and each sequence evenly."""
     length, over = recipe.sequence_length, degree(mesh, CONTEXT)
-    if length > 1 and length % over:  # if 1, samples are not sequences of tokens
+    if length > 1 and length % over:  # if 1, samples are not token sequences
         raise RecipeError(
             "The sequences do not split over the context axis of the mesh.",
             where=[f"sequence_length={length}", f"mesh {CONTEXT}={over}"],
@@ -210,11 +210,11 @@ def _counts(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
             is_whole = isinstance(value, float) and value.is_integer()
             yield key, f"{key} is a {type(value).__name__}, not an int.", int(value) if is_whole else max(least, 1)
         elif value < least:
-            yield key, f"{key} is at least {least}.", least
+            yield key, f"{key} must be at least {least}.", least
     if recipe.loss_scale not in LOSS_SCALES:
-        yield "loss_scale", f"loss_scale is one of {', '.join(LOSS_SCALES)}.", "auto"
+        yield "loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto"
     if not _is_finite(recipe.learning_rate):
-        yield "learning_rate", "learning_rate is a finite number, 0 or more.", 1e-3
+        yield "learning_rate", "learning_rate must be a finite number, 0 or more.", 1e-3
 
 
 def _together(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
@@ -224,7 +224,7 @@ def _together(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
         fewer = range(min(recipe.accumulate, recipe.batch_size), 0, -1)
         yield "accumulate", why, next(n for n in fewer if recipe.batch_size % n == 0)
     if recipe.seed >= _SEEDS:
-        yield "seed", f"seed is below 2**32 = {_SEEDS}.", recipe.seed % _SEEDS
+        yield "seed", f"seed must be below 2**32 = {_SEEDS}.", recipe.seed % _SEEDS
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The step of a run: one compiled program over a state that is flattened once; and how well it uses the devices.
+"""The step of a run: one compiled program over a state that is flattened once; and its use of the devices.
 
 `nnx.jit` traverses the model and the optimizer on every call, in Python, which takes milliseconds for a deep model. A
 run calls one function millions of times on one state, so here the state is flattened when the step is created, passed
@@ -56,7 +56,7 @@ class TrainStep:
 
     Example:
         >>> step = train.TrainStep(loss_fn, model, optimizer, batch)
-        >>> scalars = step(batch)  # at once; the devices are still at work
+        >>> scalars = step(batch)  # returns at once; the devices are still at work
         >>> float(scalars["loss"])
     """
 
@@ -132,14 +132,14 @@ class TrainStep:
 def lower_step(
     loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
 ) -> jax.stages.Lowered:
-    """The program of a `TrainStep`, lowered and not compiled: model, optimizer and batch may be abstract."""
+    """The program of a `TrainStep`, lowered but not compiled: model, optimizer and batch may be abstract."""
     return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate).lower()
 
 
 def trace_step(
     loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
 ) -> jax.stages.Traced:
-    """`lower_step` before lowering, with the same arguments: a traced JAX program, whose equations can be read."""
+    """The traced JAX program of `lower_step`, with the same arguments; its equations can be read."""
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
     graphdef, state = nnx.split((model, optimizer))
@@ -188,10 +188,10 @@ def _traced(
 
 
 def _check_unchanged(before: set[str], after: set[str]) -> None:
-    """Raises if a step changes the structure of the state: the run could not continue with it."""
+    """Raises if a step changes the structure of the state, because the run could not continue."""
     if before != after:
         raise AnnotationError(
-            "The step changes what the model or the optimizer consists of.",
+            "The step changes the structure of the model or the optimizer.",
             where=[f"{path}  new" for path in sorted(after - before)]
             + [f"{path}  gone" for path in sorted(before - after)],
             why=f"{len(before)} arrays went in, {len(after)} came out.",
@@ -298,7 +298,7 @@ def _path(path: tuple) -> str:
 
 # Model FLOPs utilisation: the share of the devices' peak used for the model's arithmetic; and peak memory.
 
-_SIDE = 1024  # of the matrices that measure a CPU
+_SIDE = 1024  # of the matrices used to measure a CPU
 _MEASURE_S = 0.2
 
 
@@ -322,7 +322,7 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
         return Peak(_cpu_flops_per_s(device), f"measured: float32 matmul {_SIDE}^3 on this host's CPU")
     found = peak_of(kinds[0]) if len(kinds) == 1 else None
     if found is None:
-        warnings.warn(f"The peak of {', '.join(kinds)} is not known, so no MFU is shown.", stacklevel=2)
+        warnings.warn(f"The peak of {', '.join(kinds)} is unknown, so no MFU is shown.", stacklevel=2)
         return None
     flops_per_s, source = found
     each = f"{len(devices)} x {flops_per_s / 1e12:g}e12 of {kinds[0]}"

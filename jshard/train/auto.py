@@ -36,14 +36,14 @@ from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import TrainStep
 
 TRIES = 4
-"""Ways that are measured at most."""
+"""The most configurations that are measured."""
 
-_PRIOR = 0.05  # how firmly both factors are held to the mean ratio of measured to estimated
+_PRIOR = 0.05  # how strongly both factors are pulled to the mean ratio of measured to estimated
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredVariant:
-    """A way that was tried: its estimate, and the measured seconds of a step; infinite if it did not run."""
+    """A configuration that was tried: its estimate, and the measured seconds of a step; infinite if it did not run."""
 
     cost: Cost
     step_s: float
@@ -51,7 +51,7 @@ class MeasuredVariant:
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What measured steps say of the estimates: by which what computes and what is exposed are multiplied."""
+    """The corrections from measured steps: factors for the estimated compute time and the exposed time."""
 
     compute: float = 1.0
     wait: float = 1.0
@@ -63,22 +63,22 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What came of measuring: the ways in the order they were tried, and the last correction."""
+    """The result of measuring: the configurations in the order they were tried, and the last correction."""
 
     tried: tuple[MeasuredVariant, ...]
     factors: Factors
 
     @property
     def best(self) -> MeasuredVariant | None:
-        """The quickest that ran."""
+        """The fastest that ran."""
         ran = [one for one in self.tried if math.isfinite(one.step_s)]
         return min(ran, key=lambda one: one.step_s, default=None)
 
 
 def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int = TRIES) -> Feedback:
-    """Tries ways until none is left that the corrected estimates hold for quicker than the quickest that ran.
+    """Tries configurations until none left has a corrected estimate below the fastest measured step.
 
-    The first is the best by the estimates, the second what was asked for, which the choice has to beat.
+    The first is the best by the estimates, the second the requested one, which the choice has to beat.
     """
     left = list(found.ranked)
     queue = [left.pop(0)]
@@ -99,7 +99,7 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
 
 
 def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
-    """Factors that bring the estimates closest to what was measured, by least squares of the relative errors."""
+    """Factors that bring the estimates closest to the measured times, by least squares of the relative errors."""
     ran = [one for one in tried if math.isfinite(one.step_s)]
     if not ran:
         return Factors()
@@ -111,7 +111,7 @@ def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
     return Factors(max(float(compute), 0.01 * mean), max(float(wait), 0.01 * mean))
 
 
-_STEPS = 3  # timed, after one that is not
+_STEPS = 3  # timed, after one untimed step
 
 
 def chosen_variant(
@@ -123,15 +123,15 @@ def chosen_variant(
     compiler_options: Mapping[str, Any] | None = None,
     say: Callable[[Any], object] = show,
 ) -> Variant:
-    """Chooses how the devices are split, what is kept and computed again, and the microbatches; the batch stays.
+    """Chooses how to split the devices, what to keep and recompute, and the microbatches; the batch stays the same.
 
-    The ways are estimated, a few are run for some steps, and the estimates are corrected by what was measured. In
+    All configurations are estimated, a few are run for some steps, and the measured times correct the estimates. With
     several processes all call it.
 
     Raises:
-        ShardingError: no way fits, by the estimate.
+        ShardingError: no configuration fits, by the estimate.
     """
-    model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # it is read
+    model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # it is already read
     stream = sys.stdout if is_primary() else None
     tries = itertools.count(1)
 
@@ -142,7 +142,7 @@ def chosen_variant(
             work.result = f"{duration(step_s)} a step" if math.isfinite(step_s) else "does not run"
         return step_s
 
-    with at_work("--auto: estimating every way", say=say, stream=stream) as work:
+    with at_work("--auto: estimating every configuration", say=say, stream=stream) as work:
         found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
         work.result = found.counted
     feedback = with_feedback(found, measure) if found.ranked else None
@@ -151,12 +151,12 @@ def chosen_variant(
     if feedback is None or feedback.best is None:
         raise _nothing_fits(found)
     best = feedback.best.cost.variant
-    say(f"--auto: chosen {best.command}  # in place of --auto, the next time")
+    say(f"--auto: chosen {best.command}  # instead of --auto, the next time")
     return best
 
 
 def _agreed(machine: Machine) -> Machine:
-    """The devices as the first process sees them, with the least memory: all processes have to try the same ways."""
+    """The devices as the first process sees them, with the least memory, so that all processes try the same."""
     seen = exchange("machine", [machine.near, machine.capacity_bytes])
     capacities = [capacity for _, capacity in seen]
     least = None if None in capacities else min(capacities)
@@ -171,11 +171,11 @@ def _measured_s(
     variant: Variant,
     compiler_options: Mapping[str, Any] | None,
 ) -> float:
-    """Seconds of a step, the least of some; infinite where there is not enough memory."""
+    """Seconds of a step, the least of several; infinite if there is not enough memory."""
     split = make_mesh(**variant.mesh, devices=list(mesh.devices.flat))
     assert isinstance(split, Mesh)  # it was given devices
     took_s = math.inf
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory; what else fails will fail in the run
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory; any other failure will occur in the run, too
         changed = override(recipe, variant.settings)
         took_s = min(_steps_s(model_file.with_units(variant.units), changed, split, data, compiler_options))
     return max(exchange("seconds of a step", took_s))
@@ -202,13 +202,13 @@ def _steps_s(
 
 
 def tried_table(feedback: Feedback) -> FittedTable:
-    """The ways that were tried, as a table."""
+    """The configurations that were tried, as a table."""
     factors = feedback.factors
     caption = (
-        f"Measured: the least of {_STEPS} steps. The estimates, corrected by it: what computes x {factors.compute:.3g},"
-        f" what waits x {factors.wait:.3g}."
+        f"Measured: the least of {_STEPS} steps. It corrects the estimates: compute time x {factors.compute:.3g},"
+        f" waiting time x {factors.wait:.3g}."
     )
-    table = made_table("Ways that were tried", "way", "mesh", "estimated>", "measured>", "", caption=caption)
+    table = made_table("Configurations tried", "configuration", "mesh", "estimated>", "measured>", "", caption=caption)
     for one in feedback.tried:
         mesh = " ".join(f"{axis}={n}" for axis, n in one.cost.variant.mesh.items() if n > 1)
         measured = duration(one.step_s) if math.isfinite(one.step_s) else "does not run"
@@ -226,8 +226,8 @@ def tried_table(feedback: Feedback) -> FittedTable:
 def _nothing_fits(found: Search) -> ShardingError:
     least = min((*found.ranked, *found.too_large), key=lambda cost: cost.memory.step_bytes)
     return ShardingError(
-        "No way to train this recipe fits the devices.",
+        "No configuration of this recipe fits the devices.",
         where=least.variant.command,
-        why=f"it holds least, and needs {least.memory.step_bytes / 2**30:.1f} GiB of a device, by the estimate.",
+        why=f"it needs the least memory: {least.memory.step_bytes / 2**30:.1f} GiB of a device, by the estimate.",
         do="a smaller --set batch_size=N, or more devices.",
     )

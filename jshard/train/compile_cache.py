@@ -1,8 +1,8 @@
 """Compiled programs on disk, beside the runs, so that a restarted run does not compile again.
 
-JAX's own cache writes into its files as it goes: a process that is killed leaves half a program, which is never
-replaced. Here a file appears whole or not at all, and has a sum; one that is damaged is taken away and compiled again.
-The folder is private, since whoever writes there says what the run executes.
+JAX's own cache writes its files in place: a process that is killed leaves half a program, which is never replaced.
+Here a file is written atomically and has a checksum; a damaged one is deleted and compiled again. The folder is
+private, because anyone who can write there decides what the run executes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from jshard import _compat
 _SUFFIX, _MOST_BYTES, _SUM_BYTES = ".program", 4 << 30, 32
 _FOLDER, _LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 _ABANDONED_S = 3600.0
-_WORTH_S = 0.1  # programs that take longer are kept; JAX keeps those of a second
+_WORTH_S = 0.1  # programs that take longer are stored; JAX's own limit is one second
 
 
 def keep_programs(beside: Path, given: str) -> str:
-    """Keeps compiled programs from now on, in all processes of a run; where, or why not, in a line.
+    """Stores compiled programs from now on, in all processes of a run; returns a line that says where, or why not.
 
     Args:
         beside: the folder of the runs.
-        given: a folder; "none"; or "beside": JAX_COMPILATION_CACHE_DIR, which JAX looks after itself, or else
+        given: a folder; "none"; or "beside": JAX_COMPILATION_CACHE_DIR, which JAX manages itself, or else
             `.compiled` beside the runs.
     """
     if given == "beside" and (folder := jax.config.values[_FOLDER]):
         return f"compiled programs: {folder} ({_FOLDER.upper()})"
     if given == "none":
         jax.config.update(_FOLDER, None)
-        return "compiled programs are not kept (--compile-cache none)"
+        return "compiled programs are not stored (--compile-cache none)"
     folder = (beside / ".compiled" if given == "beside" else Path(given)) / _machine()
     try:
         _make_private(folder)
     except OSError as error:
         jax.config.update(_FOLDER, None)
-        return f"compiled programs are not kept: {folder}: {error.strerror or error}"
+        return f"compiled programs are not stored: {folder}: {error.strerror or error}"
     if os.environ.get(_LEAST_S.upper()) is None:
         jax.config.update(_LEAST_S, _WORTH_S)
     _compat.use_program_cache(ProgramCache(folder), str(folder))
@@ -52,19 +52,19 @@ def keep_programs(beside: Path, given: str) -> str:
 
 
 class ProgramCache:
-    """What JAX's persistent cache asks for, on files that are whole; several processes may use them at once.
+    """The interface of JAX's persistent cache, with atomic files that several processes may use at once.
 
     Args:
-        folder: of the files.
-        most_bytes: when they are more, those that were not used for longest go.
+        folder: the folder of the files.
+        most_bytes: above this size the least recently used files are deleted.
     """
 
     def __init__(self, folder: Path, *, most_bytes: int = _MOST_BYTES) -> None:
-        self._path = folder  # under this name JAX looks for it
+        self._path = folder  # the name under which JAX looks for it
         self._most_bytes = most_bytes
 
     def get(self, key: str) -> bytes | None:
-        """The program of a key; None if it is not there, or damaged."""
+        """The program of a key; None if it is missing or damaged."""
         path = self._path / f"{key}{_SUFFIX}"
         try:
             data = path.read_bytes()
@@ -73,13 +73,13 @@ class ProgramCache:
         is_whole = hashlib.sha256(data[_SUM_BYTES:]).digest() == data[:_SUM_BYTES]
         with contextlib.suppress(OSError):
             if is_whole:
-                os.utime(path)  # it was used now
+                os.utime(path)  # last used now
             else:
                 path.unlink()
         return data[_SUM_BYTES:] if is_whole else None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps a program. A disk that fails is no reason to end a run."""
+        """Stores a program. A failing disk does not end the run."""
         path, draft = self._path / f"{key}{_SUFFIX}", self._path / f".{key}.{os.getpid()}.{platform.node()}.tmp"
         with contextlib.suppress(OSError):
             try:
@@ -95,7 +95,7 @@ class ProgramCache:
     def _make_room(self) -> None:
         files = []
         for path in self._path.iterdir():
-            with contextlib.suppress(OSError):  # another process made room
+            with contextlib.suppress(OSError):  # another process deleted it
                 status = path.stat()
                 if path.suffix == _SUFFIX:
                     files.append((status.st_mtime, status.st_size, path))
@@ -114,13 +114,13 @@ def _make_private(folder: Path) -> None:
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = part.stat()
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-            raise OSError("others may write there, and could have the run execute what they like; chmod go-w it")
+            raise OSError("others may write there, and could have the run execute any code; chmod go-w it")
     if not os.access(folder, os.W_OK):
         raise OSError("it cannot be written")
 
 
 def _machine() -> str:
-    """Programs for a CPU hold instructions that another one may not have: a folder for each kind."""
+    """Programs for a CPU have instructions that another may lack, so each kind has its own folder."""
     if jax.default_backend() != "cpu":
         return jax.default_backend()
     try:

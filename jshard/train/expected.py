@@ -22,16 +22,16 @@ _SAVED = "jshard plan MODEL --topology DEVICE:SHAPE --json > plan.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedStep:
-    """What a plan says of a step, and how far the compiled one may be from it.
+    """The planned step, and how far the compiled one may differ from it.
 
-    Where the run has devices of the planned platform, the number of collectives of each kind, their bytes and the peak
-    memory are compared. Another platform's compiler joins collectives and lays memory out in its own manner: there the
-    bytes of the collectives that the annotations ask for are compared, and the step must communicate as they ask.
+    If the run has devices of the planned platform, the number of collectives of each kind, their bytes and the peak
+    memory are compared. Another platform's compiler combines collectives and lays out memory differently: there the
+    bytes of the collectives required by the annotations are compared, and the step must communicate accordingly.
 
     Attributes:
         path: the plan, as `jshard plan --topology ... --json` prints it.
-        plan: what is in it.
-        within: the part by which each figure may differ, from 0 on.
+        plan: its contents.
+        within: the fraction by which each figure may differ, 0 or more.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class ExpectedStep:
         """Reads a plan.
 
         Raises:
-            ShardingError: there is no such file, it is no plan of a compiled step, or `within` is below 0.
+            ShardingError: there is no such file, it is not a plan of a compiled step, or `within` is below 0.
         """
         try:
             plan = json.loads(path.read_text())
@@ -55,13 +55,13 @@ class ExpectedStep:
                 plan["batch_size"],
             )
         except (OSError, ValueError, TypeError, KeyError) as error:
-            why = "it is no plan of a compiled step." if isinstance(error, TypeError | KeyError) else str(error)
+            why = "it is not a plan of a compiled step." if isinstance(error, TypeError | KeyError) else str(error)
             raise ShardingError(
                 "There is no plan to compare with.", where=f"--expect {path}", why=why, do=_SAVED
             ) from error
         if not within >= 0:
-            why, do = "it is the part by which a figure may differ from the plan's.", "--expect-within 0.05"
-            raise ShardingError("Nothing could be as expected.", where=f"--expect-within {within:g}", why=why, do=do)
+            why, do = "it is the fraction by which figures may differ, 0 or more.", "--expect-within 0.05"
+            raise ShardingError("The tolerance is not valid.", where=f"--expect-within {within:g}", why=why, do=do)
         return cls(path=path, plan=plan, within=within)
 
     def check_request(self, recipe: Recipe, mesh: Mesh) -> None:
@@ -75,17 +75,17 @@ class ExpectedStep:
             if not _same(asked[name], planned[name])
         ]
         if other:
-            self._refuse("The run is not the one that was planned.", other, "a plan is of one mesh and one batch.")
+            self._refuse("The run is not the one that was planned.", other, "a plan is for one mesh and one batch.")
 
     def check(self, found: Audit, *, platform: str) -> str:
         """Compares a compiled step.
 
         Args:
             found: the audit of the step, with its plan and memory.
-            platform: of its devices, "gpu", "tpu" or "cpu".
+            platform: that of its devices, "gpu", "tpu" or "cpu".
 
         Returns:
-            One line on what agrees.
+            One line with the figures that agree.
 
         Raises:
             ShardingError: a figure differs by more than is allowed.
@@ -111,8 +111,8 @@ class ExpectedStep:
             more = "\n--expect-within 0.2  # allows more"
             self._refuse("The compiled step is not the one that was planned.", apart, why, do=more)
         figures = ", ".join(f"{name} {_written(name, value)}" for name, value in there.items() if value)
-        but = "" if is_alike else f"; as it is for a {self.plan['platform']}, not what was compiled of these"
-        return f"as {self.path} has it, within {self.within:.1%}: {figures}{but}"
+        but = "" if is_alike else f"; of the step for a {self.plan['platform']}, not of the program compiled here"
+        return f"as in {self.path}, within {self.within:.1%}: {figures}{but}"
 
     def _refuse(self, what: str, where: list[str], why: str, do: str = "") -> None:
         command = self.plan.get("train_command")
@@ -121,7 +121,7 @@ class ExpectedStep:
 
 
 def _compiled(audit: Mapping[str, Any]) -> collections.Counter[str]:
-    """The figures of a compiled step by name. What is absent counts 0."""
+    """The figures of a compiled step by name. An absent one is 0."""
     found: collections.Counter[str] = collections.Counter()
     for row in audit["collectives"]:
         found[f"{row['kind']}s"] += row["executions"]
@@ -133,7 +133,7 @@ def _compiled(audit: Mapping[str, Any]) -> collections.Counter[str]:
 
 
 def _asked(traffic: Iterable[Mapping[str, Any]]) -> collections.Counter[str]:
-    """The same of what the annotations ask for."""
+    """The same for the collectives required by the annotations."""
     found: collections.Counter[str] = collections.Counter()
     for one in traffic:
         found[f"bytes of {one['kind']} over {', '.join(one['axes'])} in {one['dtype']}"] += one["full_bytes"]
@@ -145,7 +145,7 @@ def _written(name: str, value: float) -> str:
 
 
 def _same(asked: Any, planned: Any) -> bool:
-    """Axes of degree 1 are those that are left out."""
+    """The degrees without the axes of degree 1."""
     if isinstance(asked, dict) and isinstance(planned, dict):
         wide = lambda sizes: {axis: degree for axis, degree in sizes.items() if degree > 1}
         return wide(asked) == wide(planned)

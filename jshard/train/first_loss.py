@@ -1,7 +1,7 @@
 """Why the first loss of a run is not finite: a value that was not finite before, or the first operation to yield NaN.
 
-No update has been made by then, so the learning rate is not the cause. The loss is computed once more, as the plain
-model does it, with the checks of `jax.experimental.checkify`.
+No update has been made by then, so the learning rate is not the cause. The loss is computed once more with the plain
+model and the checks of `jax.experimental.checkify`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.train.loop import unexplained
 
-# What a program of the user's that this has not met, or the devices, may raise.
+# Errors that the user's program or the devices may raise.
 _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
-_PLACES = 3  # that are named where it is one of them
+_PLACES = 3  # named, if it is one of several
 _BEYOND = re.compile(r"index (-?\d+) is out of bounds for axis \d+ with size (\d+)")
 
 
@@ -43,20 +43,20 @@ def explained(
     wrong: Mapping[str, float],
     source: str,
 ) -> RunError:
-    """The error of a step before any update: it names where the loss, or the gradients, got their NaN or infinity.
+    """The error of a step before any update, with the place where the loss or the gradients became NaN or infinite.
 
     Args:
-        model_file: its loss.
-        recipe: whose settings a line to paste may change.
+        model_file: has the loss.
+        recipe: the settings that the advice may change.
         model: annotated, as it was before the step.
-        batch: of the step.
+        batch: the batch of the step.
         step: its number.
         wrong: the scalars that are not finite.
-        source: where the parameters are from.
+        source: the origin of the parameters.
     """
     then = f"{', '.join(f'{name} = {value}' for name, value in wrong.items())} at step {step}, before any update"
     rows = next(x for x in jax.tree.leaves(batch) if x.ndim)
-    everywhere = NamedSharding(rows.sharding.mesh, PartitionSpec())  # what every process can read
+    everywhere = NamedSharding(rows.sharding.mesh, PartitionSpec())  # readable by every process
     _, state = nnx.split(model)
     leaves = {_path(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path((state, batch))[0]}
     floats = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
@@ -65,7 +65,7 @@ def explained(
             if (found := _first(lambda x: ~jnp.isfinite(x), leaf, everywhere)) is not None:
                 return _of_leaf(path, found, leaf.size, then, source)
         failed = _failed_check(model_file, model, batch, everywhere)
-    except _FAILURES as error:  # a search that fails must not hide what it was for
+    except _FAILURES as error:  # a failed search must not hide the original error
         unknown = unexplained(step, batch, wrong)
         unknown.add_note(f"The search for the cause failed: {type(error).__name__}: {str(error)[:500]}")
         return unknown
@@ -76,9 +76,9 @@ def explained(
         return _of_lookup(int(beyond[1]), int(beyond[2]), place, said, leaves, then, recipe, everywhere)
     operation = _operation(said)
     return RunError(
-        f"`{operation}` makes a value that is not finite.",
+        f"`{operation}` yields a value that is not finite.",
         where=f"{place}: {operation}",
-        why=f"{then}; it is the first operation of {of} that makes a NaN.",
+        why=f"{then}; it is the first operation of {of} that yields a NaN.",
         do="keep its input in range on that line, such as jnp.log(jnp.maximum(x, 1e-6)) for jnp.log(x);"
         ' jax.debug.print("{}", x) prints it.',
     )
@@ -87,18 +87,18 @@ def explained(
 def _failed_check(
     model_file: ModelFile, model: nnx.Module, batch: Any, everywhere: NamedSharding
 ) -> tuple[str, str, str] | None:
-    """The first operation that looks beyond the end of an array, or makes a NaN; None where the plain model has none.
+    """The first operation that indexes beyond the end of an array, or yields a NaN; None if the plain model has none.
 
-    An infinite loss may be without one, and then its gradient has it.
+    An infinite loss may have none; then its gradient has one.
 
     Returns:
-        What the check says, the place, and what was computed.
+        The message of the check, the place, and the quantity that was computed.
     """
     loss_fn, wrt = model_file.loss, model_file.wrt
     graphdef, state = nnx.split(model)
 
     def loss(state: Any, batch: Any) -> Any:
-        # Linen has its dtypes in the module; the plain Flax of nnx follows those of the units.
+        # Linen has its dtypes in the module; plain nnx follows those of the units.
         with global_view() if isinstance(model, LinenModel) else plain_flax():
             return loss_fn(nnx.merge(graphdef, state, copy=True), batch)
 
@@ -122,9 +122,9 @@ def _failed_check(
 
 
 def _places(jaxpr: Any, wanted: str, shape: str, around: str) -> Iterator[str]:
-    """Where a program has an operation, on an array of a shape if that is known.
+    """The places of an operation in a program, on an array of a shape if that is known.
 
-    A function of JAX's that is jitted itself does not say who has called it: `around` is the place of the call.
+    A jitted function of JAX does not record its caller: `around` is the place of the call.
     """
     for eqn in jaxpr.eqns:
         place = _compat.user_place(eqn).partition(" ")[0] or around
@@ -144,7 +144,7 @@ def _shape(said: str) -> str:
 
 
 def _first(is_wrong: Callable[[Any], Any], x: jax.Array, everywhere: NamedSharding) -> tuple[str, Any, int, Any] | None:
-    """Position and value of the first wrong element, the number of these and the largest of all; None without one."""
+    """Position and value of the first wrong element, their number, and the largest of all; None without one."""
 
     def look(x: jax.Array) -> Any:
         wrong = is_wrong(x).reshape(-1)
@@ -157,7 +157,7 @@ def _first(is_wrong: Callable[[Any], Any], x: jax.Array, everywhere: NamedShardi
 
 
 def _path(path: tuple) -> str:
-    """A leaf of (state, batch) as people write it."""
+    """The path of a leaf of (state, batch) in readable form."""
     (first, *rest) = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in path)
     if first == 0:
         return dotted(tuple(key for key in rest if key != "value"))
@@ -167,9 +167,9 @@ def _path(path: tuple) -> str:
 def _of_leaf(path: str, found: tuple[str, Any, int, Any], size: int, then: str, source: str) -> RunError:
     position, value, count, _ = found
     if path.startswith("batch"):
-        source, do = "as the data give it", "give finite samples: check each with np.isfinite(x).all()."
+        source, do = "as read from the data", "give finite samples: check each with np.isfinite(x).all()."
     else:
-        do = "change its initialiser, or the checkpoint that it is from: jnp.isfinite(x).all() must hold."
+        do = "change its initialiser, or the checkpoint it comes from: jnp.isfinite(x).all() must hold."
     return RunError(
         f"{path} is not finite.",
         where=f"{path}[{position}] = {float(value)}",
@@ -188,7 +188,7 @@ def _of_lookup(
     recipe: Recipe,
     everywhere: NamedSharding,
 ) -> RunError:
-    """Something is looked up beyond the end of an array, which gives NaN: which one, and what in the batch says so."""
+    """The error for a lookup beyond the end of an array, which yields NaN: the array, and the index in the batch."""
     shape = _shape(said)
     tables = [path for path, leaf in leaves.items() if str(leaf.shape) == shape]
     table = tables[0] if len(tables) == 1 else f"an array of shape {shape}"
@@ -206,7 +206,7 @@ def _of_lookup(
                 less = f"keep {path} within 0 to {rows - 1}"
                 break
     else:
-        where.append(f"index {index}, and no value of the batch: it is computed, or a position")
+        where.append(f"index {index}, which is not in the batch: it is computed, or a position")
     return RunError(
         f"Row {index} of {table} does not exist.",
         where=where,
@@ -216,7 +216,7 @@ def _of_lookup(
 
 
 def _remedy(table: str, rows: int, largest: int, recipe: Recipe) -> str:
-    """A setting of the recipe that is as large as the table, where there is one; else the change in words."""
+    """A setting of the recipe that equals the size of the table, if there is one; else a description of the change."""
     if largest < rows:
         return ""
     model = recipe.model

@@ -1,7 +1,7 @@
 """The loop: steps, evaluations and checkpoints until the run is done, stopped on request, or has failed.
 
 `fit` combines a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which your own script can call in the same
-order. Between two steps the processes agree (`Agreement`) on whether one was asked to stop, and which is the slowest.
+order. Between steps the processes agree (`Agreement`) on whether one was asked to stop, and which is the slowest.
 
 The host runs one step ahead of the devices: while a step runs, the scalars of the step before are read. A separate
 thread reads the next batches and copies them to the devices.
@@ -33,12 +33,12 @@ from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
 
 _ASK_EVERY_S, _ASK_SHARE = 0.1, 0.1
-_MEETINGS = 15  # that the slowest process is found from
-_SLOW_S, _SLOW_SHARE = 0.001, 0.05  # of a step: less than both names nobody
+_MEETINGS = 15  # from which the slowest process is found
+_SLOW_S, _SLOW_SHARE = 0.001, 0.05  # of a step: below both no process is named
 
 
 class Agreement:
-    """Whether any process was asked to stop, known to all after the same step, because all take part in the save.
+    """Whether any process was asked to stop; all learn it after the same step, because all take part in the save.
 
     A signal reaches the processes at different times, or only one of them. So they communicate every 0.1 s, or as
     rarely as keeps this below a tenth of the time, and whenever the devices are idle anyway. The number of steps until
@@ -93,7 +93,7 @@ class Agreement:
             self._compare([*(np.array(waits_s) / steps), max(took_s) - np.array(took_s)], max(steps_s))
         self._spent_s = dict.fromkeys(self._spent_s, 0.0)
         self._last, self._took_s = (step, time.monotonic()), time.monotonic() - begin_s
-        # The last to arrive at the meeting has waited least: that time is the cost of the meeting itself.
+        # The last to arrive at the meeting waits least: that time is the cost of the meeting itself.
         self._due = step + max(1, int(max(_ASK_EVERY_S, min(took_s) / _ASK_SHARE) / max(steps_s)))
         return signal.Signals(max(numbers)) if any(numbers) else None
 
@@ -101,7 +101,7 @@ class Agreement:
         """Finds the slowest, by each process's waits for data and saves per step, and its lateness at meetings."""
         self._meetings.append(np.array(parts_s))
         seen = np.array(self._meetings)
-        late_s = np.median(seen[:, 2], axis=0)  # one that is late once is not slow
+        late_s = np.median(seen[:, 2], axis=0)  # being late once is not slow
         data_s, save_s = (each - each.min() for each in seen[:, :2].mean(axis=0))
         process = int(np.argmax(np.max([data_s, save_s, late_s], axis=0)))
         parts = {"data": data_s[process], "save": save_s[process], "step": late_s[process]}
@@ -113,10 +113,10 @@ class Agreement:
 
 
 FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
-"""Makes the error of a step before any update: of its number, its batch, and the scalars that are not finite."""
+"""Creates the error of a step before any update, from its number, its batch and the scalars that are not finite."""
 
 _AHEAD = 2  # batches on their way to the devices
-_END_S = 5.0  # for the thread that reads, when a run stops early
+_END_S = 5.0  # for the reading thread, when a run stops early
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,7 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
             doing(stall.EVALUATION)
             found.append(eval_step(leaves, batch))
             if len(found) > _AHEAD:
-                found[-1 - _AHEAD]["loss"].block_until_ready()  # otherwise every batch is in flight at once
+                found[-1 - _AHEAD]["loss"].block_until_ready()  # else every batch would be in flight at once
             doing(stall.DATA)
     doing(stall.EVALUATION)
     found = jax.device_get(found)
@@ -294,7 +294,7 @@ class _Loop:
             try:
                 return self._steps(arriving, start_step, num_steps)
             finally:
-                if self.profile is not None:  # the run has stopped among its steps
+                if self.profile is not None:  # the run stopped within the profile
                     self.profile.end()
 
     def _steps(self, arriving: Iterator[Any], start_step: int, num_steps: int) -> Fitted:
@@ -316,7 +316,7 @@ class _Loop:
                 self.checkpoint.check()
             self._between_steps(done, last=num_steps)
         self._wait(in_flight=0)
-        if self.stopped_by is None:  # asked during the last evaluation or save: there may be no time for more
+        if self.stopped_by is None:  # requested during the last evaluation or save: there may be no time for more
             self._ask(done, is_idle=True)
         return Fitted(done, self.val_loss, self.stopped_by)
 
@@ -383,7 +383,7 @@ class _Loop:
         if not (evaluates or saves or copies or self.stopped_by):
             return
         self._wait(in_flight=0)
-        if self.stopped_by is not None:  # whoever asked may not wait for an evaluation
+        if self.stopped_by is not None:  # a stop request may not leave time for an evaluation
             self._save(step)
         if evaluates:
             assert self.evaluation is not None
@@ -393,7 +393,7 @@ class _Loop:
             doing(stall.OTHER)
             if self.tracker is not None:
                 self.tracker.log(step, found)
-        # After the evaluation: whoever continues from here finds its result in the record.
+        # After the evaluation: a run that continues from here finds its result in the record.
         if copies and self.stopped_by is None:
             self._do_saving(self.copies, step)
         if saves and self.stopped_by is None:
@@ -426,7 +426,7 @@ def unexplained(step: int, batch: Any, wrong: Mapping[str, float]) -> RunError:
     return RunError(
         f"Loss or gradients are NaN/inf at step {step}, before any update.",
         where=[f"{name} = {value}" for name, value in wrong.items()],
-        why="the learning rate is not the cause: a value in the batch, a parameter, or the model itself is.",
+        why="the cause is a value in the batch, a parameter, or the model itself, not the learning rate.",
         do="with js.global_view(), jax.debug_nans(True): loss_fn(model, batch)  # names the operation",
     )
 
@@ -435,6 +435,6 @@ def _diverged(step: int, wrong: Mapping[str, float]) -> RunError:
     return RunError(
         f"Loss or gradients became NaN/inf at step {step}.",
         where=[f"{name} = {value}" for name, value in wrong.items()],
-        why="an update with it would spoil every parameter; nothing was saved since.",
+        why="an update with it would spoil every parameter; nothing has been saved since.",
         do="lower the learning rate (--set learning_rate=...) or warm up longer, and resume from a checkpoint.",
     )

@@ -1,9 +1,9 @@
 """Copies of the state in the memory of the supervisors, from which restarted workers continue.
 
-Every so many steps each process copies its part of the state to the host, and goes on to train. A thread leaves the
-part with the keeper of its own supervisor and with that of a process on another machine, whose loss it then outlives.
-A copy counts once all parts of it are there; the one before stays until then. At a restart the workers say which
-parts their keepers have, and read from them the boxes that their devices need, on whatever mesh.
+Every so many steps each process copies its part of the state to the host and continues to train. A thread sends the
+part to the keeper of its own supervisor and to that of a process on another machine, so that it survives the loss of
+either. A copy is valid once all of its parts are stored; the previous one is kept until then. At a restart the workers
+report which parts their keepers have, and read from them the boxes that their devices need, on any mesh.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.keeper import KeeperClient, KeptPart
 from jshard.launch.peers import hostname
 
-_END_S = 60.0  # at the end of a run, for a copy that is on its way
+_END_S = 60.0  # at the end of a run, for a copy in progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Seat:
-    """A process, its machine and its keeper, as all others hear of it."""
+    """A process, its machine and its keeper, as announced to all others."""
 
     host: str
     address: str
@@ -52,15 +52,15 @@ class _Seat:
 
 
 class MemoryCopies:
-    """The copies of a run; all processes make it, and call its methods in the same order.
+    """The copies of a run; all processes create it, and call its methods in the same order.
 
     Args:
         every: steps from one copy to the next.
-        like: the state without values, to be restored into.
+        like: the abstract state, to be restored into.
         say: prints a line.
 
     Raises:
-        ShardingError: there is no such interval, a process has no keeper, or a machine has no room for the copies.
+        ShardingError: the interval is not valid, a process has no keeper, or a machine has no room for the copies.
         RunError: a keeper does not answer.
     """
 
@@ -85,7 +85,7 @@ class MemoryCopies:
         say(f"copies in memory: every {every} steps, {size} a process, in the memory of its supervisor{beside}")
 
     def restore(self, *, newer_than: int | None) -> dict[str, Any] | None:
-        """The state of the newest copy that is whole; None if there is none, or none newer than a step on the disk."""
+        """The state of the newest complete copy; None without one, or if none is newer than the step on disk."""
         for run, step in self._whole():
             if newer_than is None or step > newer_than:
                 try:
@@ -99,12 +99,12 @@ class MemoryCopies:
         return None
 
     def keep(self, state: Mapping[str, Any], step: int, *, before: Callable[[], None]) -> None:
-        """Begins to keep a state; when it returns, the next step may overwrite it.
+        """Starts to copy a state; when it returns, the next step may overwrite it.
 
         Args:
             state: with the values.
-            step: number of steps that are done.
-            before: done in the thread before the copy counts.
+            step: number of completed steps.
+            before: called in the thread before the copy becomes valid.
         """
         self.wait()
         packing = Packing(state, step=step)
@@ -114,21 +114,21 @@ class MemoryCopies:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until no copy is on its way, and says what is wrong with the copies once."""
+        """Waits until no copy is in progress, and reports a problem with the copies once."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         if self._problem != self._said:
             self._said = self._problem
-            self._say(self._problem or "copies in memory are kept again")
+            self._say(self._problem or "copies in memory work again")
 
     def close(self) -> None:
-        """Ends the connections, once no copy is on its way."""
+        """Closes the connections, once no copy is in progress."""
         self.wait(_END_S)
         for client in self._clients.values():
             client.close()
 
     def _send(self, packing: Packing, step: int, before: Callable[[], None]) -> None:
-        """Leaves the part of this process with its keepers, and hears of the others."""
+        """Sends the part of this process to its keepers, and learns the results of the others."""
         why = None
         try:
             part, pieces = self._name(step), packing.finish()
@@ -150,14 +150,14 @@ class MemoryCopies:
                     target.forget_before(*self._kept)
         except (OSError, RunError) as error:
             failures = [error.why if isinstance(error, RunError) else str(error)]
-        kept = f"that of step {self._kept[1]} stays" if self._kept else "there is none yet"
+        kept = f"that of step {self._kept[1]} stays" if self._kept else "there is no earlier one"
         self._problem = f"a copy could not be kept in memory ({kept}): {'; '.join(failures)}" if failures else ""
 
     def _name(self, step: int) -> KeptPart:
         return KeptPart(self._run, step, jax.process_index(), len(self._seats))
 
     def _whole(self) -> list[tuple[str, int]]:
-        """Run and step of the copies of which every part is there, newest first; the same in all processes."""
+        """Run and step of the complete copies, newest first; the same in all processes."""
         found = collections.defaultdict(set)
         for part in (part for seat in self._seats for part in seat.parts):
             found[part.step, part.run, part.of].add(part.process)
@@ -189,9 +189,9 @@ class MemoryCopies:
 
 
 def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
-    """Whose keeper has a second copy of each process's part: of the processes of the next machine, one in its turn.
+    """The process whose keeper has the second copy of each process's part: on the next machine, in turn.
 
-    Where all are on one machine, each keeper counts as one, as in tests; with one keeper each process is its own.
+    If all are on one machine, each keeper is treated as one, as in tests; with one keeper each process is its own.
 
     Args:
         places: machine and address of the keeper of every process.
@@ -209,15 +209,15 @@ def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
 def _check_every(every: int) -> None:
     if every < 1:
         raise ShardingError(
-            "The copies in memory cannot be so frequent.",
+            "The interval of the copies in memory is not valid.",
             where=f"--keep-in-memory {every}",
-            why="it is the number of steps from one copy to the next, from 1.",
+            why="it is the number of steps from one copy to the next, 1 or more.",
             do="--keep-in-memory 100",
         )
 
 
 def _meet() -> list[_Seat]:
-    """Every process says where its keeper is, and what it holds."""
+    """Every process announces the address and contents of its keeper."""
     keeper, error, seat = KeeperClient.of_supervisor(os.environ), None, None
     if keeper is not None:
         try:
@@ -237,13 +237,13 @@ def _meet() -> list[_Seat]:
                 "The keeper of the copies in memory does not answer.",
                 where=keeper.address,
                 why=str(caught),
-                do="start the run again; it is a part of the supervisor, which starts the workers.",
+                do="start the run again; the keeper is part of the supervisor, which starts the workers.",
             )
     else:
         error = ShardingError(
-            "Nobody can keep copies in memory.",
+            "Copies in memory need a supervisor.",
             where="--keep-in-memory",
-            why="they are for workers that are started again, and this process has no supervisor to do so.",
+            why="they are for workers that are restarted, and this process has no supervisor to restart it.",
             do="--keep-in-memory 100 --max-restarts 3",
         )
     given = None if seat is None else dataclasses.asdict(seat)
@@ -262,7 +262,7 @@ def _state_bytes(like: Mapping[str, Any]) -> int:
 
 
 def _check_room(seats: Sequence[_Seat], partners: Sequence[int], part_bytes: int, every: int) -> None:
-    """Compares, for each machine, what is free with what copies take while a new one takes the place of an old one."""
+    """Compares, for each machine, the free memory with that of the copies while a new one replaces an old one."""
     for host in dict.fromkeys(seat.host for seat in seats):
         here = [seat for seat in seats if seat.host == host]
         guests = sum(seats[p].host == host for process, p in enumerate(partners) if p != process)
@@ -286,9 +286,9 @@ _UNKNOWN_BYTES = 1 << 40
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that could be taken: what the system has, or less where a container or a job has a limit.
+    """Memory that could be allocated: that of the system, or less if a container or a job has a limit.
 
-    A large number where it is not known; `root` is that of the file system that says it.
+    A large number if it is not known; `root` is the root of the file system that reports it.
     """
     return max(0, min((_available(root), *_left_in_groups(root))))
 
@@ -301,7 +301,7 @@ def _available(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left of the limits of the control groups that this process is in."""
+    """The memory left within the limits of this process's control groups."""
     with contextlib.suppress(OSError):
         top = root / "sys/fs/cgroup"
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -322,5 +322,5 @@ def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
         left = int((group / limit).read_text()) - int((group / used).read_text())
         for line in (group / "memory.stat").read_text().splitlines():
             name, _, size = line.partition(" ")
-            left += int(size) if name == cache else 0  # given back when somebody wants it
+            left += int(size) if name == cache else 0  # freed on demand
         yield left

@@ -91,14 +91,14 @@ class Meter:
 
 
 def _resident_bytes() -> int | None:
-    """Host memory that this process has in use, the arrays of CPU devices included; None where Linux does not say."""
+    """Host memory that this process has in use, with arrays of CPU devices; None where Linux does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
 
 
-# The line that says where a run is.
+# The progress line of a run.
 
 _LIVE_EVERY_S = 0.1
 _PLAIN_EVERY_S = 10.0
@@ -250,10 +250,10 @@ class StepProfile:
     def begin(self) -> None:
         """Starts recording; the devices must be idle."""
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every call of Python would be in the file
+        options.python_tracer_level = 0  # else every Python call would be in the file
         folder = self._out / process_folder(self._span, jax.process_index())
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # now: a profiler that cannot write does not stop, either
+            folder.mkdir(parents=True, exist_ok=True)  # now: a profiler that cannot write cannot stop, either
             jax.profiler.start_trace(folder, profiler_options=options)
             self.is_recording = True
         except _FAILURES as error:
@@ -286,7 +286,7 @@ def check_profile(steps: range, *, num_steps: int) -> None:
     """Refuses to profile steps outside a run of so many steps."""
     if not steps or steps.step != 1 or not 1 <= steps[0] <= steps[-1] <= num_steps:
         raise ShardingError(
-            "The steps to profile are none of the run's.",
+            "The steps to profile are not steps of the run.",
             where=f"--profile {steps.start - 1}:{steps.stop - 1}",
             why=f"A:B profiles the steps after step A, up to step B, and the run ends after step {num_steps}.",
             do=f"--profile {max(0, min(10, num_steps - 5))}:{min(15, num_steps)}  # or more --steps",
@@ -294,7 +294,7 @@ def check_profile(steps: range, *, num_steps: int) -> None:
 
 
 def left_to_profile(steps: range, *, start_step: int) -> tuple[range, str | None]:
-    """The steps to profile that a resumed run still has to do, and a remark about the others."""
+    """The steps to profile that a resumed run has yet to do, and a remark about the others."""
     left = range(max(steps.start, start_step + 1), steps.stop)
     if not left:
         return left, f"not profiled: steps {steps[0]}..{steps[-1]} were done before this start."

@@ -83,7 +83,7 @@ class Trackers:
                     self._warn(f"{_failure(tracker, error)} Its last steps may be missing there.")
 
     def close_needed(self) -> None:
-        """Closes the needed trackers alone: the optional ones may wait for what is written after the last step."""
+        """Closes only the needed trackers: the optional ones may wait for files written after the last step."""
         with contextlib.ExitStack() as stack:
             for tracker in reversed(self._needed):
                 stack.callback(tracker.close)
@@ -183,7 +183,7 @@ def _create(path: Path) -> None:
         path.open("x").close()
     except FileExistsError:
         raise ShardingError(
-            "The record would be written over another one.",
+            "The record would overwrite another one.",
             where=str(path),
             why=f"there is a file of {path.stat().st_size:,} bytes at that path already.",
             do="name another folder with --out, or continue that run with --resume.",

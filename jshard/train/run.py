@@ -121,7 +121,7 @@ def run_recipe(
         ShardingError: the request cannot be met; nothing was written.
         RunError: the run has failed; the text names its last checkpoint.
     """
-    model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # whoever asks it for a batch: it is read
+    model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # the data are already read
     check_recipe(recipe)
     check_batch(recipe, mesh)
     check_names(track)
@@ -201,12 +201,12 @@ class _Job:
                         self.say(f"loss scale: dynamic, now {float(scale.scale):g}, as {why}")
                     if start_step < self.recipe.num_steps:
                         step = self._step(model, optimizer, start_step)
-                        del model, optimizer  # the step holds them, and gives their memory to its results
+                        del model, optimizer  # the step owns them, and reuses their memory for its results
                         fitted = self._fit(step, start_step, loader, eval_loader)
                         model = step.model
                     else:
                         fitted = Fitted(start_step)
-                        asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} continues it."
+                        asked = f"{self.recipe.num_steps} were requested; --steps {2 * start_step} continues it."
                         self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
@@ -214,7 +214,7 @@ class _Job:
             self._say_attempts()
             return finished
         except Exception as error:
-            if isinstance(error, FourPartError):  # else a process may be lost, and the supervisor knows which
+            if isinstance(error, FourPartError):  # else a process may be lost, and the supervisor knows which one
                 with contextlib.suppress(FourPartError):
                     self.folder.ended(f"{type(error).__name__}: {error.what}")
             if self.checkpoints.is_begun:
@@ -270,7 +270,7 @@ class _Job:
 
         self.folder.trains()
         try:
-            with checkpoints:  # in any case, a save in progress completes
+            with checkpoints:  # a save in progress completes in any case
                 fitted = fit(
                     step,
                     batches,
@@ -294,7 +294,7 @@ class _Job:
             return fitted
         finally:
             launch.doing("ending")
-            with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
+            with contextlib.suppress(ValueError):  # the reading thread uses it, and waits for data that never arrive
                 batches.close()
             if tracker is not None:
                 tracker.close_needed()
@@ -303,8 +303,8 @@ class _Job:
         self, trained: TrainStep, start_step: int, step: int, batch: Any, wrong: Mapping[str, float]
     ) -> RunError:
         """Looks for the cause with the parameters from before the step, whose arrays are freed first."""
-        launch.doing("looking for a NaN")
-        self.say(f"looking for where {' and '.join(wrong)} of step {step} got NaN/inf, operation by operation ...")
+        launch.doing("searching for a NaN")
+        self.say(f"searching for the NaN/inf in {' and '.join(wrong)} of step {step}, operation by operation ...")
         trained.delete()
         model, source = self.checkpoints.model_before(start_step, self.init_from)
         return explained(self.model_file, self.recipe, model, batch, step=step, wrong=wrong, source=source)
@@ -382,7 +382,7 @@ class _Job:
 
 
 class _Timed(Jsonl):
-    """The record of the run, with the time of each line."""
+    """The record of the run, with a time on each line."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         super().log(step, {**scalars, "time": round(time.time(), 3)})
@@ -409,6 +409,6 @@ def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
         raise DataError(
             "The model's vocabulary is smaller than the tokenizer's.",
             where=f"{type(recipe.model).__name__}.vocab_size = {has}",
-            why=f"the tokenizer ({tokenizer.name}) gives ids up to {needs - 1}.",
+            why=f"the tokenizer ({tokenizer.name}) has ids up to {needs - 1}.",
             do=f"--set model.vocab_size={needs}",
         )

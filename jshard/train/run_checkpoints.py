@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what it starts from, what it saves, and how to continue after it."""
+"""The checkpoints of a run: its initial state, its saves, and how to continue after it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ State = tuple[nnx.Module, nnx.Optimizer[Any], int]
 
 
 class RunCheckpoints:
-    """The checkpoints in the folder of a run; as a context it ends with no save at work.
+    """The checkpoints in the folder of a run; as a context it waits for a save in progress when it ends.
 
     Attributes:
-        is_begun: whether there is something to go on from: a run that is refused leaves nothing.
+        is_begun: whether there is something to continue from; a refused run leaves nothing.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class RunCheckpoints:
     ) -> None:
         self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
-        self._val_losses: dict[int, float] = {}  # the last one, by its step
-        self._newest: Place | None = None  # known without a look at the disk
+        self._val_losses: dict[int, float] = {}  # the last one, by step
+        self._newest: Place | None = None  # known without reading the disk
         self._copies, self._is_from_memory = copies, False
         self.is_begun = False
 
@@ -62,18 +62,18 @@ class RunCheckpoints:
             self._note()
 
     def state(self, init_from: Path | None) -> State:
-        """The model, the optimizer and the number of steps that are done: of the newest checkpoint, or new.
+        """The model, the optimizer and the number of completed steps, from the newest checkpoint, or new.
 
         Args:
-            init_from: whose parameters a new run begins with; see `create_from`.
+            init_from: the checkpoint with the initial parameters of a new run; see `create_from`.
         """
         latest = self._series.agreed_latest()
         if latest is not None and not self._folder.is_resumed:  # in a bucket: the folder of a new run is empty
             raise CheckpointError(
-                "The checkpoints of another run are there.",
+                "The address has the checkpoints of another run.",
                 where=f"--checkpoints {self._folder.checkpoints}",
                 why=f"the newest is of step {latest}; a new run would continue from it, and delete the older ones.",
-                do="name an address that is empty; or resume that run: --out FOLDER --resume",
+                do="name an empty address; or resume that run: --out FOLDER --resume",
             )
         if (found := self._from_memory(newer_than=latest)) is not None:
             self._series.set_aside_newer(found[2])
@@ -81,17 +81,17 @@ class RunCheckpoints:
             launch.note(step=found[2])
             return found
         if latest is None:
-            self._series.set_aside_newer(-1)  # what was copied by half would hinder a save
+            self._series.set_aside_newer(-1)  # a partial copy would hinder a save
             return *self._new(init_from), 0
         try:
             state = restore(self._model_file, self._recipe, self._mesh, self._series, latest)
         except CheckpointError as error:
-            if latest not in self._series.steps():  # this process does not see it
+            if latest not in self._series.steps():  # not visible to this process
                 raise
             raise CheckpointError(
                 error.what,
                 where=error.where,
-                why=f"{self._model_file.path} now builds another model, or another optimizer, than the run has.",
+                why=f"{self._model_file.path} now builds a model or an optimizer that differs from the run's.",
                 do="resume with the file as it was; or begin a new run: without --resume, in another --out.",
             ) from error
         path = self._path(state[2])
@@ -104,7 +104,7 @@ class RunCheckpoints:
         return state
 
     def model_before(self, start_step: int, init_from: Path | None) -> tuple[nnx.Module, str]:
-        """The model once more as `state` gave it, and where its parameters are from."""
+        """The model once more as `state` returned it, and the origin of its parameters."""
         where = self._model_file, self._recipe, self._mesh
         if self._is_from_memory and (found := self._from_memory(newer_than=start_step - 1)) is not None:
             return found[0], f"as in the copy in memory of step {start_step}"
@@ -112,58 +112,58 @@ class RunCheckpoints:
             return restore(*where, self._series, start_step)[0], f"as in {self._path(start_step)}"
         if init_from is not None:
             return create_from(*where, init_from)[0], f"as in {init_from}"
-        return new_model(*where), f"as {self._model_file.path} initialises it"
+        return new_model(*where), f"as initialised by {self._model_file.path}"
 
     def worth(self, done: int, val_loss: float) -> None:
-        """Notes what the state after a step was worth, for a save of that step."""
+        """Records the validation loss of the state after a step, for a save of that step."""
         self._val_losses = {done: val_loss}
 
     def save(self, step: TrainStep, done: int) -> None:
-        """Begins to save the state of a step, in the background."""
+        """Starts to save the state of a step, in the background."""
         if self._folder.is_primary:
-            keep_on_disk(self._folder.metrics)  # a checkpoint that survives a power cut has its record
+            keep_on_disk(self._folder.metrics)  # the record of a checkpoint must survive a power cut, too
         state = {"model": step.model, "optimizer": step.optimizer, "step": done}
         metrics = {"val_loss": self._val_losses[done]} if done in self._val_losses else None
-        self.wait()  # for the one before
+        self.wait()  # for the previous one
         self._series.save_async(done, state, metrics=metrics)
         self._note()
 
     def every_copy(self, step: TrainStep) -> Every | None:
-        """When the state is copied to the memory of the supervisors, and how; None where it is not."""
+        """When and how the state is copied to the memory of the supervisors; None if it is not."""
         if (copies := self._copies) is None:
             return None
-        # Whoever goes on from a copy finds the record of the steps before it.
+        # A run that continues from a copy finds the record of the steps before it.
         before = (lambda: keep_on_disk(self._folder.metrics)) if self._folder.is_primary else (lambda: None)
         state = lambda done: {"model": step.model, "optimizer": step.optimizer, "step": done}
         return Every(steps=copies.every, do=lambda done: copies.keep(state(done), done, before=before))
 
     def check(self) -> None:
-        """Raises what went wrong with a save in the background."""
+        """Raises the error of a save in the background."""
         self._series.check()
         self._note()
 
     def wait(self) -> None:
-        """Waits until no save is at work."""
+        """Waits until no save is in progress."""
         self._series.wait()
 
     def latest(self) -> Place | None:
-        """The newest one."""
+        """The newest checkpoint."""
         latest = self._series.latest()
         return None if latest is None else self._path(latest)
 
     def kept(self) -> str:
-        """What of the run is kept, from memory: for a report while the disk may hang."""
+        """The last checkpoint, from memory, for a report while the disk may hang."""
         return "no checkpoint was written yet" if self._newest is None else f"last good checkpoint: {self._newest}"
 
     def how_to_go_on(self) -> str:
-        """The note that goes with an error."""
+        """The note added to an error."""
         path = self.latest()
         if path is None:
-            return f"no checkpoint was saved yet; --out {self._folder.path} --resume begins at the first step."
+            return f"no checkpoint was saved yet; --out {self._folder.path} --resume starts at the first step."
         return f"last good checkpoint: {path}; --out {self._folder.path} --resume continues from it."
 
     def _from_memory(self, *, newer_than: int | None) -> State | None:
-        """The state of a copy in memory that is newer than the checkpoints; None where there is none."""
+        """The state of a copy in memory that is newer than the checkpoints; None without one."""
         if self._copies is None or not self._folder.is_resumed:
             return None
         state = self._copies.restore(newer_than=newer_than)
@@ -182,11 +182,11 @@ class RunCheckpoints:
         return begun
 
     def _path(self, step: int) -> Place:
-        """Of a checkpoint, as the folder of the run was given."""
+        """The path of a checkpoint, relative as the folder of the run was given."""
         return self._folder.checkpoints / str(step)
 
     def _note(self) -> None:
-        """Lets the supervisor know of a checkpoint that has become complete."""
+        """Reports a completed checkpoint to the supervisor."""
         done = self._series.completed
         if done is not None and self._path(done) != self._newest:
             self._newest = self._path(done)

@@ -1,8 +1,8 @@
-"""The folder of a run: who may write into it, and whether a run may continue there.
+"""The folder of a run: which process may write into it, and whether a run may continue there.
 
-run.json          what was asked for, and every start
+run.json          the request, and every start
 metrics.jsonl     a line per step and evaluation
-checkpoints/      STEP/, and those before it
+checkpoints/      STEP/, and earlier ones
 loss.png, sample.txt, tensorboard/
 .lock             held while the run lives
 """
@@ -48,20 +48,20 @@ _RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
 _NEEDED = ("recipe", "data", "options", "versions", "starts")
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LETS_GO_S = 120.0
-_SHOWN_S = 30.0  # network file systems show late what another process wrote
+_SHOWN_S = 30.0  # network file systems show the writes of other processes late
 
 
 class RunFolder:
     """The folder of a run, held until `close`.
 
-    Only the first process writes; all of them open it together, and what stops one stops all.
+    Only the first process writes; all processes open it together, and an error of one stops all.
 
     Attributes:
         path: the folder.
         is_primary: whether this process writes.
         is_resumed: whether the run was begun before.
-        notices: what a resumed run does differently, and what else a person should know; a line each.
-        config: the recipe in values of JSON.
+        notices: what a resumed run does differently, and other remarks for the user; a line each.
+        config: the recipe as JSON values.
 
     Example:
         >>> with RunFolder.open("runs/gpt", record, resume=False) as folder:
@@ -77,11 +77,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, record: RunRecord, *, resume: bool = False) -> RunFolder:
-        """Makes the folder, or with `resume` takes up the run that is in it. All processes call it.
+        """Creates the folder, or with `resume` opens that of an existing run. All processes call it.
 
         Args:
             path: absent or empty; with `resume` the folder of a run.
-            record: what the run is asked to do.
+            record: the request.
             resume: whether to continue.
 
         Raises:
@@ -123,15 +123,15 @@ class RunFolder:
         return self.path / "checkpoints" if place is None else place_of(place)
 
     def samples_before(self, step: int) -> int:
-        """Samples that so many steps were given: the batches of a resumed run may have had several sizes."""
+        """Samples used by so many steps; the batch size of a resumed run may have changed."""
         sizes = self._batch_sizes or [(0, self.config["batch_size"])]
         ends = [*(begin for begin, _ in sizes[1:]), step]
         return sum(max(0, min(end, step) - begin) * size for (begin, size), end in zip(sizes, ends, strict=True))
 
     def started(self, *, step: int, mesh: Mesh | Mapping[str, int]) -> None:
-        """Notes in run.json that the run goes on from a step, where and with which versions.
+        """Records in run.json that the run continues from a step, on which devices and with which versions.
 
-        The settings there are from now on those of this start: a run that is resumed once more goes on with them.
+        The settings there become those of this start: a run that is resumed again continues with them.
         """
         if not self.is_primary:
             return
@@ -152,17 +152,17 @@ class RunFolder:
         self._note(begin_attempt(stored.get("attempts", ()), self.metrics, step=step, known=known))
 
     def trains(self) -> None:
-        """Notes in run.json that the first step of this start may begin."""
+        """Records in run.json that the first step of this start may begin."""
         if self._attempts:
             self._note(attempt_ready(self._attempts))
 
     def ended(self, cause: str) -> None:
-        """Notes in run.json how this start has ended."""
+        """Records in run.json how this start ended."""
         if self._attempts:
             self._note(end_attempt(self._attempts, self.metrics, cause=cause))
 
     def said_of_attempts(self) -> str | None:
-        """What the attempts of the run have come to, in a line; None for a single one."""
+        """A summary of the attempts of the run, in a line; None for a single one."""
         return describe_attempts(self._attempts) if len(self._attempts) > 1 else None
 
     def _note(self, found: list[Attempt]) -> None:
@@ -171,7 +171,7 @@ class RunFolder:
             _write(self.path, _read(self.path) | {"attempts": found, "ettr": ettr(found)})
 
     def close(self) -> None:
-        """Lets others have the folder."""
+        """Releases the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -184,31 +184,31 @@ class RunFolder:
 
     @staticmethod
     def record(path: str | Path) -> dict[str, Any]:
-        """What run.json in a folder holds."""
+        """The contents of run.json in a folder."""
         return _read(Path(path))
 
     @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
-        """The options that the run in a folder was last started with."""
+        """The options of the last start of the run in a folder."""
         return _read(Path(path))["options"]
 
     @staticmethod
     def last_mesh(path: str | Path) -> dict[str, int]:
-        """The degrees of the mesh that the run in a folder was last started on; none if it was never."""
+        """The mesh degrees of the last start of the run in a folder; empty without a start."""
         starts = _read(Path(path))["starts"]
         return dict(starts[-1]["mesh"]) if starts else {}
 
     @staticmethod
     def holds_run(path: str | Path) -> bool:
-        """Whether a run was begun in a folder."""
+        """Whether a run was started in a folder."""
         return os.path.lexists(Path(path) / _RECORD)
 
     @staticmethod
     def check_vacant(path: str | Path) -> None:
-        """Checks that a new run may have a folder: that it is absent, or empty.
+        """Checks that a new run may use a folder: that it is absent or empty.
 
         Raises:
-            ShardingError: there is a run in it, or something else.
+            ShardingError: it has a run or other files.
             RunError: a live run holds it.
         """
         RunLock.check_free(Path(path) / _LOCK)
@@ -216,7 +216,7 @@ class RunFolder:
 
     @staticmethod
     def free_name(parent: str | Path, stem: str) -> Path:
-        """`parent/stem`, or the first of `stem-2`, `stem-3` and so on that is not there."""
+        """`parent/stem`, or the first of `stem-2`, `stem-3` and so on that does not exist."""
         path, number = Path(parent, stem), 2
         while os.path.lexists(path):
             path, number = Path(parent, f"{stem}-{number}"), number + 1
@@ -237,14 +237,14 @@ class RunFolder:
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path / _LOCK, token)
-        _check_empty(self.path)  # another run may have come, and gone, before we had the lock
+        _check_empty(self.path)  # another run may have written here before this one had the lock
         with _writing(self.path):
             _write(self.path, record.as_json() | {"versions": versions(), "starts": []})
         self._note_lock()
 
     def _take_up(self, record: RunRecord, token: str) -> None:
         where = str(self.path / _RECORD)
-        # After a loss the process that held it may be frozen, or on a machine that is cut off, and is yet to be ended.
+        # After a loss the process that held it may be frozen, or on a disconnected machine, and not ended yet.
         RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.of_this_attempt() else 0.0)
         stored = _read(self.path)
         self.notices += record.check_continues(stored, where=where)
@@ -262,7 +262,7 @@ class RunFolder:
             self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
 
     def _sees(self, token: str) -> bool:
-        """Whether this process sees what the first one wrote."""
+        """Whether this process sees the files of the first one."""
         until = time.monotonic() + _SHOWN_S
         while not (sees := RunLock.token(self.path / _LOCK) == token) and time.monotonic() < until:
             time.sleep(0.1)
@@ -270,7 +270,7 @@ class RunFolder:
 
 
 def _of_first(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
-    """What stops the first process stops all, with the same words."""
+    """An error of the first process stops all, with the same text."""
     parts = failures[min(failures)]
     kind = ShardingError if parts["is_request"] else RunError
     return kind(parts["what"], where=parts["where"], why=parts["why"], do=parts["do"])
@@ -286,14 +286,14 @@ def _check_empty(path: Path) -> None:
             "The folder holds another run.",
             where=f"--out {path}",
             why="its run.json is there, and a new run would overwrite it.",
-            do=f"{shlex.join(['--out', str(path)])} --resume  # continues that run; without --out a free name is taken",
+            do=f"{shlex.join(['--out', str(path)])} --resume  # continues that run; without --out a free name is used",
         )
     if names:
         raise ShardingError(
             "The folder is not empty.",
             where=[f"--out {path}", *names],
-            why="it does not hold a run, and what is in it may be of use to somebody.",
-            do="name a folder that is empty or does not exist; without --out a free name under runs/ is taken.",
+            why="it does not hold a run, and its files may still be needed.",
+            do="name a folder that is empty or does not exist; without --out a free name under runs/ is used.",
         )
 
 
@@ -303,13 +303,13 @@ def _check_shared(sees: list[bool], hosts: list[str], path: Path) -> None:
         raise ShardingError(
             "The folder of the run is not shared between the hosts.",
             where=[f"--out {path}", *blind],
-            why=f"they do not see what process 0 on {hosts[0]} wrote there.",
+            why=f"they do not see the files that process 0 on {hosts[0]} wrote there.",
             do="name a folder on a file system that every host mounts under the same path: --out FOLDER",
         )
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What run.json holds."""
+    """The contents of run.json."""
     file = path / _RECORD
     try:
         stored = json.loads(file.read_text())
@@ -328,13 +328,13 @@ def _read(path: Path) -> dict[str, Any]:
             "The record of the run cannot be read.",
             where=str(file),
             why=f"{error}.",
-            do="put a copy of that file back; the checkpoints are untouched, and a new run can start in another --out.",
+            do="restore that file from a copy; the checkpoints are intact, and a new run can start in another --out.",
         ) from error
     return stored
 
 
 def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """From which step on the batches of a run had which size; a start at an earlier step has taken later ones back."""
+    """The batch sizes of a run, by the step from which they applied; a start at an earlier step undoes later ones."""
     found: list[tuple[int, int]] = []
     for start in stored["starts"]:
         kept = [(begin, size) for begin, size in found if begin < start["step"]]
@@ -343,7 +343,7 @@ def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes run.json whole or not at all."""
+    """Writes run.json atomically."""
     draft = path / _DRAFT
     with draft.open("w") as file:
         json.dump(record, file, indent=2, allow_nan=False)
@@ -355,13 +355,13 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raises an error of the operating system in four parts: a folder that will not do, or a disk that failed."""
+    """Raises an error of the operating system in four parts: an unsuitable folder, or a failed disk."""
     try:
         yield
     except OSError as error:
         why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:
-            do = "mend the disk." if error.errno == errno.EIO else "make room."
+            do = "repair the disk." if error.errno == errno.EIO else "make room."
             raise RunError("The folder of the run could not be written.", where=str(path), why=why, do=do) from error
         raise ShardingError(
             "The folder of the run cannot be written.",

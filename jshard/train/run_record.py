@@ -1,11 +1,11 @@
 """The request of a run, in run.json, compared with that of a resumed run; its lock; its attempts.
 
-Of its attempts run.json has when each began and ended and why, what it lost, and the ETTR: the effective training time
+For each attempt run.json has its begin and end, the cause, what it lost, and the ETTR: the effective training time
 ratio of Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
 (arXiv:2410.21680), productive time over the wall-clock time since the run began. An attempt is productive from the
-moment its first step may begin (parameters are there, the step is compiled) to the record of the last step that the run
-has kept; evaluations and saves between steps count. Start-up, steps that are done again, and the time between attempts
-do not. Time in which nobody had the run resumed is wall-clock time, too.
+moment its first step may begin (parameters exist, the step is compiled) to the record of the last step that the run has
+kept; evaluations and saves between steps are included. Start-up, repeated steps, and the time between attempts are not.
+Time before somebody resumed the run is also wall-clock time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FIXED = ("model", "sequence_length", "seed")  # with other values it would be a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run was asked to do, in values of JSON.
+    """The request of a run, as JSON values.
 
     Attributes:
         name: of the recipe.
         recipe: every field, with those of the model's config under "model".
-        model_file: its path, or its name if it comes with jshard.
+        model_file: its path, or its name if it is included in jshard.
         data: "description" and "fingerprint" of the data.
-        options: what the command line was given, for a resumed run to take over.
+        options: the command-line options, which a resumed run inherits.
     """
 
     name: str
@@ -61,14 +61,14 @@ class RunRecord:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As it is written."""
+        """The record in the form of the file."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def check_continues(self, stored: Mapping[str, Any], *, where: str) -> list[str]:
-        """Checks that this run may go on from the checkpoints of a stored one; what differs and may, a line each.
+        """Checks that this run may continue from the checkpoints of a stored one; returns allowed differences as lines.
 
         Raises:
-            ShardingError: the model, the samples or the seed differ: all of it in one error.
+            ShardingError: the model, the samples or the seed differ; one error lists all.
         """
         found = list(differences(stored["recipe"], self.recipe))
         fixed = [(key, *values) for key, *values in found if key.split(".")[0] in _FIXED]
@@ -89,12 +89,12 @@ class RunRecord:
         return [f"{key} is {_text(now)}, was {_text(before)}" for key, before, now in free]
 
     def said(self) -> dict[str, Any]:
-        """What every process of a run has to be asked for in the same words; paths may differ from host to host."""
+        """The parts of the request that must be equal in all processes; paths may differ between hosts."""
         return {"recipe": self.recipe, "data": self.data["fingerprint"]}
 
 
 def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
-    """Checks that all processes of a run are asked for the same: else each would compute a part of another model."""
+    """Checks that all processes of a run have the same request: else each would compute a part of another model."""
     bad = [
         f"{key}  process {process} on {hosts[process]} {_text(theirs)}  process 0 on {hosts[0]} {_text(ours)}"
         for process, one in enumerate(said)
@@ -109,11 +109,11 @@ def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None
         )
 
 
-NOTHING = object()  # where a setting is not there
+NOTHING = object()  # for a missing setting
 
 
 def differences(stored: Any, wanted: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted key, stored and wanted value of each setting that differs; NOTHING where there is none."""
+    """Dotted key, stored and wanted value of each setting that differs; NOTHING for a missing value."""
     if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
         for key in dict.fromkeys([*stored, *wanted]):
             below = f"{path}.{key}" if path else key
@@ -132,22 +132,22 @@ def _data_text(data: Mapping[str, str]) -> str:
 
 # One live run per folder: a lock that ends with the process that holds it.
 
-# Network file systems that are mounted without locks.
+# Errors of network file systems mounted without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """An exclusive lock on a file; it makes the file, and writes into it who holds it.
+    """An exclusive lock on a file, which it creates, and which names the holder.
 
-    The kernel takes the lock back however the process ends, so a killed run never blocks another. A
-    forked child, such as a data worker, does not hold on to it.
+    The kernel releases the lock however the process ends, so a killed run never blocks another. A
+    forked child, such as a data worker, does not keep it.
 
     Args:
         path: the file.
         token: a further word in it.
 
     Attributes:
-        is_held: False where the file system knows no locks.
+        is_held: False if the file system has no locks.
 
     Raises:
         RunError: a live process holds it.
@@ -163,17 +163,17 @@ class RunLock:
         except (OSError, RunError):
             self.release()
             raise
-        os.register_at_fork(after_in_child=self.release)  # closes the child's copy, which alone would keep it locked
+        os.register_at_fork(after_in_child=self.release)  # closes the child's copy, which would keep it locked
 
     def release(self) -> None:
-        """Gives the lock back; the file stays."""
+        """Releases the lock; the file stays."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     @staticmethod
     def token(path: Path) -> str | None:
-        """The word that the holder wrote; None if there is none to read."""
+        """The word that the holder wrote; None if it cannot be read."""
         try:
             lines = path.read_text().split("\n")
         except OSError:
@@ -182,15 +182,15 @@ class RunLock:
 
     @staticmethod
     def check_free(path: Path, *, wait_s: float = 0.0) -> None:
-        """Raises a RunError if a live process holds it, and does not let go in that time; changes nothing."""
+        """Raises a RunError if a live process holds it and does not release it in that time; changes nothing."""
         until_s = time.monotonic() + wait_s
         while True:
             try:
                 file = os.open(path, os.O_RDONLY)
             except OSError:
-                return  # not there, or not ours to read: what comes next will show it
+                return  # missing, or not readable: a later step reports it
             try:
-                # Shared: the processes of one run look at the same time, and NFS refuses the other kind to a reader.
+                # Shared: the processes of one run check at the same time; NFS refuses an exclusive lock to a reader.
                 _locked(file, fcntl.LOCK_SH, path)
                 return
             except OSError:
@@ -204,7 +204,7 @@ class RunLock:
 
 
 def _locked(file: int, kind: int, path: Path) -> bool:
-    """Locks a file; False where the file system knows no locks."""
+    """Locks a file; False if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -229,13 +229,13 @@ _Lines = Sequence[tuple[float, int]]  # time and step
 
 
 def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, known: Mapping[str, Any]) -> list[Attempt]:
-    """Adds an attempt that goes on from a step, and says of those before it what they have lost.
+    """Adds an attempt that continues from a step, and records the losses of those before it.
 
     Args:
-        attempts: those before.
+        attempts: the earlier attempts.
         metrics: the record of their steps, not yet cut back.
-        step: the steps that are done.
-        known: what the supervisor knows of the last one: "cause" and "ended_at".
+        step: the number of completed steps.
+        known: what the supervisor knows of the last attempt: "cause" and "ended_at".
     """
     lines = _lines(metrics)
     before = [dict(attempt) for attempt in attempts]
@@ -248,19 +248,19 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
 
 
 def end_attempt(attempts: Sequence[Attempt], metrics: Path, *, cause: str) -> list[Attempt]:
-    """Notes that the last attempt has ended by itself."""
+    """Records that the last attempt ended by itself."""
     *before, last = [dict(attempt) for attempt in attempts]
     _close(last, _lines(metrics), time.time(), cause)
     return [*before, last]
 
 
 def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Notes that the first step of the last attempt may begin."""
+    """Records that the first step of the last attempt may begin."""
     return [*attempts[:-1], {**attempts[-1], "ready": _moment(time.time())}]
 
 
 def ettr(attempts: Sequence[Attempt]) -> float | None:
-    """Productive time over the time from the first begin to now, or to the end of the last attempt."""
+    """Productive time over the time from the first start to now, or to the end of the last attempt."""
     if not attempts:
         return None
     last = attempts[-1]["end"]
@@ -280,7 +280,7 @@ def describe_attempts(attempts: Sequence[Attempt]) -> str:
 
 
 def _close_lost(attempt: Attempt, lines: _Lines, known: Mapping[str, Any]) -> None:
-    """It has not written its end: its supervisor knows it, or it is that of the last line."""
+    """Closes an attempt that did not record its end: the supervisor knows it, or it is that of the last line."""
     own = _own(attempt, lines)
     last_s = own[-1][0] if own else _seconds(attempt["ready"] or attempt["begin"])
     _close(attempt, lines, max(last_s, float(known.get("ended_at", 0.0))), known.get("cause", "not known"))
@@ -293,7 +293,7 @@ def _close(attempt: Attempt, lines: _Lines, end_s: float, cause: str) -> None:
 
 
 def _give_back(attempt: Attempt, lines: _Lines, step: int) -> None:
-    """The run goes on before the last step of the attempt: what came after does not count."""
+    """Drops the later steps of the attempt, as the run continues from an earlier one."""
     own = _own(attempt, lines)
     kept = [line for line in own if line[1] <= step]
     productive_s = _productive_s(attempt, kept)
@@ -307,7 +307,7 @@ def _productive_s(attempt: Attempt, own: _Lines) -> float:
 
 
 def _own(attempt: Attempt, lines: _Lines) -> _Lines:
-    """The lines that an attempt has written."""
+    """The lines written by an attempt."""
     since_s = _seconds(attempt["begin"])
     until_s = float("inf") if attempt["end"] is None else _seconds(attempt["end"])
     return [line for line in lines if since_s <= line[0] <= until_s + 1e-3 and line[1] >= attempt["first_step"]]
@@ -316,7 +316,7 @@ def _own(attempt: Attempt, lines: _Lines) -> _Lines:
 def _lines(metrics: Path) -> _Lines:
     try:
         return [(line["time"], line["step"]) for line in iterate_metrics(metrics) if line.get("time") is not None]
-    except (OSError, RunError):  # whoever goes on with the file says what is wrong with it
+    except (OSError, RunError):  # the next reader of the file reports the error
         return []
 
 

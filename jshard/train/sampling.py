@@ -29,8 +29,8 @@ class Draw:
 
     Attributes:
         temperature: divides the scores; 0 takes the likeliest token.
-        top_k: of so many of the likeliest one is drawn; 0 for all.
-        seed: of the draw.
+        top_k: draws from this many of the likeliest tokens; 0 for all.
+        seed: the seed of the draw.
     """
 
     temperature: float = 0.8
@@ -42,12 +42,12 @@ class Draw:
             raise ShardingError(
                 "No token can be drawn with these settings.",
                 where=f"--temperature {self.temperature} --top-k {self.top_k}",
-                why="neither may be below 0; temperature 0 takes the likeliest token, and top-k 0 is no limit.",
+                why="both must be 0 or more; temperature 0 takes the likeliest token, and top-k 0 sets no limit.",
                 do="--temperature 0.8",
             )
 
     def token(self, scores_V: jax.Array, number: Any) -> jax.Array:
-        """The token with a number in the text."""
+        """The token at a position of the text."""
         if not self.temperature:
             return scores_V.argmax().astype(jnp.int32)
         if 0 < self.top_k < scores_V.size:
@@ -57,16 +57,16 @@ class Draw:
 
 
 class Sampler:
-    """Continues texts: one program reads a beginning, another a token more. All processes call it.
+    """Continues texts: one program reads the prompt, another adds one token. All processes call it.
 
-    Of a model with a method `decode(tokens, past, at)` each token looks at what is kept of those before it (for
-    attention, keys and values); any other runs over the whole window for each. The text of a seed is the same on every
-    mesh, up to rounding: every data shard writes the same one.
+    With a method `decode(tokens, past, at)` of the model, each token uses cached results of those before it (for
+    attention, keys and values); any other model runs over the whole window for each token. A seed gives the same text
+    on every mesh, up to rounding: every data shard generates the same one.
 
     Args:
         model: from tokens (batch, length) to scores (batch, length, vocabulary); annotated, its arrays on the mesh.
-        mesh: of the model.
-        window: length of the sequences that it reads. When a text has filled it, the last half is read again.
+        mesh: the mesh of the model.
+        window: length of the sequences that it reads. When a text fills it, the last half is read again.
         num_ids: ids that may be drawn, from 0 on.
         draw: how the next token is chosen.
 
@@ -99,12 +99,12 @@ class Sampler:
         self._begin, self._go_on = jax.jit(begin, out_shardings=(self._everywhere, None)), go_on
 
     def continued(self, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
-        """The prompt, at least one token, and so many more."""
+        """The prompt of at least one token, and so many more."""
         text = [int(token) for token in prompt]
         end, length = len(text) + num_tokens, self._window
         kept, step = text[-length:], None
         while len(text) < end:
-            padded = np.zeros(length, np.int32)  # a decoder does not see what comes after
+            padded = np.zeros(length, np.int32)  # a decoder does not see later tokens
             padded[: len(kept)] = kept
             token, past = self._begin(self._leaves, padded, np.int32(len(kept)), np.int32(len(text)))
             text.append(int(token))
@@ -116,13 +116,13 @@ class Sampler:
         return np.array(text, np.int32)
 
     def _step_for(self, past: Any) -> Any:
-        """A step takes the memory of the past, and leaves it where it was: so it is compiled once."""
+        """A step reuses the memory of the cache in place, so it is compiled once."""
         places = jax.tree.map(lambda x: x.sharding, past)
         return jax.jit(self._go_on, donate_argnums=1, out_shardings=(self._everywhere, places))
 
 
 def _decoded(model: Any, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
-    """The scores of the tokens, and what is kept of them: of a model without `decode` the tokens themselves."""
+    """The scores of the tokens, and their cache: without `decode` the tokens themselves."""
     if hasattr(model, "decode"):
         return model.decode(tokens_BT, past, at)
     if past is None:
@@ -132,7 +132,7 @@ def _decoded(model: Any, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.
 
 
 def is_decoder(model_file: ModelFile, model: Any) -> bool:
-    """Whether a model is known to score next tokens: it has `decode`, or the loss is that of the next token."""
+    """Whether a model is known to score next tokens: it has `decode`, or its loss is that of the next token."""
     return hasattr(model, "decode") or model_file.loss_fn is next_token_loss
 
 

@@ -20,19 +20,19 @@ from jshard.train.records import Tracker
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 _FLUSH_EVERY_S = 10.0
-# A run that is asked to stop has 30 seconds, and the upload is not the most important thing to do in them.
+# A run that is asked to stop has 30 seconds, and the upload is not the most important task in them.
 _WANDB_FINISH_S = 15.0
 
 
 class TensorBoard:
     """Writes the scalars of a run where `tensorboard --logdir` finds them.
 
-    Writes at once and in this thread: a full disk is an error of the caller, where the queue of tensorboardX's own
-    writer would hold the run up forever.
+    Writes at once and in this thread: a full disk raises an error in the caller, while the queue of tensorboardX's own
+    writer would block the run forever.
 
     Args:
         folder: the folder of the event files. Each start of a run adds a file of its own.
-        resume_after: the step that a resumed run goes on from; TensorBoard then hides the later ones of earlier files.
+        resume_after: the step that a resumed run continues from; TensorBoard then hides later ones of earlier files.
 
     Raises:
         ShardingError: tensorboardX is not installed.
@@ -58,12 +58,12 @@ class TensorBoard:
                 self._flushed_s = time.monotonic()
                 self._writer.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # the rest of its buffer has no place either
+            with contextlib.suppress(OSError):  # the rest of its buffer does not fit either
                 self._writer.close()
             raise
 
     def close(self) -> None:
-        """Writes what is left and closes the file."""
+        """Writes the remaining events and closes the file."""
         self._writer.close()
 
     def _write(self, **fields: Any) -> None:
@@ -81,11 +81,11 @@ class WeightsAndBiases:
         name: the name of the run there.
         config: the configuration of the run.
         folder: the folder of the run. The run's id at W&B is stored there, in wandb/run_id.
-        resume_after: the step that a resumed run goes on from; the run at W&B then goes on too.
+        resume_after: the step that a resumed run continues from; the run at W&B then continues, too.
 
     Raises:
         ShardingError: wandb is not installed.
-        RunError: W&B does not take the run, as where nobody is logged in.
+        RunError: W&B refuses the run, for example without a login.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class WeightsAndBiases:
             )
         except Exception as error:
             raise RunError(
-                "Weights & Biases does not take the run.",
+                "Weights & Biases refuses the run.",
                 where=f"project {project}, run {name}",
                 why=f"{type(error).__name__}: {error}",
                 do="wandb login, or set WANDB_MODE=offline to keep the record here, or leave out this tracker.",
@@ -123,7 +123,7 @@ class WeightsAndBiases:
             self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        """Sends loss.png and sample.txt, and waits up to 15 seconds; `wandb sync` sends what is then left."""
+        """Sends loss.png and sample.txt, and waits up to 15 seconds; `wandb sync` sends the rest."""
         plot, sample = self._folder / "loss.png", self._folder / "sample.txt"
         found = {}
         if plot.exists():
@@ -138,12 +138,12 @@ class WeightsAndBiases:
 
 
 def available() -> tuple[str, ...]:
-    """The trackers whose package is installed: of "tensorboard" and "wandb"."""
+    """The trackers whose package is installed, among "tensorboard" and "wandb"."""
     return tuple(name for name, package in _PACKAGES.items() if _is_installed(package))
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuses what `open_trackers` cannot open, before anything is written."""
+    """Refuses trackers that `open_trackers` cannot open, before anything is written."""
     for name in names:
         if name not in _PACKAGES:
             near = difflib.get_close_matches(name, _PACKAGES, n=1)
@@ -166,15 +166,15 @@ def open_trackers(
     """Opens trackers by name.
 
     Args:
-        names: of "tensorboard" and "wandb".
+        names: "tensorboard", "wandb".
         out: the folder of the run. At W&B the run is WANDB_NAME, or the folder's name, in the project WANDB_PROJECT, or
             "jshard".
         config: the configuration of the run.
-        resume_after: the step that a resumed run goes on from.
+        resume_after: the step that a resumed run continues from.
 
     Raises:
         ShardingError: a name is unknown, or its package is not installed; nothing was opened then.
-        RunError: W&B does not take the run.
+        RunError: W&B refuses the run.
     """
     names, out = tuple(names), Path(out)
     check_names(names)
@@ -191,14 +191,14 @@ def open_trackers(
 
 
 def _event_file(folder: Path) -> str:
-    """A new name: the last in their order, in which TensorBoard reads them, whatever the clock says."""
+    """A new name that is the last in the order in which TensorBoard reads them, independent of the clock."""
     stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
     newest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=0)
     return f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.{socket.gethostname()}"
 
 
 def _is_installed(package: str) -> bool:
-    """Whether it can be imported; a folder of that name, as wandb leaves behind, is no package."""
+    """Whether it can be imported; a folder of that name, as created by wandb, is not a package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -209,7 +209,7 @@ def _import(name: str) -> Any:
         raise ShardingError(
             f"The package {package} is not installed.",
             where=f"--track {name}",
-            why=f"the tracker {name} needs it; it is an extra of jshard.",
+            why=f"the tracker {name} needs it, and it is an extra of jshard.",
             do=f"pip install 'jshard[{name}]'",
         )
     return importlib.import_module(package)

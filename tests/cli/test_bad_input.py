@@ -299,7 +299,7 @@ def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys):
     capsys.readouterr()
     before = contents(folder)
     assert cli.main(["train", "model.py", "--out", "run", "--resume", "--track", "--steps", "1"]) == 0
-    reported = "nothing is left to train: 2 steps are done, and 1 were asked for; --steps 4 continues it."
+    reported = "nothing is left to train: 2 steps are done, and 1 were requested; --steps 4 continues it."
     assert reported in capsys.readouterr().out.splitlines()
     changed = {path for path, _ in contents(folder).items() ^ before.items()}
     assert changed <= {"run/loss.png"}

@@ -71,7 +71,7 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
     for part in (" tokens/s  ", "/step  ", "ETA 0:00  MFU ", "%  peak "):
         assert part in live[-1]
     assert "\nstep 3: validation loss " in said.replace("\r", "\n")
-    assert "\na sample; its first words are of held-out text:\n    " in said
+    assert "\na sample; it begins with held-out text:\n    " in said
     assert "\nvalidation loss " in said and " nats per byte after 5 steps\n" in said
     names = "checkpoints/ loss.png metrics.jsonl run.json sample.txt tensorboard/".split()
     assert said.endswith(f"\nmine/: {'  '.join(names)}\n")
@@ -121,12 +121,12 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
 
     # And once more, with the settings of the second time.
     assert cli.main(["train", "my_model.py", "--resume", *how]) == 0
-    assert "nothing is left to train: 3 steps are done, and 3 were asked for" in capsys.readouterr().out
+    assert "nothing is left to train: 3 steps are done, and 3 were requested" in capsys.readouterr().out
 
     # It goes on with its own parameters; a job script may say again what it began with, which may be gone.
     again = ["train", "my_model.py", "--resume", "--init-from", "theirs.safetensors", "--dry-run"]
     assert cli.main(again) == 2
-    assert "runs/my_model-micro-2 began with new ones, and continues with its own." in capsys.readouterr().err
+    assert "runs/my_model-micro-2 started from new parameters, and continues with its own." in capsys.readouterr().err
     stored = json.loads((out / "run.json").read_text())
     stored["options"]["init_from"] = str(folder / "theirs.safetensors")
     (out / "run.json").write_text(json.dumps(stored))

@@ -49,7 +49,7 @@ def test_strategies_side_by_side(capsys, tmp_path):
 def test_what_does_not_fit_is_answered_with_a_line_to_paste_that_fits(capsys):
     assert plan("--topology", "h100:1x2", "--set", f"batch_size={2**20}", "--unit", "prefetch=2") == 1
     said = capsys.readouterr().out
-    assert "\ndoes not fit: " in said and "\ntry, as it compiles and fits: " in said
+    assert "\ndoes not fit: " in said and "\ntry this, which compiles and fits: " in said
     line = said.partition("\njshard plan ")[2].replace("\\\n", "")
     words = shlex.split(line.splitlines()[0])
     assert f"batch_size={2**20}" in words and "prefetch=2" in words

@@ -203,11 +203,11 @@ def test_a_config_may_be_a_part_in_toml(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("worker = 3", ": worker\n*do:    workers, in place of worker; "),
-        ("[recipe]\nlearn_rate = 3", ", recipe: learn_rate\n*do:    learning_rate, in place of learn_rate; "),
+        ("worker = 3", ": worker\n*do:    workers instead of worker; "),
+        ("[recipe]\nlearn_rate = 3", ", recipe: learn_rate\n*do:    learning_rate instead of learn_rate; "),
         ("[recipe]\nlearning_rate = 'many'", "learning_rate takes float, not 'many'"),
-        ("mesh", "it is no TOML: "),
-        ("recipe = 3", "it is a table of options"),
+        ("mesh", "it is not TOML: "),
+        ("recipe = 3", "it must be a table of options"),
         (None, "no such file"),
     ],
 )

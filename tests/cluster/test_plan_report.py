@@ -46,7 +46,7 @@ def test_a_suggestion_is_a_line_to_paste_that_was_compiled():
     said = str(report)
     assert "\ndoes not fit: 118.7 GiB of 79.1\n" in said
     assert said.endswith(
-        "\ntry, as it compiles and fits: 39.6 GiB of 79.1:\n"
+        "\ntry this, which compiles and fits: 39.6 GiB of 79.1:\n"
         "jshard plan my_model.py --topology h100:1x8 --mesh replica=1,fsdp=8,tensor=1 \\\n"
         "    --set accumulate=4 --unit remat=full"
     )
@@ -59,8 +59,8 @@ def test_a_suggestion_is_a_line_to_paste_that_was_compiled():
 @pytest.mark.parametrize(
     ("tried", "text"),
     [
-        ((1.2, 1.1), "2 ways that hold less were compiled, and none fits: it needs more devices, or a smaller --set"),
-        ((), "no way to compute or to keep less would fit, by the estimate: it needs more devices, or a smaller --set"),
+        ((1.2, 1.1), "2 configurations that keep less were compiled, and none fits: it needs more devices, or"),
+        ((), "by the estimate, no configuration that keeps less would fit: it needs more devices, or"),
     ],
     ids=["none fits", "none was tried"],
 )

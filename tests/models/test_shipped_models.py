@@ -73,8 +73,8 @@ def test_a_shipped_model_loads_and_is_recorded_by_its_name(folder, capsys):
 def test_an_unknown_name_lists_the_models(folder, capsys):
     assert cli.main(["train", "gtp"]) == 2
     said = capsys.readouterr().err
-    assert f"with jshard come {', '.join(sorted(NAMES))}.\n" in said
-    assert "jshard, such as gpt;\n         jshard init gpt my_gpt.py  # " in said
+    assert f"the included models are {', '.join(sorted(NAMES))}.\n" in said
+    assert "an included model, such as gpt;\n         jshard init gpt my_gpt.py  # " in said
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_gpus_are_shared_out(monkeypatch):
     assert ids({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == "2,3"
     assert ids({"CUDA_VISIBLE_DEVICES": "7", "JAX_PLATFORMS": "cpu"}) is None
     assert ids({"CUDA_VISIBLE_DEVICES": ""}) is None
-    with pytest.raises(js.ShardingError, match="cannot be shared out") as info:
+    with pytest.raises(js.ShardingError, match="cannot be divided") as info:
         ids({"CUDA_VISIBLE_DEVICES": "0"})
     assert "JAX_PLATFORMS=cpu" in info.value.do
 

@@ -105,7 +105,7 @@ The variables that describe the cluster are half set.
   where: JAX_COORDINATOR_ADDRESS=node1:1234
          JAX_NUM_PROCESSES=3
          JAX_PROCESS_ID is not set
-  why:   2 of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to give the rest.
+  why:   2 of 3 are set, and no launcher (srun, mpirun, Kubernetes) provides the rest.
   do:    set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I
          or none, for one process: env -u JAX_COORDINATOR_ADDRESS -u JAX_NUM_PROCESSES jshard train gpt"""
 NO_STEP = """\
@@ -115,7 +115,7 @@ Slurm's job has several tasks, and this process is in none of its steps.
          SLURM_JOB_NUM_NODES=3
   why:   srun starts one process per task; a batch script, and the shell of salloc, is one process.
   do:    srun jshard train gpt
-         or, if one process is meant: JAX_NUM_PROCESSES=1 jshard train gpt"""
+         or, for one process: JAX_NUM_PROCESSES=1 jshard train gpt"""
 NO_ADDRESS = """\
 open mpi does not say where its processes meet.
   where: OMPI_COMM_WORLD_SIZE=2
@@ -123,7 +123,7 @@ open mpi does not say where its processes meet.
          OMPI_COMM_WORLD_LOCAL_RANK=1
   why:   the address of process 0 is in none of its variables.
   do:    export JAX_COORDINATOR_ADDRESS=$(hostname):12345; mpirun -n 2 -x JAX_COORDINATOR_ADDRESS jshard train gpt
-         on the machine of process 0; from another one, with the name of that."""
+         on the machine of process 0; elsewhere with the name of that machine."""
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ open mpi does not say where its processes meet.
         (OPEN_MPI_5, NO_ADDRESS),
         (MPICH, "12345; mpiexec -n 2 jshard train gpt"),
         (TORCHRUN, "12345; torchrun --nproc_per_node=4 --no_python jshard train gpt"),
-        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-1"}, "PMIx does not say how many processes there are."),
-        ({**INDEXED, "JAX_NUM_PROCESSES": ""}, "Kubernetes does not say how many processes the job has."),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-1"}, "PMIx does not report how many processes there are."),
+        ({**INDEXED, "JAX_NUM_PROCESSES": ""}, "Kubernetes does not report how many processes the job has."),
         # The name of this pod ends with another index: there is no subdomain that the index belongs to.
         ({**INDEXED, "JOB_COMPLETION_INDEX": "3"}, "The pods of this job cannot find each other."),
     ],

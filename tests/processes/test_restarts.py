@@ -56,7 +56,7 @@ def test_attempts_that_come_nowhere_end_the_run(capfd):
     assert supervised(20, p1="killed") == 1
     err = capfd.readouterr().err
     assert err.count("lost process 1") == 3
-    assert "The last 3 attempts came nowhere" in err and "did a step after 12" in err
+    assert "The last 3 attempts made no progress" in err and "completed a step after 12" in err
 
 
 @pytest.mark.parametrize(("action", "code"), [("fails and says why", 1), ("fails", 1), ("refuses", 2)])
@@ -86,11 +86,11 @@ PLACE = launch.Cluster(kind="slurm", coordinator="a:1000", num_processes=4, proc
 @pytest.mark.parametrize(
     ("options", "cluster", "reported"),
     [
-        ({"max_restarts": -1}, None, "The restarts make no sense."),
-        ({"min_processes": 2}, PLACE, "The restarts make no sense."),
-        ({"max_restarts": 1, "min_processes": 2}, None, "on a cluster alone"),
+        ({"max_restarts": -1}, None, "The restart options are not valid."),
+        ({"min_processes": 2}, PLACE, "The restart options are not valid."),
+        ({"max_restarts": 1, "min_processes": 2}, None, "only on a cluster"),
         ({"max_restarts": 1, "min_processes": 2, "mesh": "fsdp=4"}, PLACE, "--min-processes 3"),
-        ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "more than half go on"),
+        ({"max_restarts": 1, "min_processes": 5, "mesh": "fsdp=4"}, PLACE, "more than half of 4 must continue"),
         ({"max_restarts": 1, "min_processes": 3}, PLACE, "name all degrees"),
         ({"max_restarts": 1, "min_processes": 3, "mesh": "fsdp=4", "auto": True}, PLACE, "--auto"),
     ],

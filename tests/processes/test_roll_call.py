@@ -95,7 +95,7 @@ MISSING = """\
          JAX_PROCESS_ID=0
          JSHARD_ROLL_CALL_PORT=ROLL
   why:   2 of 4 came to the roll call within 3 s.
-  do:    look why process 1, 3 did not start, or cannot reach 127.0.0.1:ROLL;
+  do:    check why process 1, 3 did not start, or cannot reach 127.0.0.1:ROLL;
          if they are only slow to start: --init-timeout 900"""
 
 
@@ -114,8 +114,8 @@ Process 0 cannot be reached.
          JAX_PROCESS_ID=1
          JSHARD_ROLL_CALL_PORT=ROLL
   why:   Connection refused, after 1 s.
-  do:    see that process 0 runs on 127.0.0.1 and that its ports PORT and ROLL are open to H;
-         another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345"""
+  do:    check that process 0 runs on 127.0.0.1 and that its ports PORT and ROLL are open to H;
+         or set another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345"""
 
 
 def test_a_process_0_that_does_not_come_is_told(ports):

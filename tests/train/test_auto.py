@@ -118,7 +118,7 @@ def test_a_run_that_chooses(folder, capsys):
     assert train("--auto", "--steps", "2", "--out", "run", *small) == 0
     said = capsys.readouterr().out
     assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
-    assert "Ways that were tried" in said
+    assert "Configurations tried" in said
     best = min(range(len(tried)), key=lambda i: (tried[i][0] != 4 or tried[i][2] != "none", i))
     fsdp, reshard, remat, accumulate = tried[best]
     stored = json.loads((path / "run" / "run.json").read_text())["options"]
@@ -162,4 +162,4 @@ def test_processes_see_one_machine(monkeypatch):
 
 def test_nothing_is_chosen_where_nothing_runs(folder, capsys):
     assert train("--auto", "--dry-run") == 2
-    assert "--auto measures steps, and --dry-run does none" in capsys.readouterr().err
+    assert "--auto measures steps, and --dry-run runs none" in capsys.readouterr().err

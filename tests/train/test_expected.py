@@ -67,7 +67,7 @@ def change(name, at, value):
 def test_a_run_as_planned_says_so_and_trains(folder, capsys, name):
     assert cli.main([*ARGUMENTS, "--expect", name]) == 0
     said = capsys.readouterr().out
-    assert f"as {name} has it, within 5.0%: " in said
+    assert f"as in {name}, within 5.0%: " in said
     assert ("peak bytes" in said) == (name == "cpu.json")
     assert (folder / "run" / "checkpoints" / "1").is_dir()
 
@@ -107,7 +107,7 @@ def test_what_is_no_plan_is_refused(folder, capsys):
     (folder / "other.json").write_text('{"plan": {}}')
     (folder / "broken.json").write_text("{")
     for name, text in (
-        ("other.json", "no plan of a compiled step"),
+        ("other.json", "not a plan of a compiled step"),
         ("broken.json", "Expecting"),
         ("none.json", "No such"),
     ):

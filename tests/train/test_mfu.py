@@ -50,7 +50,7 @@ def test_the_peak_of_a_device(kind, flops_per_s):
     ],
 )
 def test_a_device_that_is_only_like_one_of_the_table_has_no_peak(kind):
-    with pytest.warns(UserWarning, match=f"The peak of {kind} is not known, so no MFU is shown") as reported:
+    with pytest.warns(UserWarning, match=f"The peak of {kind} is unknown, so no MFU is shown") as reported:
         assert mfu.device_peak(devices(kind)) is None
     assert len(reported) == 1
 

@@ -182,7 +182,7 @@ def test_a_resumed_run_goes_on_at_wandb_and_sends_no_step_twice(out, wandb_calls
 
 def test_a_run_that_wandb_does_not_take_is_told_at_the_start(out, wandb_calls, monkeypatch):
     monkeypatch.setenv("WANDB_FAILS", "1")
-    with pytest.raises(RunError, match="does not take the run") as error:
+    with pytest.raises(RunError, match="refuses the run") as error:
         trackers.open_trackers(["wandb"], out=out, config={})
     assert "No API key configured." in error.value.why
     assert "WANDB_MODE=offline" in error.value.do

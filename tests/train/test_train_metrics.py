@@ -77,7 +77,7 @@ def test_a_value_that_is_no_number_is_null(path):
 def test_an_existing_file_is_refused_and_stays(path):
     write(path, [1, 2])
     before = path.read_bytes()
-    with pytest.raises(ShardingError, match="written over another one") as error:
+    with pytest.raises(ShardingError, match="overwrite another one") as error:
         metrics.Jsonl(path)
     assert str(path) in str(error.value) and "--resume" in error.value.do
     assert path.read_bytes() == before

@@ -165,10 +165,10 @@ def test_value_that_the_dataclass_refuses():
         "A setting cannot be used.\n"
         "  where: --set model.heads=3 --set model.width=100\n"
         "  why:   Net refuses it: width=100 does not split into heads=3\n"
-        "  do:    --print-config  # shows the keys, and the values that they have"
+        "  do:    --print-config  # shows the keys and their values"
     )
     assert override(MINE, ["model.heads=3", "model.width=99"]).model.width == 99
-    assert refused("ema=1").why == "Mine refuses it: an assertion of it does not hold."
+    assert refused("ema=1").why == "Mine refuses it: one of its assertions failed."
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_a_source_that_does_not_fit_leaves_no_run_behind(whole, data, tmp_path):
     bad = {
         "There is no checkpoint to restore": (RECIPE, tmp_path / "gone"),
         "The checkpoint does not fit": (wider, whole[0].out),
-        r"(?s)have no names elsewhere.*gpt\.py, line \d+\n.*rotary": (RECIPE, tmp_path / "x.safetensors"),
+        r"(?s)have no names in other formats.*gpt\.py, line \d+\n.*rotary": (RECIPE, tmp_path / "x.safetensors"),
     }
     for text, (recipe, source) in bad.items():
         with pytest.raises(ShardingError, match=text) as caught:

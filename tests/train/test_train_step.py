@@ -251,6 +251,6 @@ def test_a_state_that_grows_is_refused(mesh):
         model.activation = nnx.Intermediate(model(batch["x"]))
         return jnp.mean(model.activation[...] ** 2)
 
-    with pytest.raises(AnnotationError, match="changes what the model or the optimizer consists of") as caught:
+    with pytest.raises(AnnotationError, match="changes the structure of the model or the optimizer") as caught:
         TrainStep(keeps_its_output, *normed(mesh))
     assert caught.value.where == ("model/activation  new",)
