@@ -64,7 +64,7 @@ def test_token_ids_stay_as_they_are_and_another_file_is_held_out(folder):
 @pytest.mark.parametrize(
     ("path", "how", "said"),
     [
-        ("train.bin", {}, r"does not say in which dtype(.|\n)*--dtype uint16"),
+        ("train.bin", {}, r"does not record the dtype(.|\n)*--dtype uint16"),
         ("train.bin", {"dtype": "uint8"}, r"looks like uint16(.|\n)*--dtype uint16"),
         ("train.bin", {"dtype": "uint16", "vocab_size": 300}, r"token 300(.|\n)*it is 300(.|\n)*model.vocab_size=500"),
         ("web.jsonl", {"text_key": "txt"}, r"line 1(.|\n)*'text', 'id', and no 'txt'(.|\n)*--text-key text"),
