@@ -142,7 +142,7 @@ def chosen_variant(
             work.result = f"{duration(step_s)} a step" if math.isfinite(step_s) else "does not run"
         return step_s
 
-    with at_work("--auto: estimating every way", say=say, stream=stream) as work:
+    with at_work("--auto: estimating every configuration", say=say, stream=stream) as work:
         found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
         work.result = found.counted
     feedback = with_feedback(found, measure) if found.ranked else None

@@ -164,7 +164,7 @@ def test_what_is_known_may_be_a_range_and_stated_is_its_middle():
 def test_what_cannot_be_assumed(text):
     with pytest.raises(ShardingError) as error:
         parse_known([text])
-    assert error.value.what == "The assumption about a cluster is not known." and error.value.where == (
+    assert error.value.what == "The assumption about the cluster is unknown." and error.value.where == (
         f"--assume {text}",
     )
 
