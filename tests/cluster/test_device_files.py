@@ -72,7 +72,7 @@ def test_what_describes_no_device_is_refused(tmp_path, case):
     path = tmp_path / "h20.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ShardingError, match="The file describes no device") as caught:
+    with pytest.raises(ShardingError, match="The file does not describe a device") as caught:
         parse_topology(f"{path}:1x8")
     assert said in str(caught.value) and str(path) in str(caught.value)
 
