@@ -52,8 +52,8 @@ class Assumptions:
             f" (attention {self.attention_efficiency:.0%}),"
             f" memory {self.memory_bytes_per_s / 1e12:g} TB/s x {self.memory_efficiency:.0%},"
             f" {self.fast_bytes_per_s / 1e9:g} GB/s among {self.fast_group},"
-            f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us a collective,"
-            f" computing {self.contention:.0%} longer beside one and {self.straggling:.0%} on the slowest device"
+            f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us per collective,"
+            f" computation {self.contention:.0%} longer beside one and {self.straggling:.0%} on the slowest device"
         )
 
     def compute_s(self, work: OpWork) -> float:

@@ -111,7 +111,7 @@ class ClusterPlan(Printed):
         away, rate = self.step.memory.host_bytes, self.cluster.assumptions.host_bytes_per_s
         if not away:
             return ()
-        once = f"; to move that once takes {duration(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
+        once = f"; moving that once takes {duration(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
         return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} are{once}",)
 
     def mfu(self, estimate: Estimate) -> float:
@@ -166,7 +166,7 @@ class ClusterPlan(Printed):
     def to_html(self, report: str, others: Sequence[ClusterPlan] = ()) -> str:
         """A self-contained page: a report and the timeline of the step, with those of others below."""
         assumed = self.estimates.stated.assumptions
-        subtitle = f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. {assumed}"
+        subtitle = f"The timeline is an estimate; nothing was run. A loop is drawn as one round. {assumed}"
         return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(others), report)
 
     def to_chrome_trace(self, others: Sequence[ClusterPlan] = ()) -> str:
@@ -215,15 +215,15 @@ class ClusterPlan(Printed):
         device, peak = self.topology.device, self.step.memory.peak_bytes
         if device.platform != "gpu" or not self.fits:
             return []
-        lines = ["NCCL, CUDA and fragmentation come on top: leave several GiB."]
+        lines = ["NCCL, CUDA and fragmentation need more: leave several GiB free."]
         if peak > _PREALLOCATED * device.hbm_bytes:
-            lines.append("JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
+            lines.append("JAX uses three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
         hidden = self.estimates.stated.hidden
         if peak > _CLOSE * device.hbm_bytes and hidden < _HALF:
             more = f"--set accumulate={2 * self.step.accumulate}"
             lines.append(
-                f"So close to the limit the compiler overlaps less: {hidden:.0%} of the communication is hidden."
-                f" --unit remat=full, or {more}, leaves it room."
+                f"This close to the limit, the compiler overlaps less: {hidden:.0%} of the communication is hidden."
+                f" --unit remat=full, or {more}, frees memory."
             )
         return lines
 
@@ -236,9 +236,9 @@ class ClusterPlan(Printed):
             ("  communication not hidden", lambda e: e.exposed_s, duration),
             ("communication hidden", lambda e: e.hidden, "{:.1%}".format),
             ("communication in loops hidden", lambda e: e.hidden_in_loops, "{:.1%}".format),
-            ("TFLOP/s by device (the model's)", lambda e: self._flops_per_s(e) / 1e12, three_digits),
+            ("TFLOP/s per device (the model's)", lambda e: self._flops_per_s(e) / 1e12, three_digits),
             ("MFU, of dense bf16", self.mfu, "{:.1%}".format),
-            ("HFU, with what is computed again", self.hfu, "{:.1%}".format),
+            ("HFU, with recomputation", self.hfu, "{:.1%}".format),
         )
         for name, value, written in rows:
             if "loops" in name and not self.audit.schedule.in_loops:
@@ -254,15 +254,15 @@ class ClusterPlan(Printed):
             "slow_bytes_per_s": rate("adapters at {} GB/s"),
             "fast_bytes_per_s": rate("fast links at {} GB/s"),
             "matmul_efficiency": percent("matrix products at {} of their peak"),
-            "attention_efficiency": percent("attention at {} of it"),
-            "contention": percent("computing {} longer beside a collective"),
+            "attention_efficiency": percent("attention at {}"),
+            "contention": percent("computation {} longer beside a collective"),
             "straggling": percent("{} longer on the slowest device"),
         }
         other = lambda name: lambda ends: f"{name} {ends[0]:g} to {ends[1]:g}"
         varied = [words.get(name, other(name))(ends) for name, ends in self.cluster.ranges.items()]
         lines = (
             f"stated: {self.cluster.assumptions}",
-            f"from, to: {', '.join(varied) or 'the same, as nothing is left to vary'}",
+            f"from, to: {', '.join(varied) or 'the same, as all assumptions are known'}",
             f"flops of a step: {self.step.flops_formula}",
         )
         return "\n".join(lines)
@@ -272,10 +272,10 @@ class ClusterPlan(Printed):
 
 _COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. step>", "hidden>", "MFU>"
 _CAPTION = (
-    "Compiled: GiB at the peak; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces by the number of"
-    " parameters; loops: collectives in loops with matrix products beside them. Estimated: step, hidden, MFU, as stated"
-    " and below it the range of the assumptions above, the quickest first and marked *; nothing is estimated of what"
-    " does not fit, as the compiler then saves memory instead of time."
+    "Compiled: peak GiB; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces relative to the number of"
+    " parameters; loops: collectives in loops that overlap matrix products. Estimated: step, hidden, MFU, as stated,"
+    " and below it the range of the assumptions above; the fastest is first and marked *. Configurations that do not"
+    " fit have no estimate, as the compiler then trades speed for memory."
 )
 
 

@@ -78,7 +78,7 @@ def test_unreadable_extents_of_tpus():
         "  why:   v5p: must be followed by XxYxZ, the extents of a slice, integers from 1, not '8x8'.\n"
         "  do:    --topology v5p:8x8x8"
     )
-    assert "comes XxY, the extents" in refused("v5e:2x2x2")
+    assert "followed by XxY, the extents" in refused("v5e:2x2x2")
 
 
 def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
