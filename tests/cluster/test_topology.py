@@ -56,8 +56,8 @@ def test_unknown_device_names_the_nearest():
     assert refused("h10:64x8") == (
         "There is no device 'h10'.\n"
         "  where: --topology h10:64x8\n"
-        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e; with adapters of"
-        " their own a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100; and files, *.toml.\n"
+        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e; with their"
+        " own adapters a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100; and files, *.toml.\n"
         "  do:    --topology h100:64x8"
     )
     assert "do:    --topology a100-40:64x8  # or --topology a100-80:64x8" in refused("a100:2x8")

@@ -88,8 +88,8 @@ def test_a_name_that_is_no_strategy():
     assert str(error.value) == (
         "There is no strategy 'ddp'.\n"
         "  where: --compare zero3,ddp\n"
-        "  why:   the strategies are replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd: plain Flax under"
-        " jax.jit.\n"
+        "  why:   the strategies are replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd, which is plain"
+        " Flax under jax.jit.\n"
         "  do:    --compare replicate,zero2,zero3,hsdp,gspmd"
     )
 
