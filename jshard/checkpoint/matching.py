@@ -174,7 +174,7 @@ def to_read(stored: StoredLeaf, pick: Pick, wanted: Any) -> Any:
     if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, but jax uses 32
         return stored.on_host()
     shape = stored.shape
-    if is_key or not _is_key(wanted):  # the sharding of the keys, not of their numbers; or of the padded array
+    if is_key or not _is_key(wanted):  # sharding of the keys, not of their numbers; with the wanted padding
         shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
         shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
     sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))

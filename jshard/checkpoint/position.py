@@ -47,7 +47,7 @@ def _encoded(value: Any, where: str) -> Any:
     raise ShardingError(
         "The position in the data cannot be stored.",
         where=where,
-        why=f"it contains a {type(value).__name__}; a position is stored without pickle.",
+        why=f"it is a {type(value).__name__}; a position is stored without pickle.",
         do="let get_state() return dicts, lists, numbers, strings, bytes or numpy arrays.",
     )
 

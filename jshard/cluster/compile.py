@@ -390,7 +390,7 @@ def _crashed(subject: str, code: int, folder: Path, do: str) -> CompileError:
         "The compiling process failed.",
         where=subject,
         why="\n".join([f"{ending}; its last lines:" if last else f"{ending}, without output.", *last]),
-        do="free some memory: signal 9 means that the system ran out of it." if code == -9 else do,
+        do="give it more memory: the system kills processes with signal 9 when it runs out." if code == -9 else do,
     )
     if os.environ.get("JSHARD_DEBUG", "0") not in ("", "0"):
         error.add_note("\n".join(["its whole output:", *output]))

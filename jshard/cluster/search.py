@@ -127,7 +127,7 @@ def name_of(mesh: Mapping[str, int], units: Mapping[str, Any], accumulate: int) 
 def _splits(devices: int) -> list[int]:
     """Degrees of sharding, the largest first."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    if len(divisors) > _MOST_SPLITS:  # powers of two only
+    if len(divisors) > _MOST_SPLITS:  # only repeated halves of `devices`, and 1
         divisors = [n for n in divisors if n == 1 or (devices // n) & (devices // n - 1) == 0]
     return divisors[::-1]
 

@@ -100,7 +100,7 @@ def test_a_killed_process_is_told_as_one_without_memory(folder, monkeypatch):
     interpreter(folder, monkeypatch, "kill -9 $$")
     with pytest.raises(CompileError, match="signal 9, without output") as error:
         compile_step(request())
-    assert error.value.do.startswith("free some memory")
+    assert error.value.do.startswith("give it more memory")
 
 
 def test_a_compiler_that_takes_too_long_is_stopped(folder, monkeypatch):
