@@ -139,7 +139,7 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
         raise CheckpointError(
             f"The state cannot be saved: {len(bad)} leaves are not data.",
             where=bad,
-            why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, texts, and objects with get_state() "
+            why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, strings, and objects with get_state() "
             "and set_state().",
             do="leave them out of the state, or save the arrays and numbers they contain.",
         )

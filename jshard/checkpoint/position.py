@@ -150,7 +150,7 @@ def check_position(position: DataPosition, text: str) -> None:
         raise CheckpointError(
             "The position in the data is of another kind.",
             where=f"saved from a {stored['kind']}, restored into a {type(position).__name__}",
-            why="one counts the batches of the whole run, the other those of each process.",
+            why="one counts the samples of the whole run, the other those of each process.",
             do=f"restore into a {stored['kind']}; or leave the position out, and choose the start:\n"
             "GlobalBatches(..., start=4096)",
         )

@@ -106,7 +106,7 @@ class _Boxes:
             raise RunError(
                 "The checkpoint could not be written.",
                 where=[str(path), *(f"{name}  {leaves[name].shape} {leaves[name].dtype}" for name in bad)],
-                why="the values read differ from the saved ones: their checksums differ.",
+                why="the values read differ from the saved ones: their checksums do not match.",
                 do="use another checkpoint; to list the damage in the source: jshard ckpt verify PATH",
             )
 

@@ -414,7 +414,7 @@ def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str,
         if total != leaf.sums:
             bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
     if bad:
-        raise damaged(path, bad, "the values read differ from the saved ones: their checksums differ.")
+        raise damaged(path, bad, "the values read differ from the saved ones: their checksums do not match.")
 
 
 def _list(what: str, lines: tuple[str, ...], shown: int = 10) -> str:
