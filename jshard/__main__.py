@@ -10,8 +10,8 @@ from jshard.cli import leave_if_worker, main
 
 def run() -> NoReturn:
     """Runs the command, and ends the process with its exit code."""
-    # Tracing makes objects by the million, and few are garbage: the search for these is a tenth of a short run, and its
-    # last one, at the end of Python, half a second.
+    # Tracing creates millions of objects, few of them garbage: garbage collection takes a tenth of a short run, and its
+    # last pass, at the end of Python, half a second.
     gc.set_threshold(200_000, 20, 50)
     atexit.register(gc.freeze)
     code = main()
@@ -23,5 +23,5 @@ def run() -> NoReturn:
     sys.exit(code)
 
 
-if __name__ == "__main__":  # data workers import the main module anew
+if __name__ == "__main__":  # data workers import the main module again
     run()

@@ -1,7 +1,7 @@
 """Packages whose names are loaded on first use.
 
-`import jshard` is then a matter of milliseconds, and who needs little of it does not wait for jax: the processes that
-read data, `jshard --help`.
+`import jshard` then takes milliseconds, and programs that need little of it, such as data workers and `jshard --help`,
+do not wait for jax.
 """
 
 import ast
@@ -18,10 +18,10 @@ def attach(
 
     Args:
         package: its `__name__`.
-        file: its `__file__`. Beside it is `__init__.pyi` with the imports, which type checkers and editors read, too.
-        moved: names that have left the package, separated by spaces, by the module that has them now. They work for
-            one more release, with a warning that has the new line.
-        unlisted: modules of further names, which work and are in neither `__dir__` nor `__all__`.
+        file: its `__file__`. Beside it is `__init__.pyi` with the imports, which type checkers and editors also read.
+        moved: names that have moved out of the package, separated by spaces, by their new module. They work for one
+            more release, with a warning that shows the new import.
+        unlisted: modules of further names, which work but are in neither `__dir__` nor `__all__`.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
@@ -32,7 +32,7 @@ def attach(
     def load(name: str) -> object:
         if name in new_homes:
             warnings.warn(
-                f"{package.replace('jshard', 'js')}.{name} has moved, and goes with the next release. The new line:\n"
+                f"{package.replace('jshard', 'js')}.{name} has moved, and the next release removes it here. Use:\n"
                 f"  from {new_homes[name]} import {name}",
                 FutureWarning,
                 stacklevel=2,

@@ -1,6 +1,6 @@
-"""The terminal line that is rewritten while work is in progress, and messages about work that takes long.
+"""The terminal line that is rewritten while work is in progress, and messages about long work.
 
-It imports nothing but Python's own: it is there before jax is.
+It only imports the standard library, so that it is available before jax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVERY_S, _FIRST_S = 1.0, 0.3
 class LiveLine:
     """The last line of a stream, rewritten in place on a terminal. Threads may share it.
 
-    When nobody reads any more (a closed pipe, a terminal that is gone), nothing is written any more.
+    Once the reader is gone (a closed pipe or terminal), nothing more is written.
 
     Args:
         stream: where to write; None writes nowhere.
@@ -30,29 +30,29 @@ class LiveLine:
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self.is_live = is_terminal(stream)
-        self._width = 0  # of what the terminal shows
+        self._width = 0  # width of the text on the terminal
         self._lock = threading.Lock()
 
     @property
     def columns(self) -> int:
-        """Characters that there is room for; the last one is left free, as filling it begins a new line."""
+        """The available width; the last column stays free, as filling it starts a new line."""
         return max(shutil.get_terminal_size().columns - 1, 1)
 
     def rewrite(self, line: str) -> None:
-        """Puts a text in the place of the last one; of a terminal only."""
+        """Replaces the live text; only on a terminal."""
         columns = self.columns
         with self._lock:
             self._write("\r" + line[:columns].ljust(min(self._width, columns)))
             self._width = min(len(line), columns)
 
     def leave(self, line: str = "") -> None:
-        """Writes a line that stays, in the place of the live one."""
+        """Writes a permanent line in place of the live one."""
         with self._lock:
             blank, self._width = " " * min(self._width, self.columns), 0
             self._write((f"\r{blank}\r" if blank else "") + (f"{line}\n" if line else ""))
 
     def end(self) -> None:
-        """Leaves the live line as it is, and begins another."""
+        """Keeps the live line, and starts another."""
         with self._lock:
             if self._width:
                 self._write("\n")
@@ -73,7 +73,7 @@ class LiveLine:
 
     def _fall_silent(self) -> None:
         if self._stream is sys.stdout:
-            # Python flushes standard output at its end, and would end with exit code 120.
+            # Python flushes standard output at exit, and would exit with code 120.
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, sys.stdout.fileno())
@@ -82,7 +82,7 @@ class LiveLine:
 
 
 class Work:
-    """What `at_work` says of the work; its result may be added when it is known.
+    """The text that `at_work` shows; the result may be added once it is known.
 
     Args:
         what: is done.
@@ -96,14 +96,14 @@ class Work:
 def at_work(
     what: str, *, say: Callable[[str], object], stream: TextIO | None, every_s: float = _EVERY_S
 ) -> Iterator[Work]:
-    """Says while a block works what is done and for how long, and afterwards what it took.
+    """Shows the work of a block and its elapsed time, and the total time at the end.
 
     On a terminal a line is rewritten each second. Elsewhere one line is printed at the start and one at the end.
 
     Args:
-        what: is done: "compiling the step".
-        say: prints a line that stays.
-        stream: on which `say` prints; None in a process that says nothing.
+        what: the work in progress, such as "compiling the step".
+        say: prints a permanent line.
+        stream: where `say` prints; None in a process that prints nothing.
         every_s: seconds between two lines.
 
     Yields:
@@ -112,7 +112,7 @@ def at_work(
     work, line, start_s, over = Work(what), LiveLine(stream), time.perf_counter(), threading.Event()
 
     def tick() -> None:
-        wait_s = min(_FIRST_S, every_s)  # what is done at once is not shown
+        wait_s = min(_FIRST_S, every_s)  # instant work is not shown
         while not over.wait(wait_s):
             so_far = f" ... {took(int(time.perf_counter() - start_s))}"
             line.rewrite(_cut(work.what, line.columns - len(so_far)) + so_far)
@@ -149,12 +149,12 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def fitted(text: str, stream: TextIO | None, *, indent: str = "") -> str:
-    """A text whose lines end between words on a terminal; elsewhere it stays as it is.
+    """Wraps a text between words on a terminal; elsewhere it is unchanged.
 
     Args:
         text: one line.
         stream: where it goes.
-        indent: of what follows the first line.
+        indent: of the lines after the first.
     """
     if not is_terminal(stream):
         return text
@@ -164,7 +164,7 @@ def fitted(text: str, stream: TextIO | None, *, indent: str = "") -> str:
 
 
 def took(seconds: float) -> str:
-    """A time as text: 1.5 s, 12 s, 3 min 05 s; a whole number stays one."""
+    """A time as text: 1.5 s, 12 s, 3 min 05 s; integers stay integers."""
     if seconds < 9.95 and isinstance(seconds, float):
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

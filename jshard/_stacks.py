@@ -1,7 +1,7 @@
-"""The stacks of a process's threads, seen from outside: also if it is deep in native code, or stopped.
+"""The stacks of a process's threads, read from outside, even if it is in native code or stopped.
 
-A process that has called `ready` answers SIGUSR2 with the Python stacks of its threads, written in C into a file in
-memory, which another process of the same user finds in /proc. Nothing of it is on the disk until somebody asks.
+A process that has called `ready` answers SIGUSR2 with the Python stacks of its threads, written in C to an in-memory
+file, which another process of the same user finds in /proc. Nothing is written to disk unless requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 _SIGNAL = signal.SIGUSR2
 _MEMORY = "jshard-stacks"
 _ANSWER_S, _LOOK_S = 1.0, 0.02
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead, not yet buried"}
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead (a zombie)"}
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x0*([0-9a-f]+)")
 
@@ -30,7 +30,7 @@ class Stacks:
 
     Attributes:
         name: of the process.
-        text: as faulthandler writes them; empty where the process did not answer.
+        text: as faulthandler writes them; empty if the process did not answer.
         main: the main thread's frames, innermost first, as "FILE:LINE in FUNCTION".
         others: the frames of the other threads.
     """
@@ -42,7 +42,7 @@ class Stacks:
 
 
 def ready(name: str) -> None:
-    """From now on this process answers with its stacks, once and for all. A SIGUSR2 of the user's stays his."""
+    """From now on, this process answers with its stacks. An existing SIGUSR2 handler of the user is kept."""
     if _memory(os.getpid()) or not hasattr(os, "memfd_create") or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
         return
     memory = os.memfd_create(_MEMORY)
@@ -51,7 +51,7 @@ def ready(name: str) -> None:
 
 
 def stacks(pid: int) -> Stacks | None:
-    """The stacks of a process now; None of one that is not `ready`, or is gone."""
+    """The current stacks of a process; None if it is not `ready` or is gone."""
     memory = _memory(pid)
     if memory is None:
         return None
@@ -69,14 +69,14 @@ def stacks(pid: int) -> Stacks | None:
 
 
 def state(pid: int) -> str:
-    """What the system says of a process that does not run, such as "T (stopped)"; empty for one that does."""
+    """The system's state of a process that does not run, such as "T (stopped)"; empty if it runs."""
     with contextlib.suppress(OSError, IndexError):
         return _described(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
     return ""
 
 
 def children(pid: int) -> list[int]:
-    """The processes that one has started."""
+    """The child processes of a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -99,13 +99,13 @@ def _memory(pid: int) -> Path | None:
 
 
 def _listens(pid: int) -> bool:
-    """Whether the signal is caught: it would end a process that does not."""
+    """Whether the process catches the signal, which would otherwise end it."""
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
 
 
 def _answer(memory: Path, before: str) -> str:
-    """What was added, once it grows no more."""
+    """The added text, once it stops growing."""
     text, until_s = before, time.monotonic() + _ANSWER_S
     while time.monotonic() < until_s:
         time.sleep(_LOOK_S)

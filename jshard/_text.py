@@ -1,4 +1,4 @@
-"""Numbers and names as text: bytes, counts, times, names that differ in a number; names of kernels in programs."""
+"""Numbers and names as text: bytes, counts, times, names that differ in a number; kernel names in programs."""
 
 import math
 import re
@@ -37,12 +37,12 @@ def three_digits(value: float) -> str:
 
 
 def loss_text(value: float) -> str:
-    """A loss or a metric as text: four digits after the point, or four significant ones where these would say less."""
+    """A loss or metric as text: four digits after the point, or four significant ones for small values."""
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 else f"{value:.4g}"
 
 
 def name_pattern(name: str) -> tuple[str, int | None]:
-    """`blocks/3/mlp` as `blocks/*/mlp` and 3, `block_3` as `block_*` and 3: the last number in a path may differ."""
+    """`blocks/3/mlp` as `blocks/*/mlp` and 3, `block_3` as `block_*` and 3: the last number in a path may vary."""
     numbers = list(re.finditer(r"(?<=[/_])\d+(?=/|$)", name))
     if not numbers or "+" in name:
         return name, None
@@ -53,7 +53,7 @@ def name_pattern(name: str) -> tuple[str, int | None]:
 def joined_name(pattern: str, indices: Iterable[int | None]) -> str:
     """`blocks/0..2,5` of `blocks/*` and 0, 1, 2, 5."""
     numbers = sorted(i for i in indices if i is not None)
-    if not numbers:  # `blocks/*` of a loop over stacked layers is a name as it is
+    if not numbers:  # `blocks/*` of a loop over stacked layers is already a name
         return pattern
     runs: list[list[int]] = []
     for i in numbers:
@@ -73,28 +73,28 @@ def folded_names(names: Iterable[str]) -> list[str]:
     return [joined_name(pattern, indices) for pattern, indices in groups.items()]
 
 
-# The names by which the kernels of `jshard.kernels` are known in traced and compiled programs.
+# The names of the kernels of `jshard.kernels` in traced and compiled programs.
 
 PREFIX = "jshard_"
-"""What the name of every kernel begins with."""
+"""The prefix of every kernel's name."""
 
 PRODUCT = "jshard.kernels product"
-"""What the results of their products are called: a policy of `jax.checkpoint` sees no matrix product in a kernel."""
+"""The name of their products' results, for `jax.checkpoint` policies, which do not see a kernel's products."""
 
 CONTEXT = "context"
-"""What the result of attention is called, here and in MaxText."""
+"""The name of attention's result, here and in MaxText."""
 
 ATTENTION = "dot_product_attention_fwd_wrapper"
-"""The operation of JAX that is cuDNN's attention: its results are the context, and what backward needs beside it."""
+"""JAX's operation for cuDNN attention; its results are the context, and further residuals for backward."""
 
 _SCOPE = re.compile(r"jshard\.kernels\.(\w+)\[(\w+)\]")
 
 
 def scope(kernel: str, form: str) -> str:
-    """The scope of all operations of a kernel in a form, "mosaic", "interpret" or "xla"."""
+    """The scope of all operations of a kernel in one form: "mosaic", "interpret" or "xla"."""
     return f"jshard.kernels.{kernel}[{form}]"
 
 
 def kernels_of(place: str) -> list[tuple[str, str]]:
-    """Names and forms of the kernels whose scopes are in a text, the outermost first."""
+    """Names and forms of the kernels whose scopes are in a text, outermost first."""
     return _SCOPE.findall(place)

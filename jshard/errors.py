@@ -1,4 +1,4 @@
-"""The four-part error: what failed, where, why (the numbers), what to do (a line to paste)."""
+"""The four-part error: what failed, where, why (the numbers), and what to do (a line to paste)."""
 
 from collections.abc import Iterator, Sequence
 

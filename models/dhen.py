@@ -1,15 +1,15 @@
-"""A DHEN, which predicts clicks: embedding tables far larger than the rest, and an ensemble of interactions above.
+"""A DHEN, which predicts clicks: embedding tables far larger than the rest, below an ensemble of interactions.
 
     jshard train dhen                        # the tiny recipe, minutes on a laptop
     jshard train dhen --recipe dhen_550m --mesh fsdp=512 --dry-run
 
 After "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (Zhang et al.,
-2022). A sample is some ids (user, place, ad) and some numbers. Each id becomes a row of its table, the numbers one
-more such row, and every layer applies several kinds of interaction to all of these rows. The samples come from
-`clicks.py`, beside this file: they follow a known law, so the smallest possible loss is known.
+2022). A sample has some ids (user, place, ad) and some numbers. Each id becomes a row of its table, the numbers become
+one more row, and every layer applies several kinds of interaction to all rows. The samples come from `clicks.py`,
+beside this file: they follow a known law, so the smallest possible loss is known.
 
-The two halves are sharded differently. The layers are units, gathered one after another. A table must never be
-gathered: the tables are most of the memory of all devices together, and a step reads little of them. So ids are sent
+The two halves are sharded differently. The layers are units, gathered one after another. Tables must never be
+gathered: they take most of the memory of all devices together, and a step reads little of them. So ids are sent
 to the devices that have the rows, and rows are sent back: traffic grows with the batch, not with the tables.
 
 Names end in the dims of their array:
@@ -52,12 +52,12 @@ class DHENConfig:
 
     @property
     def slots(self) -> int:
-        """The number of rows of a sample in a layer: one for each id, and one for the numbers."""
+        """The number of rows of a sample in a layer: one per id, and one for the numbers."""
         return len(self.rows) + 1
 
     @property
     def width(self) -> int:
-        """All slots of a sample, side by side."""
+        """All slots of a sample, concatenated."""
         return self.slots * self.d_model
 
 
@@ -65,7 +65,7 @@ class DHENConfig:
 
 
 def look_up(tables_RD: Sequence[jax.Array], ids_BC: jax.Array, first_row: Sequence[jax.Array | int]) -> jax.Array:
-    """A row for each id; zeros where the row is not in this part of the table, which begins with `first_row`."""
+    """A row for each id; zeros if the row is not in this part of the table, which starts at `first_row`."""
     found = []
     for c, (table_RD, first) in enumerate(zip(tables_RD, first_row, strict=True)):
         row = ids_BC[..., c] - first
@@ -76,7 +76,7 @@ def look_up(tables_RD: Sequence[jax.Array], ids_BC: jax.Array, first_row: Sequen
 
 
 class Tables(nnx.Module):
-    """An embedding table for each category. It is called in global view, and on a mesh sends the rows itself."""
+    """An embedding table per category. It is called in global view, and on a mesh sends the rows itself."""
 
     def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.05)
@@ -91,10 +91,10 @@ class Tables(nnx.Module):
         return self._across(self.mesh, tables, ids_BC)
 
     def _across(self, mesh: Mesh | AbstractMesh, tables: list[jax.Array], ids_BC: jax.Array) -> jax.Array:
-        """Every device looks for all ids in its part of the tables; the sum of what they find is scattered.
+        """Every device looks up all ids in its part of the tables; the sum of the results is scattered.
 
-        Every replica does so for the ids of all replicas. So in backward, where the gradients of the rows go the same
-        way back, each has the whole gradient of its part, and none of a table's size is ever sent.
+        Every replica does so for the ids of all replicas. In backward, the gradients of the rows take the same path
+        back, so each device has the whole gradient of its part, and nothing of a table's size is ever sent.
         """
         replicas, shards = mesh.shape["replica"], mesh.shape["fsdp"]
 
@@ -116,7 +116,7 @@ class Tables(nnx.Module):
 
 
 class Dots(nnx.Module):
-    """How alike any two slots are: their dot products, and a network over these."""
+    """The similarity of each pair of slots: dot products, then a network."""
 
     def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
         num_pairs = config.slots * (config.slots + 1) // 2
@@ -130,7 +130,7 @@ class Dots(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Each slot mixes in those that it asks for."""
+    """Self-attention between slots."""
 
     def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
         D, HK = config.d_model, config.n_head * config.d_head
@@ -146,7 +146,7 @@ class Attention(nnx.Module):
 
 
 class Cross(nnx.Module):
-    """Each number of a sample, times a weighted sum of all of them: one more degree of products in every layer."""
+    """Each number of a sample times a weighted sum of all: each layer raises the degree of the products by one."""
 
     def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
         self.weigh = nnx.Linear(config.width, config.width, rngs=rngs)
@@ -156,7 +156,7 @@ class Cross(nnx.Module):
 
 
 class Mix(nnx.Module):
-    """A weighted sum of everything, the simplest that sees all slots."""
+    """A weighted sum of everything, the simplest interaction of all slots."""
 
     def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
         self.weigh = nnx.Linear(config.width, config.width, rngs=rngs)
@@ -166,7 +166,7 @@ class Mix(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One level of the hierarchy: the sum of what all interactions find, beside a shortcut, normalised."""
+    """One level of the hierarchy: the sum of all interactions and a shortcut, normalised."""
 
     def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
         kinds = (Dots, Attention, Cross, Mix)
@@ -204,7 +204,7 @@ def build(config: DHENConfig, rngs: nnx.Rngs) -> DHEN:
 
 
 def annotate(model: DHEN, mesh: Mesh | AbstractMesh) -> None:
-    """Tables by row, which stay where they are; a unit for each layer; the root keeps the rest."""
+    """Tables are sharded by row and never gathered; each layer is a unit; the root has the rest."""
     precision = None
     if model.config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=model.config.compute_dtype, reduce="float32")
@@ -231,7 +231,7 @@ def data(recipe: DHENRecipe) -> Data:
 
 
 def flops(recipe: DHENRecipe) -> tuple[float, str]:
-    """Of the layers; tables and head are a trifle beside them."""
+    """FLOPs of the layers; tables and head are negligible."""
     config, batch_size = recipe.model, recipe.batch_size
     S, D, F, W, A = config.slots, config.d_model, config.d_ff, config.width, config.n_head * config.d_head
     dots = S * S * D + F * (S * (S + 1) // 2 + W)
@@ -245,7 +245,7 @@ def flops(recipe: DHENRecipe) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DHENRecipe(Recipe):
-    """Tables learn by Adagrad: a row that no sample asks for stays as it is. The rest learns by AdamW."""
+    """Tables use Adagrad, which does not change rows without samples. The rest uses AdamW."""
 
     sequence_length: int = 1  # is for text
     num_samples: int
@@ -262,7 +262,7 @@ class DHENRecipe(Recipe):
 
 
 def tiny() -> DHENRecipe:
-    """Trains on two CPU cores in minutes, down to near the floor."""
+    """Trains on two CPU cores in minutes, close to the floor."""
     return DHENRecipe(
         model=DHENConfig(),
         batch_size=512,

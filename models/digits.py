@@ -1,8 +1,8 @@
 """Scikit-learn's handwritten digits, as data for the model files beside this one.
 
-1,797 real images of 8 x 8 pixels with the digit that each shows. They come with scikit-learn itself (`pip install
-scikit-learn`), so nothing is downloaded. This is no model file: who copies `resnet.py` or `vdit.py` copies `digits.py`
-into the same folder, which is where `jshard train` looks for what a model file imports.
+1,797 labelled images of 8 x 8 pixels. They are part of scikit-learn (`pip install scikit-learn`), so nothing is
+downloaded. This is not a model file: if you copy `resnet.py` or `vdit.py`, copy `digits.py` into the same folder, where
+`jshard train` looks for a model file's imports.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Digits:
     Attributes:
         part: "train" (1,477 images) or "held_out" (320).
         size: height and width; a multiple of 8 shows each pixel as a square of them.
-        channels: how often the one that there is is repeated.
-        shift: an image is moved by up to so many of its 8 pixels, down and to the right, either way, as the seed and
-            `i` say; what moves in is empty.
-        copies: how often each image is there, each time moved otherwise.
+        channels: how often the single channel is repeated.
+        shift: each image is moved by up to this many of its 8 pixels in either direction, vertically and horizontally,
+            depending on the seed and `i`; the uncovered pixels are empty.
+        copies: number of copies of each image, each moved differently.
         seed: of the moves.
     """
 
@@ -74,11 +74,11 @@ def digits(*, size: int = 8, channels: int = 1, shift: int = 0, copies: int = 1,
 
 @dataclasses.dataclass(frozen=True)
 class Clips:
-    """Digits that cross an empty canvas at constant velocity and bounce off its edges; on one of their size they stay.
+    """Digits that cross an empty canvas at constant velocity and bounce off its edges; on one of their size, they rest.
 
-    Sample `i` shows digit `i % digits`. Where it starts, how it moves and the seed of its noise know only the part
-    and `i`: there are `copies` of each digit, so that training sees each under many noises, and the held-out samples
-    have the same noise always.
+    Sample `i` shows digit `i % digits`. Its start, its motion and the seed of its noise depend only on the part and
+    `i`: there are `copies` of each digit, so training sees each with many noises, and the held-out samples always
+    have the same noise.
     """
 
     part: str
@@ -103,7 +103,7 @@ class Clips:
 
 
 def bounced(way_2: np.ndarray, room_2: np.ndarray) -> np.ndarray:
-    """Where one is after a way between two walls, in whole pixels."""
+    """The position after a distance travelled between two walls, in whole pixels."""
     there_and_back_2 = np.maximum(2 * room_2, 1)
     return (room_2 - np.abs(way_2 % there_and_back_2 - room_2)).round().clip(0).astype(int)
 
@@ -120,7 +120,7 @@ def clips(shape: tuple[int, int, int, int]) -> Data:
     )
 
 
-# Of the pixels of all images, which go from 0 to 1.
+# Of the pixels of all images, in the range 0 to 1.
 _MEAN, _STD = np.float32(0.3053), np.float32(0.3760)
 
 
@@ -140,7 +140,7 @@ def _parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         raise DataError(
             "The digits need the package scikit-learn.",
             where="digits.py",
-            why="the images come with it, and it is not installed.",
+            why="the images are part of it, and it is not installed.",
             do="pip install scikit-learn  # or 'jshard[digits]'",
         ) from error
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))

@@ -4,8 +4,8 @@
     jshard train linen_gpt --mesh replica=2,fsdp=4 --set model.dropout=0.1
     jshard plan linen_gpt --topology h100:2x8
 
-The model is plain Linen and knows nothing of devices; `annotate` alone says what is sharded. A loop of one's own over a
-`TrainState` is in docs/linen.md.
+The model is plain Linen and independent of devices; only `annotate` decides what is sharded. docs/linen.md has a
+training loop over a `TrainState`.
 
 Dims of arrays, as suffixes of their names:
 
@@ -39,7 +39,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """Attention, then two layers at each position; both added to what came in."""
+    """Attention, then two layers at each position, both added to their input."""
 
     config: Config
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
         x_BTD += attention(nn.LayerNorm(name="attention_norm")(x_BTD), mask=mask_BHTT)
         h_BTF = nn.Dense(4 * width, name="up")(nn.LayerNorm(name="mlp_norm")(x_BTD))
         h_BTD = nn.Dense(width, name="down")(nn.gelu(h_BTF))
-        return x_BTD + nn.Dropout(self.config.dropout, deterministic=False)(h_BTD)  # off in evaluation all the same
+        return x_BTD + nn.Dropout(self.config.dropout, deterministic=False)(h_BTD)  # still off in evaluation
 
 
 class GPT(nn.Module):
@@ -76,12 +76,12 @@ class GPT(nn.Module):
 
 
 def build(config: Config, rngs: nnx.Rngs) -> GPT:
-    """The module; a run initialises it by its loss, with `init`."""
+    """The module; a run initialises it through its loss, with `init`."""
     return GPT(config)
 
 
 def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> GPT:
-    """The model, each block a unit."""
+    """The model, with each block as a unit."""
     return js.fully_shard(model, mesh=mesh, units=Block)
 
 

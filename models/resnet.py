@@ -1,14 +1,14 @@
-"""A ResNet, and a RegNet by other numbers: convolutions with batch normalisation, on real images.
+"""A ResNet, or with other sizes a RegNet: convolutions with batch normalisation, on real images.
 
     jshard train resnet                        # the tiny recipe, minutes on a laptop
     jshard train resnet --recipe resnet50      # 25.6M parameters
     jshard train resnet --recipe regnet_9b --mesh fsdp=128 --dry-run
 
-Batch normalisation is what sets it apart from a transformer. It looks across the samples of a batch, which are on
-different devices; jshard makes its statistics those of the whole batch. And its running averages are state that no
-gradient reaches: the step carries them along, checkpoints hold them, evaluation uses them.
+Unlike a transformer, it has batch normalisation, which computes statistics over the samples of a batch, on different
+devices; jshard makes them those of the whole batch. Its running averages are state without a gradient: the step
+updates them, checkpoints store them, and evaluation uses them.
 
-The images are the handwritten digits of `digits.py`, which is beside this file; large recipes enlarge them.
+The images are the handwritten digits of `digits.py`, beside this file; large recipes enlarge them.
 
 Names end in the dims of their array:
 
@@ -33,13 +33,13 @@ from jshard.train import Batch, Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """Size and kind of a ResNet. A tuple has a number for each stage; the default is ResNet-50."""
+    """Size and kind of a ResNet. Tuples have one entry per stage; the default is ResNet-50."""
 
     depths: tuple[int, ...] = (3, 4, 6, 3)
     widths: tuple[int, ...] = (256, 512, 1024, 2048)  # channels between blocks
-    inner_widths: tuple[int, ...] = (64, 128, 256, 512)  # channels of the 3 x 3 convolutions within
+    inner_widths: tuple[int, ...] = (64, 128, 256, 512)  # channels of the 3 x 3 convolutions
     strides: tuple[int, ...] = (1, 2, 2, 2)  # of the first block
-    group_width: int = 0  # the 3 x 3 convolutions mix so many channels each; 0: all
+    group_width: int = 0  # channels that a 3 x 3 convolution mixes; 0: all
     stem_width: int = 64
     stem_kernel: int = 7
     stem_stride: int = 2
@@ -47,7 +47,7 @@ class ResNetConfig:
     image_size: int = 224
     channels: int = 3
     num_classes: int = 1000
-    momentum: float = 0.9  # of the running averages: what stays of them in a step
+    momentum: float = 0.9  # of the running averages: the share kept in a step
     # Read by `annotate` only.
     compute_dtype: str = "float32"
     remat: str = "none"
@@ -89,7 +89,7 @@ class ConvNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Narrow, look around, widen; added to what came in. At first it adds nothing: the last norm's scale is 0."""
+    """Narrow, convolve, widen, add to the input. Initially it adds nothing, as the last norm's scale is 0."""
 
     def __init__(self, config: ResNetConfig, d_in: int, stage: int, stride: int, *, rngs: nnx.Rngs):
         d_inner, d_out = config.inner_widths[stage], config.widths[stage]
@@ -146,7 +146,7 @@ def build(config: ResNetConfig, rngs: nnx.Rngs) -> ResNet:
 
 
 def annotate(model: ResNet, mesh: Mesh | AbstractMesh) -> None:
-    """A unit for each block; stem and head belong to the root."""
+    """Each block is a unit; stem and head belong to the root."""
     config = model.config
     precision = None
     if config.compute_dtype != "float32":
@@ -169,7 +169,7 @@ def data(recipe: ResNetRecipe) -> Data:
 
 
 def flops(recipe: ResNetRecipe) -> tuple[float, str]:
-    """Of the convolutions; backward does twice what forward does."""
+    """FLOPs of the convolutions; backward takes twice as many as forward."""
     config = recipe.model
     size = config.image_size // config.stem_stride
     products = config.stem_kernel**2 * config.channels * config.stem_width * size**2
@@ -190,7 +190,7 @@ def flops(recipe: ResNetRecipe) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetRecipe(Recipe):
-    """Learns by gradient descent with momentum, as ResNets do, from images that are moved a little."""
+    """Gradient descent with momentum, as usual for ResNets, on slightly shifted images."""
 
     sequence_length: int = 1  # is for text
     weight_decay: float = 5e-5
@@ -204,7 +204,7 @@ class ResNetRecipe(Recipe):
 
 
 def tiny() -> ResNetRecipe:
-    """Classifies digits after minutes on two CPU cores."""
+    """Learns to classify digits in minutes on two CPU cores."""
     return ResNetRecipe(
         model=ResNetConfig(
             depths=(1, 1, 1),
@@ -241,7 +241,7 @@ def resnet50() -> ResNetRecipe:
 
 
 def regnet_9b() -> ResNetRecipe:
-    """9.1B parameters, of the size of the PyTorch FSDP paper's RegNet: few wide blocks of very different sizes."""
+    """9.1B parameters, the size of the PyTorch FSDP paper's RegNet: few wide blocks of very different sizes."""
     return ResNetRecipe(
         model=ResNetConfig(
             depths=(2, 7, 19, 1),

@@ -1,8 +1,8 @@
-"""Text with spans cut out, over bytes: the data of the T5 paper (arXiv 1910.10683), for the model file beside this one.
+"""Text as bytes with spans removed: the data of the T5 paper (arXiv 1910.10683), for the model file `t5.py`.
 
-A model reads what is left of a text and writes what is gone: both have the same sentinel in the place of a span. This
-is no model file: who copies `t5.py` copies `spans.py` into the same folder, which is where `jshard train` looks for
-what a model file imports.
+A model reads the remaining text and writes the removed spans; both have the same sentinel in place of a span. This is
+not a model file: if you copy `t5.py`, copy `spans.py` into the same folder, where `jshard train` looks for a model
+file's imports.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ PAD, END, FIRST_BYTE = 0, 1, 3  # token ids as in ByT5: byte b is b + 3; the las
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanRecipe(Recipe):
-    """A recipe in which `sequence_length` counts the bytes of text in a sample, before anything is cut out."""
+    """A recipe whose `sequence_length` counts the bytes of text in a sample, before spans are removed."""
 
-    noise: float = 0.15  # the share that is cut out
+    noise: float = 0.15  # the share that is removed
     mean_span: float = 3.0  # bytes in a span, on average
 
 
 def num_spans(length: int, recipe: SpanRecipe) -> tuple[int, int]:
-    """How many tokens of a text are cut out, and in how many spans."""
+    """The number of removed tokens of a text, and of spans."""
     num_noise = min(max(round(length * recipe.noise), 1), length - 1)
     return num_noise, min(max(round(num_noise / recipe.mean_span), 1), num_noise, length - num_noise)
 
 
 def lengths(recipe: SpanRecipe) -> tuple[int, int]:
-    """Tokens of a sample's inputs and targets: what is left or cut out, a sentinel for each span, and an end."""
+    """Tokens of a sample's inputs and targets: the remaining or removed text, a sentinel per span, and an end."""
     num_noise, spans = num_spans(recipe.sequence_length, recipe)
     return recipe.sequence_length - num_noise + spans + 1, num_noise + spans + 1
 
 
 def pieces(total: int, number: int, rng: np.random.Generator) -> np.ndarray:
-    """Cuts `total` tokens into so many pieces of at least one, at random; their ends."""
+    """Cuts `total` tokens at random into this many pieces of at least one; returns their ends."""
     return np.append(np.sort(rng.choice(total - 1, number - 1, replace=False)) + 1, total)
 
 
@@ -46,7 +46,7 @@ def corrupt(text: np.ndarray, recipe: SpanRecipe, rng: np.random.Generator) -> t
     """Inputs: the text with a sentinel for each span. Targets: each sentinel, followed by its span."""
     num_noise, spans = num_spans(text.size, recipe)
     kept, noise = pieces(text.size - num_noise, spans, rng), pieces(num_noise, spans, rng)
-    # Kept and cut out stretches in turn: behind the n-th of the one comes the n-th of the other.
+    # Kept and removed stretches alternate: after the n-th kept one comes the n-th removed one.
     starts, ends = kept + np.append(0, noise[:-1]), kept + noise
     inputs, targets = [], []
     for span, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -61,9 +61,9 @@ def padded(ids: np.ndarray, length: int) -> np.ndarray:
 
 
 class Corrupted:
-    """Windows of text with spans cut out. A sample ends with a line, so that samples have different lengths.
+    """Windows of text with spans removed. A sample ends at the end of a line, so samples have different lengths.
 
-    Sample `i` is a function of `i` alone: it has the same spans in every pass.
+    Sample `i` is a function of only `i`: it has the same spans in every pass.
     """
 
     def __init__(self, windows: Source, recipe: SpanRecipe):
@@ -82,7 +82,7 @@ class Corrupted:
 
 
 def corrupted_text(recipe: SpanRecipe) -> Data:
-    """The sources of the standard library as bytes, whatever the size of the vocabulary."""
+    """The sources of the standard library as bytes, for any size of the vocabulary."""
     spans = num_spans(recipe.sequence_length, recipe)[1]
     if recipe.model.vocab_size < FIRST_BYTE + 256 + spans:
         raise ValueError(f"vocab_size={recipe.model.vocab_size} has no room for 256 bytes and {spans} sentinels")

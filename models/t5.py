@@ -3,9 +3,9 @@
     jshard train t5                                                # the tiny recipe, minutes on a laptop
     jshard plan t5 --recipe t5_11b --topology h100:64x8            # without a GPU
 
-The data are those of the T5 paper (arXiv 1910.10683), over bytes: spans of text are cut out, the encoder reads what is
-left, and the decoder writes the spans. They come from `spans.py`, which is beside this file. Everything up to
-`annotate` is plain Flax; `annotate` alone says what is sharded.
+The data are those of the T5 paper (arXiv 1910.10683), over bytes: spans of text are removed, the encoder reads the
+remaining text, and the decoder writes the spans. They come from `spans.py`, beside this file. Everything up to
+`annotate` is plain Flax; only `annotate` decides what is sharded.
 
 Names end in the dims of their array:
 
@@ -41,15 +41,15 @@ class T5Config:
     """Size and kind of a T5. Parameters are float32 regardless of `compute_dtype`."""
 
     vocab_size: int = 32_128
-    n_layer: int = 24  # of the encoder, and again of the decoder
+    n_layer: int = 24  # of the encoder, and also of the decoder
     n_head: int = 16
     d_model: int = 1024
     d_kv: int = 64
     d_ff: int = 2816
-    gated: bool = False  # GELU with a gate, as from v1.1 on, in place of ReLU
-    tied: bool = True  # the table that embeds the tokens scores them, too; not so from v1.1 on
-    num_buckets: int = 32  # of distances, for the bias of attention
-    max_distance: int = 128  # all that is further away is in one bucket
+    gated: bool = False  # gated GELU, as from v1.1 on, instead of ReLU
+    tied: bool = True  # one table embeds the tokens and scores them; untied from v1.1 on
+    num_buckets: int = 32  # of distances, for the attention bias
+    max_distance: int = 128  # larger distances share one bucket
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     scan: bool = False  # the layers of each half in one module, run as one loop
     # Read by `annotate` only: an unsharded T5 computes in float32 and keeps every activation.
@@ -76,9 +76,9 @@ def rms_norm(config: T5Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def buckets(distance: jax.Array, config: T5Config, *, both_ways: bool) -> jax.Array:
-    """Buckets of distances, key minus query: one for each near distance, further off ever wider ones."""
+    """Buckets of distances, key minus query: one per small distance, then ever wider ones."""
     num, first = config.num_buckets, jnp.zeros_like(distance)
-    if both_ways:  # half of them for what comes later
+    if both_ways:  # half of them for later positions
         num //= 2
         first = jnp.where(distance > 0, num, 0)
     away = jnp.abs(distance) if both_ways else jnp.maximum(-distance, 0)
@@ -89,7 +89,7 @@ def buckets(distance: jax.Array, config: T5Config, *, both_ways: bool) -> jax.Ar
 
 
 class PositionBias(nnx.Module):
-    """What T5 has in place of positions: for each head and bucket of distances a number that is added to the scores."""
+    """T5's replacement of positions: a number per head and bucket of distances, added to the scores."""
 
     def __init__(self, config: T5Config, *, both_ways: bool, rngs: nnx.Rngs):
         self.config = config
@@ -103,7 +103,7 @@ class PositionBias(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Each position of x mixes in what it may see of y. Scores are not scaled: the initialisation takes care of it."""
+    """Attention from x to the visible positions of y. Scores are not scaled; the initialisation accounts for that."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         D, HK = config.d_model, config.n_head * config.d_kv
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The feed-forward part of a layer: ReLU, or GELU with a gate."""
+    """The feed-forward part of a layer: ReLU or gated GELU."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         D, F = config.d_model, config.d_ff
@@ -149,7 +149,7 @@ class MLP(nnx.Module):
 
 
 class EncoderLayer(nnx.Module):
-    """Attention over the whole input, then feed-forward, each read through a norm and added back."""
+    """Attention over the whole input, then feed-forward, each applied after a norm and added back."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.attention_norm = rms_norm(config, rngs)
@@ -164,7 +164,7 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention to what was written so far, then to the input, then feed-forward."""
+    """Attention over the earlier targets, then over the input, then feed-forward."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.attention_norm = rms_norm(config, rngs)
@@ -184,7 +184,7 @@ class DecoderLayer(nnx.Module):
 
 
 def layers(kind: Callable[..., nnx.Module], config: T5Config, rngs: nnx.Rngs) -> Any:
-    """A list of layers; or all in one module, whose variables have a leading dim of layers."""
+    """A list of layers, or all in one module, whose variables have a leading dim of layers."""
     if not config.scan:
         return nnx.List([kind(config, rngs=rngs) for _ in range(config.n_layer)])
 
@@ -197,7 +197,7 @@ def layers(kind: Callable[..., nnx.Module], config: T5Config, rngs: nnx.Rngs) ->
 
 
 class T5(nnx.Module):
-    """An input and the target up to each position in, the scores of the target's tokens out."""
+    """Maps an input, and the target up to each position, to the logits of the target's tokens."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -239,7 +239,7 @@ def build(config: T5Config, rngs: nnx.Rngs) -> T5:
 
 
 def annotate(model: T5, mesh: Mesh | AbstractMesh) -> None:
-    """A unit for each layer (or each stack of them), one for an untied head; the root keeps what both halves use."""
+    """A unit for each layer (or each stack of them), one for an untied head; the root has what both halves use."""
     config = model.config
     precision = None
     if config.compute_dtype != "float32":
@@ -252,17 +252,17 @@ def annotate(model: T5, mesh: Mesh | AbstractMesh) -> None:
         )
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
-    small = ["encoder_bias/*", "decoder_bias/*"]  # a row for each bucket: on many devices they cannot be cut
+    small = ["encoder_bias/*", "decoder_bias/*"]  # a row per bucket: too few to shard over many devices
     js.fully_shard(model, mesh=mesh, mixed_precision=precision, placement=js.ShardPlacement(allow_replicated=small))
 
 
 def loss_fn(model: T5, batch: Batch) -> jax.Array:
-    """Mean cross entropy over all tokens of the (global) batch that are no padding, in nats per token.
+    """Mean cross entropy, in nats per token, over all tokens of the (global) batch except padding.
 
-    With microbatches it is that of each of them, and their mean.
+    With microbatches, it is the mean of each one's mean.
     """
     targets_BT = batch["targets"]
-    before_BT = jnp.pad(targets_BT[:, :-1], ((0, 0), (1, 0)), constant_values=PAD)  # padding begins a target, too
+    before_BT = jnp.pad(targets_BT[:, :-1], ((0, 0), (1, 0)), constant_values=PAD)  # padding also starts a target
     logits_BTV = model(batch["inputs"], before_BT).astype(jnp.float32)
     loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
     real_BT = targets_BT != PAD
@@ -274,18 +274,18 @@ def data(recipe: SpanRecipe) -> Data:
 
 
 def flops(recipe: SpanRecipe) -> tuple[float, str]:
-    """Of a step. A token of the input passes the encoder only, and one of the target the decoder only."""
+    """FLOPs of a step. Input tokens pass only the encoder, and target tokens only the decoder."""
     config, (S, T) = recipe.model, lengths(recipe)
     D, HK, L = config.d_model, config.n_head * config.d_kv, config.n_layer
     attention, mlp = 4 * D * HK, (3 if config.gated else 2) * D * config.d_ff
-    of_input = L * (attention + mlp + 2 * HK * S) + L * attention // 2  # the decoder's keys and values of it
+    of_input = L * (attention + mlp + 2 * HK * S) + L * attention // 2  # the decoder's keys and values for it
     of_target = L * (attention * 3 // 2 + mlp + HK * T + 2 * HK * S) + D * config.vocab_size
     formula = f"6 x ({of_input:,} x {S} of the input + {of_target:,} x {T} of the target) x {recipe.batch_size} samples"
     return 6.0 * (of_input * S + of_target * T) * recipe.batch_size, formula
 
 
 def hf_names(config: T5Config) -> dict[str, str | Stored]:
-    """Where Hugging Face's T5ForConditionalGeneration keeps each parameter; torch's Linear is (out, in)."""
+    """The name of each parameter in Hugging Face's T5ForConditionalGeneration; torch's Linear is (out, in)."""
     names: dict[str, str | Stored] = {"tokens/embedding": "shared.weight"}
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)
@@ -329,7 +329,7 @@ def tiny() -> SpanRecipe:
 
 
 def large(config: T5Config) -> SpanRecipe:
-    """What the recipes below share: 512 tokens in and 114 out, as in the T5 paper."""
+    """Shared by the recipes below: 512 input and 114 target tokens, as in the T5 paper."""
     return SpanRecipe(
         model=dataclasses.replace(config, scan=True, compute_dtype="bfloat16", remat="full"),
         sequence_length=568,
@@ -344,8 +344,8 @@ def large(config: T5Config) -> SpanRecipe:
 def t5_611m() -> SpanRecipe:
     """The T5-611M of the PyTorch FSDP paper.
 
-    The paper names no sizes of its layers. These, v1.1's widths with the ungated feed-forward and the tied table of
-    v1.0, are those of a public PyTorch benchmark, and give 611,838,976 parameters.
+    The paper does not give its layer sizes. These, v1.1's widths with the ungated feed-forward and the tied table of
+    v1.0, are from a public PyTorch benchmark, and result in 611,838,976 parameters.
     """
     return large(T5Config())
 
@@ -356,7 +356,7 @@ def t5_2b() -> SpanRecipe:
 
 
 def t5_11b() -> SpanRecipe:
-    """T5-11B as it was released (v1.0): 11,307,321,344 parameters."""
+    """T5-11B as released (v1.0): 11,307,321,344 parameters."""
     return large(T5Config(n_head=128, d_kv=128, d_ff=65_536))
 
 

@@ -5,8 +5,8 @@
     jshard plan vdit --recipe vdit_4b --topology h100:16x8
 
 An image is a video of one frame. The model turns noise into videos of a class by rectified flow (Liu et al. 2022,
-arXiv 2209.03003): it learns with what velocity a sample moves on the straight line from noise to video. Who copies
-this file copies `digits.py`, which is beside it, too, or brings other `data`.
+arXiv 2209.03003): it learns the velocity of a sample on the straight line from noise to video. If you copy this
+file, also copy `digits.py`, beside it, or define other `data`.
 
 Names end in the dims of their array:
 
@@ -41,7 +41,7 @@ NUM_SINUSOIDS = 256
 class VDiTConfig:
     """Size and kind of a diffusion transformer. Parameters are float32 regardless of `compute_dtype`."""
 
-    num_frames: int = 1  # of an image
+    num_frames: int = 1  # 1 for an image
     image_size: int = 8  # rows, and columns
     channels: int = 1
     patch_frames: int = 1
@@ -51,7 +51,7 @@ class VDiTConfig:
     n_head: int = 4
     d_model: int = 128
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
-    label_dropout: float = 0.1  # part of the samples that train the model without class, for guidance
+    label_dropout: float = 0.1  # share of samples trained without class, for guidance
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
@@ -70,18 +70,18 @@ class VDiTConfig:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of one sample: T, Y, X, C."""
+        """Shape of a sample: T, Y, X, C."""
         return (self.num_frames, self.image_size, self.image_size, self.channels)
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Patches in time, down and to the right; N is their product."""
+        """Number of patches in time, vertically and horizontally; N is their product."""
         side = self.image_size // self.patch_size
         return (self.num_frames // self.patch_frames, side, side)
 
     @property
     def patch_shape(self) -> tuple[int, int, int, int]:
-        """Of one patch: frames, rows, columns, channels; P is their product."""
+        """Shape of a patch: frames, rows, columns, channels; P is their product."""
         return (self.patch_frames, self.patch_size, self.patch_size, self.channels)
 
 
@@ -89,7 +89,7 @@ class VDiTConfig:
 
 
 def patchify(video_BTYXC: jax.Array, config: VDiTConfig) -> jax.Array:
-    """Cuts videos into patches in time and space, in reading order; `unpatchify` puts them together again."""
+    """Cuts videos into patches in time and space, in reading order; `unpatchify` is the inverse."""
     (t, y, x), (f, h, w, c) = config.grid, config.patch_shape
     cut = video_BTYXC.reshape(-1, t, f, y, h, x, w, c).transpose(0, 1, 3, 5, 2, 4, 6, 7)
     return cut.reshape(-1, t * y * x, f * h * w * c)
@@ -102,14 +102,14 @@ def unpatchify(patches_BNP: jax.Array, config: VDiTConfig) -> jax.Array:
 
 
 def sinusoids(at: jax.Array, width: int) -> jax.Array:
-    """Numbers as waves of many lengths, in a new last dim: what is near looks alike, near or far."""
+    """Encodes numbers as sinusoids of many wavelengths, in a new last dim."""
     frequency_s = 10_000.0 ** (-jnp.arange(width // 2) / (width // 2))
     angle = jnp.multiply.outer(at.astype(jnp.float32), frequency_s)
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
 
 
 def positions(config: VDiTConfig) -> jax.Array:
-    """Where each patch is: half of the features give its row, half its column; the frame is added to both."""
+    """Positions of patches: half of the features encode the row, half the column; the frame is added to both."""
     (t, y, x), D = config.grid, config.d_model
     rows_YXD = jnp.broadcast_to(sinusoids(jnp.arange(y), D // 2)[:, None], (y, x, D // 2))
     columns_YXD = jnp.broadcast_to(sinusoids(jnp.arange(x), D // 2)[None], (y, x, D // 2))
@@ -127,17 +127,17 @@ def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 def linear_from_zero(d_in: int, d_out: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """The zero of adaLN-Zero: what goes through it does nothing at first, and learns from there."""
+    """The zero of adaLN-Zero: a layer whose output is zero at initialisation."""
     return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
 
 def layer_norm(config: VDiTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Without parameters: scale and shift come from time and class."""
+    """A norm without parameters: scale and shift depend on time and class."""
     return nnx.LayerNorm(config.d_model, epsilon=1e-6, use_bias=False, use_scale=False, rngs=rngs)
 
 
 class Modulation(nnx.Module):
-    """Time and class as `num` rows of the model's width, equal for all patches of a sample."""
+    """Time and class as `num` rows of the model's width, shared by all patches of a sample."""
 
     def __init__(self, config: VDiTConfig, num: int, *, rngs: nnx.Rngs):
         self.num = num
@@ -153,7 +153,7 @@ def modulated(x_BND: jax.Array, shift_B1D: jax.Array, scale_B1D: jax.Array) -> j
 
 
 class Attention(nnx.Module):
-    """Each patch mixes in what all patches of all frames hold."""
+    """Self-attention over all patches of all frames."""
 
     def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
         D = config.d_model
@@ -171,7 +171,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The feed-forward half of a block: widen, bend, narrow, each patch on its own."""
+    """The feed-forward half of a block: expand, activate, contract, each patch independently."""
 
     def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
         self.up = linear(config.d_model, 4 * config.d_model, rngs=rngs)
@@ -187,7 +187,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
         self.modulation = Modulation(config, 6, rngs=rngs)
-        self.norm = layer_norm(config, rngs)  # has no parameters: one serves both halves
+        self.norm = layer_norm(config, rngs)  # without parameters, so both halves share it
         self.attention = Attention(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -211,14 +211,14 @@ def all_blocks(config: VDiTConfig, rngs: nnx.Rngs) -> Any:
 
 
 class Condition(nnx.Module):
-    """Time and class as one row of features. Class `num_classes` stands for none."""
+    """Time and class as one row of features. Class `num_classes` means no class."""
 
     def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
         D, normal = config.d_model, nnx.initializers.normal(0.02)
         self.up = nnx.Linear(NUM_SINUSOIDS, D, kernel_init=normal, rngs=rngs)
         self.down = nnx.Linear(D, D, kernel_init=normal, rngs=rngs)
         self.labels = nnx.Embed(config.num_classes + 1, D, embedding_init=normal, rngs=rngs)
-        self.labels.dtype = None  # computes in the dtype that the table has at the moment
+        self.labels.dtype = None  # computes in the table's current dtype
 
     def __call__(self, t_B: jax.Array, labels_B: jax.Array) -> jax.Array:
         time_BS = sinusoids(1000 * t_B, NUM_SINUSOIDS).astype(self.up.kernel.dtype)
@@ -226,7 +226,7 @@ class Condition(nnx.Module):
 
 
 class VDiT(nnx.Module):
-    """Videos on their way from noise in, the velocity of every number out."""
+    """Maps partly noisy videos to the velocity of every number."""
 
     def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -258,16 +258,16 @@ def sample(
 ) -> jax.Array:
     """A video for each label: follows the model's velocity from noise, in equal steps (Euler's method).
 
-    Guidance (Ho & Salimans 2022, arXiv 2207.12598) goes beyond the velocity with class, away from that without; 1 is
-    none. `jshard train` samples text only, so this is for a script or a notebook, where this file is `vdit`:
+    Guidance (Ho & Salimans 2022, arXiv 2207.12598) extrapolates from the velocity without class past that with class; 1
+    is none. `jshard train` samples text only, so this is for a script or a notebook, where this file is `vdit`:
 
         from jshard.recipes.building import restore
 
         checkpoints = js.checkpoint.Checkpointer("runs/vdit-tiny/checkpoints")
         model, _, _ = restore(js.train.load_model_file("vdit.py"), vdit.tiny(), js.mesh(), checkpoints)
-        videos = vdit.sample(model, jnp.arange(16) % 10, key=jax.random.key(0))  # as many as split over the devices
+        videos = vdit.sample(model, jnp.arange(16) % 10, key=jax.random.key(0))  # must divide over the devices
     """
-    config, graphdef, state = model.config, *nnx.split(model)  # the loop below is JAX's: it takes arrays
+    config, graphdef, state = model.config, *nnx.split(model)  # the loop below is a JAX loop, which takes arrays
     no_label_B = jnp.full_like(labels_B, config.num_classes)
 
     def step(number: jax.Array, video_BTYXC: jax.Array) -> jax.Array:
@@ -288,12 +288,12 @@ def build(config: VDiTConfig, rngs: nnx.Rngs) -> VDiT:
 
 
 def annotate(model: VDiT, mesh: Mesh | AbstractMesh) -> None:
-    """A unit for each block (or the stack of them); the root keeps what comes before and after."""
+    """A unit for each block (or the stack of them); the root has the rest."""
     config = model.config
     precision = outer = None
     if config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
-        outer = dataclasses.replace(precision, cast_inputs=False)  # a time in bfloat16 would be a coarse one
+        outer = dataclasses.replace(precision, cast_inputs=False)  # bfloat16 would be too coarse for times
     blocks, stacked = ([model.blocks], 1) if config.scan else (model.blocks, 0)
     for block in blocks:
         js.fully_shard(
@@ -307,7 +307,7 @@ def annotate(model: VDiT, mesh: Mesh | AbstractMesh) -> None:
 
 
 def noised(config: VDiTConfig, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Noise, time and label of each sample. They are drawn from its own seed, so any mesh draws the same."""
+    """Noise, time and label of each sample, drawn from the sample's seed, so that they are the same on any mesh."""
 
     def draw(seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         noise_key, time_key, label_key = jax.random.split(jax.random.key(seed), 3)
@@ -329,12 +329,12 @@ def loss_fn(model: VDiT, batch: Batch) -> jax.Array:
 
 
 def data(recipe: Recipe) -> Data:
-    """Digits on the canvas of the config. For the large recipes they stand in for latents."""
+    """Digits on the canvas of the config. In the large recipes they stand in for latents."""
     return clips(recipe.model.shape)
 
 
 def flops(recipe: Recipe) -> tuple[float, str]:
-    """Weights that see every patch, weights that see a sample (the modulations), and attention of all with all."""
+    """FLOPs: weights applied per patch, weights applied per sample (the modulations), and full attention."""
     config: VDiTConfig = recipe.model
     B, L, D, N = recipe.batch_size, config.n_layer, config.d_model, int(np.prod(config.grid))
     num = B * L * (72 * D**2 * N + 36 * D**2 + 12 * D * N**2)
@@ -347,8 +347,8 @@ def flops(recipe: Recipe) -> tuple[float, str]:
 def tiny() -> Recipe:
     """1.3M parameters, digits of 8 x 8 pixels: trains on two CPU cores in minutes, to a validation loss of 0.49.
 
-    Of its samples, a logistic regression that knows 96% of the real held-out digits takes 97% for the digit that was
-    asked for, and all of those with guidance 2.
+    A logistic regression with 96% accuracy on the real held-out digits classifies 97% of its samples as the requested
+    digit, and all of those with guidance 2.
     """
     return Recipe(
         model=VDiTConfig(),
@@ -363,13 +363,13 @@ def tiny() -> Recipe:
 
 
 def tiny_video() -> Recipe:
-    """The same model over 8 frames of 16 x 16 pixels, in which a digit moves."""
+    """The same model over 8 frames of 16 x 16 pixels with a moving digit."""
     config = VDiTConfig(num_frames=8, image_size=16, patch_frames=2, patch_size=4)
     return dataclasses.replace(tiny(), model=config, batch_size=32, num_steps=1500)
 
 
 def large(config: VDiTConfig, *, batch_size: int, num_steps: int, warmup_steps: int) -> Recipe:
-    """What the recipes below share: latents of 32 x 32 x 4, the classes of ImageNet, and DiT's optimizer."""
+    """Shared by the recipes below: latents of 32 x 32 x 4, ImageNet's classes, and DiT's optimizer."""
     return Recipe(
         model=dataclasses.replace(
             config, image_size=32, channels=4, num_classes=1000, scan=True, compute_dtype="bfloat16", remat="full"
@@ -387,14 +387,14 @@ def large(config: VDiTConfig, *, batch_size: int, num_steps: int, warmup_steps: 
 def dit_xl_2() -> Recipe:
     """DiT-XL/2 for ImageNet of 256 x 256 pixels as latents of 32 x 32 x 4; its batch, rate and steps.
 
-    675M parameters: the paper's count, less the table of positions and the half of the output that gives variances.
+    675M parameters: the paper's count without the table of positions and the half of the output for variances.
     """
     config = VDiTConfig(n_layer=28, n_head=16, d_model=1152)
     return large(config, batch_size=256, num_steps=400_000, warmup_steps=1000)
 
 
 def vdit_4b() -> Recipe:
-    """4.0B parameters, the size of the vDiT that ByteCheckpoint (arXiv 2407.20143) trains; depth and width are ours.
+    """4.0B parameters, the size of the vDiT in ByteCheckpoint (arXiv 2407.20143); depth and width are chosen here.
 
     16 frames of latents of 32 x 32 x 4, in 2048 patches.
     """

@@ -1,11 +1,11 @@
-"""Buckets, `gs://...` and `s3://...`: objects that are written once, conditions on them, and large ones in parts.
+"""Buckets, `gs://...` and `s3://...`: write-once objects, conditional writes, and large objects uploaded in parts.
 
-Nothing is renamed there, and no lock ends with its process. Instead an object can be written on a condition: that there
-is none of its name yet (`create`), or that it is still the one that was read (`replace`). Of all who try at the same
-time, one succeeds.
+Buckets have no rename, and no lock that ends with its process. Instead, a write can be conditional: on the name being
+unused (`create`), or on the object still being the version that was read (`replace`). If several writers try at the
+same time, one succeeds.
 
-The driver is the package `obstore`. It repeats requests that failed, with longer and longer waits, where that is safe
-by itself; here follows what takes a second look: a condition that was met, and whose answer was lost, is not met again.
+The driver is the package `obstore`. It retries failed requests with increasing waits, where a retry is safe by itself.
+This module handles the other case: a conditional write that succeeded, but whose answer was lost, fails when retried.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ import numpy as np
 from jshard.checkpoint.file_io import Parts
 from jshard.errors import MissingExtraError, RunError
 
-PART_BYTES = 8 << 20  # of an upload; 10,000 of them are the most that S3 takes
+PART_BYTES = 8 << 20  # of an upload; S3 accepts at most 10,000
 RETRIES = 10  # by the driver, of one request
-_RETRIED_S = 180.0  # after so long the driver begins no further one
-_ATTEMPTS = 4  # of what the driver does not repeat by itself
+_RETRIED_S = 180.0  # after this time the driver starts no further retry
+_ATTEMPTS = 4  # of requests that the driver does not retry itself
 _REQUEST_S = 120.0
 _IN_FLIGHT = 8
-_ADDRESS = re.compile(r"(gs|s3):/+([^/]+)/*(.*?)/*", re.DOTALL)  # as text, or as a `Path` has it
+_ADDRESS = re.compile(r"(gs|s3):/+([^/]+)/*(.*?)/*", re.DOTALL)  # as text, or as a `Path` writes it
 _ENDPOINTS = "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL"
 _WHY = re.compile(r"status code: ([^:]*)|(HTTP error: .*)")
 
 _Found = TypeVar("_Found")
 Tag = dict[str, str]
-"""Which version of an object one is, as `replace` asks for."""
+"""The version of an object, as `replace` needs it."""
 
 
 class BucketError(RunError, OSError):
-    """A bucket does not do what is asked of it: what is in it may be good, and is not to be taken for damaged."""
+    """A request to a bucket failed; its contents may be intact, and must not be treated as damaged."""
 
 
 def bucket_error(path: BucketPath, why: str) -> BucketError:
-    """The error for an object, with what became of it."""
+    """The error for a failed request for an object."""
     return BucketError(
-        "The bucket does not do what is asked of it.",
+        "The request to the bucket failed.",
         where=str(path),
         why=why,
-        do="look at the network, at who you are there, and at the name of the bucket: "
+        do="check the network, your credentials and the name of the bucket: "
         + ("gcloud storage ls gs://" if path.scheme == "gs" else "aws s3 ls s3://")
         + path.bucket,
     )
@@ -61,7 +61,7 @@ def bucket_error(path: BucketPath, why: str) -> BucketError:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPath:
-    """An object in a bucket, or what the names of several begin with."""
+    """An object in a bucket, or a prefix of object names."""
 
     scheme: str  # "gs" or "s3"
     bucket: str  # its name
@@ -69,7 +69,7 @@ class BucketPath:
 
     @classmethod
     def parse(cls, path: str | os.PathLike[str]) -> BucketPath | None:
-        """The address of a bucket; None if it is that of something else."""
+        """Parses a bucket address; None if the path is not one."""
         found = _ADDRESS.fullmatch(os.fspath(path))
         return None if found is None else cls(found[1], found[2], re.sub("/+", "/", found[3]))
 
@@ -84,48 +84,48 @@ class BucketPath:
 
     @property
     def name(self) -> str:
-        """What is behind the last slash."""
+        """The part after the last slash."""
         return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> BucketPath:
-        """What is before it."""
+        """The part before the last slash."""
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
 
     @property
     def parents(self) -> tuple[BucketPath, ...]:
-        """All that it is below, the nearest first."""
+        """All parents, the nearest first."""
         return (self.parent, *self.parent.parents) if self.key else ()
 
     def with_name(self, name: str) -> BucketPath:
-        """Another one beside it."""
+        """A sibling with another name."""
         return self.parent / name
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Whether an object of this name exists."""
         try:
             return self.size() >= 0
         except FileNotFoundError:
             return False
 
     def is_dir(self) -> bool:
-        """Whether there are objects below it."""
+        """Whether objects exist below it."""
         return bool(self.objects())
 
     def exists(self) -> bool:
-        """Whether there is something."""
+        """Whether an object exists here or below."""
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> list[BucketPath]:
-        """What is below it, by the first parts of the names."""
+        """Its children: the distinct first parts of the names below it."""
         return [self / name for name in dict.fromkeys(name.split("/")[0] for name in self.objects())]
 
     def read_bytes(self) -> bytes:
-        """What an object holds."""
+        """The content of an object."""
         return self.read()[0]
 
     def read(self) -> tuple[bytes, Tag]:
-        """What an object holds, and its version; a `FileNotFoundError` if there is none."""
+        """The content and version of an object; raises `FileNotFoundError` if it does not exist."""
 
         def work() -> tuple[bytes, Tag]:
             found = _driver().get(self._store, self.key)
@@ -134,33 +134,33 @@ class BucketPath:
         return self._tried(work)
 
     def size(self) -> int:
-        """Bytes of an object; a `FileNotFoundError` if there is none."""
+        """Size of an object in bytes; raises `FileNotFoundError` if it does not exist."""
         return self._tried(lambda: _driver().head(self._store, self.key)["size"])
 
     def read_range(self, start: int, num_bytes: int) -> memoryview:
-        """Bytes of an object; fewer if it ends there."""
+        """A range of an object's bytes; shorter if the object ends there."""
         return self._tried(
             lambda: memoryview(_driver().get_range(self._store, self.key, start=start, length=num_bytes))
         )
 
     def write(self, data: bytes) -> None:
-        """Writes an object, whatever there is of that name."""
+        """Writes an object, replacing any existing one."""
         self._tried(lambda: _driver().put(self._store, self.key, data))
 
     def create(self, data: bytes) -> bool:
-        """Writes an object if there is none of that name; whether it holds this now."""
+        """Writes an object if the name is unused; returns whether the object now holds this data."""
 
         def work() -> bool:
             try:
                 _driver().put(self._store, self.key, data, mode="create")
             except (_errors().AlreadyExistsError, _errors().PreconditionError):
-                return self.read()[0] == data  # it may be that this one wrote it, and the answer was lost
+                return self.read()[0] == data  # this process may have written it and lost the answer
             return True
 
         return self._tried(work)
 
     def replace(self, data: bytes, tag: Tag) -> Tag | None:
-        """Writes an object if it is still of a version; the new one, and None if it was not."""
+        """Writes an object if it still has the given version; returns the new version, or None if it had changed."""
 
         def work() -> Tag | None:
             try:
@@ -175,7 +175,7 @@ class BucketPath:
         return self._tried(work)
 
     def objects(self) -> dict[str, int]:
-        """All objects below it: their names, without its own, and their bytes."""
+        """All objects below it: names relative to it, and sizes in bytes."""
         begin = f"{self.key}/" if self.key else ""
 
         def work() -> dict[str, int]:
@@ -185,7 +185,7 @@ class BucketPath:
         return self._tried(work)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects below it, in any order; what is not there is as good as deleted."""
+        """Deletes objects below it, in any order; missing ones are ignored."""
         keys = [(self / name).key for name in names]
         for start in range(0, len(keys), 1000):
             self._tried(lambda start=start: self._delete(keys[start : start + 1000]))
@@ -193,7 +193,7 @@ class BucketPath:
     def _delete(self, keys: Sequence[str]) -> None:
         try:
             _driver().delete(self._store, list(keys))
-        except FileNotFoundError:  # S3 does not say so; GCS does, and may stop there
+        except FileNotFoundError:  # S3 does not report missing objects; GCS does, and may stop there
             for key in keys if len(keys) > 1 else ():
                 self._delete([key])
 
@@ -202,14 +202,14 @@ class BucketPath:
         return _store(self.scheme, self.bucket)
 
     def _tried(self, work: Callable[[], _Found]) -> _Found:
-        """Does it, more than once if need be; a `BucketError` says what became of it."""
+        """Runs `work`, with retries where needed; raises `BucketError` if it fails."""
         began_s, repeated = time.monotonic(), 0
         for number in itertools.count(1):
             try:
                 return work()
             except BucketError:
                 raise
-            except (OSError, ValueError, _errors().BaseError) as error:  # files of the driver raise an `OSError`
+            except (OSError, ValueError, _errors().BaseError) as error:  # the driver's files raise `OSError`
                 text = str(error)
                 is_bucket = "NoSuchBucket" in text
                 if isinstance(error, FileNotFoundError) and not is_bucket:
@@ -225,28 +225,28 @@ class BucketPath:
 
 
 Place = Path | BucketPath
-"""Where checkpoints are: a folder, or an address in a bucket."""
+"""Where checkpoints are stored: a folder, or an address in a bucket."""
 
 
 class BucketFolder:
-    """What is below an address of a bucket as a place of files: a `Sink` and a `Source` of packed files."""
+    """The objects below a bucket address as files: a `Sink` and a `Source` of packed files."""
 
     part_bytes = PART_BYTES
     threads = _IN_FLIGHT
-    gap_bytes = 1 << 20  # what a request costs in time
+    gap_bytes = 1 << 20  # the time of a request, in bytes
     read_bytes = 4 << 20
 
     def __init__(self, path: BucketPath) -> None:
         self.path = path
 
     def write(self, name: str, num_bytes: int, parts: Parts) -> None:
-        """See `Sink.write`; it is there when all of it is, and the driver uploads several parts at a time.
+        """See `Sink.write`; the object appears only when it is complete. The driver uploads several parts at a time.
 
-        What was uploaded of one that fails goes when the bucket's rule for abandoned uploads says so.
+        The parts of a failed upload are removed by the bucket's rule for abandoned uploads.
         """
-        path, writer = self.path / name, None  # one that is let go of without `close` is never seen
+        path, writer = self.path / name, None  # without `close`, the object never appears
         for views in (part() for part in parts):
-            if writer is None:  # the first part begins the upload, which may be begun again; the driver repeats others
+            if writer is None:  # the first part starts the upload and may be retried here; the driver retries others
                 writer = path._tried(lambda views=views: self._begin(path, views))
                 continue
             try:
@@ -273,7 +273,7 @@ class BucketFolder:
         wanted = sum(view.nbytes for view in views)
         found = (self.path / name).read_range(offset, wanted)
         if found.nbytes < wanted:
-            raise OSError(errno.EIO, f"it ends {wanted - found.nbytes} bytes too early", str(self.path / name))
+            raise OSError(errno.EIO, f"the file is {wanted - found.nbytes} bytes too short", str(self.path / name))
         place = 0
         for view in views:
             view[:] = found[place : place + view.nbytes]
@@ -293,7 +293,7 @@ def _has_size(path: BucketPath, num_bytes: int) -> bool:
 
 @functools.cache
 def _store(scheme: str, bucket: str) -> Any:
-    """The driver's client; who one is, and where the service is, it finds as the tools of the clouds do."""
+    """The driver's client; it finds credentials and the endpoint as the cloud vendors' tools do."""
     stores = _driver().store
     in_the_clear = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
     return (stores.S3Store if scheme == "s3" else stores.GCSStore)(
@@ -326,7 +326,7 @@ def _tag(meta: Any) -> Tag:
 
 
 def _cause(text: str) -> str:
-    """What the driver says of a failure, without what it did to come to it."""
+    """The driver's reason for a failure, without the steps that led to it."""
     line = text.splitlines()[0] if text else "no reason given"
     found = _WHY.search(line)
     code = re.search("<Code>(.*?)</Code>", text)

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with its checksums, or two with each other, with only some boxes of each in memory.
+"""Compares a checkpoint with its checksums, or two checkpoints, with only a few boxes of each in memory.
 
 `verify` checks that every file and the values of every leaf are intact; `diff` finds where two checkpoints differ, by
 path, shape, dtype and value; `listing` lists a folder of them without reading values.
@@ -31,10 +31,10 @@ _BATCH_BYTES = 256 << 20  # of leaves that Orbax reads at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A difference from what was saved."""
+    """A difference from the saved data."""
 
-    leaf: str | None  # the path of the leaf that is damaged; None where a file belongs to no leaf alone
-    # the file, or the folder with the leaf's files where it is not known which; None if leaves share them
+    leaf: str | None  # the path of the damaged leaf; None for a file that belongs to no single leaf
+    # the file, or the folder of the leaf's files if it is not known which one; None if leaves share them
     file: str | None
     why: str  # what is wrong with it
 
@@ -44,14 +44,14 @@ class Verdict:
     """The result of `verify`."""
 
     path: Place  # the checkpoint
-    findings: tuple[Finding, ...]  # what is damaged; none for a good checkpoint
-    num_leaves: int  # that were read
-    num_bytes: int  # of them
-    num_files: int  # that were looked at
+    findings: tuple[Finding, ...]  # the damage; empty for a good checkpoint
+    num_leaves: int  # number of leaves read
+    num_bytes: int  # number of bytes read
+    num_files: int  # number of files checked
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was found."""
+        """Whether no damage was found."""
         return not self.findings
 
 
@@ -87,7 +87,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         elif not found:
             found = [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
     except BucketError:
-        raise  # nothing is known of the checkpoint
+        raise  # nothing is known about the checkpoint
     except RunError as error:
         return _unreadable(path, error)
     return Verdict(
@@ -100,7 +100,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
 
 
 def _in_leaves(source: OrbaxCheckpoint, names: list[str], on_read: Callable[[int], object]) -> list[Finding]:
-    """The damage in some leaves written by Orbax, which reads many in the time of one."""
+    """The damage in some leaves written by Orbax, which reads many leaves in the time of one."""
     leaves = {name: source.leaves[name] for name in names}
     num_bytes, values = sum(leaf.nbytes for leaf in leaves.values()), None
     if len(names) == 1 or num_bytes <= _BATCH_BYTES:
@@ -113,13 +113,13 @@ def _in_leaves(source: OrbaxCheckpoint, names: list[str], on_read: Callable[[int
         half = len(names) // 2
         return _in_leaves(source, names[:half], on_read) + _in_leaves(source, names[half:], on_read)
     on_read(num_bytes)
-    why = "its values are not those that were saved."
+    why = "its values differ from the saved ones."
     sums = {name: box_sums(values[name], whole(leaf), leaf.shape) for name, leaf in leaves.items() if leaf.sums}
     return [Finding(leaf=name, file=None, why=why) for name, found in sums.items() if found != leaves[name].sums]
 
 
 def _unreadable(path: Place, error: RunError) -> Verdict:
-    """The verdict if the checkpoint's metadata are damaged, so that nothing else is known."""
+    """The verdict if the checkpoint's metadata is damaged, so that nothing else is known."""
     file = error.where[0].removeprefix(f"{path}/")
     finding = Finding(leaf=None, file=None if file == str(path) else file, why=error.why)
     return Verdict(path=path, findings=(finding,), num_leaves=0, num_bytes=0, num_files=0)
@@ -127,30 +127,30 @@ def _unreadable(path: Place, error: RunError) -> Verdict:
 
 # Where two checkpoints differ.
 
-_WIDENED_BYTES = 8 << 20  # of a box: it becomes float64
+_WIDENED_BYTES = 8 << 20  # of a box, which is converted to float64
 
 Kind = Literal["only in a", "only in b", "shape", "dtype", "values", "equal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norms:
-    """The distance of two leaves of one shape, in float64; NaN if one of them contains NaN."""
+    """The distance between two leaves of the same shape, in float64; NaN if either contains NaN."""
 
-    a: float  # the 2-norm of one
+    a: float  # the 2-norm of the first leaf
     b: float
-    relative: float  # that of their difference, divided by the first; infinite where only that is zero
+    relative: float  # the 2-norm of their difference, divided by `a`; infinite if only `a` is zero
     most: float  # the largest difference of two elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafDiff:
-    """A leaf, and its first kind of difference, or that it is equal bit for bit."""
+    """A leaf, and the first kind of difference found, or that it is bitwise equal."""
 
     path: str
     kind: Kind
     a: StoredLeaf | None
     b: StoredLeaf | None
-    norms: Norms | None = None  # where values were read and shapes are equal; None for values of Python
+    norms: Norms | None = None  # if values were read and shapes are equal; None for Python values
 
 
 def diff(
@@ -178,7 +178,7 @@ def diff(
 
 
 def _known(a: StoredLeaf | None, b: StoredLeaf | None) -> Kind:
-    """The kind of difference known without values."""
+    """The kind of difference that shows without reading values."""
     if a is None or b is None:
         return "only in b" if a is None else "only in a"
     if a.shape != b.shape:
@@ -191,7 +191,7 @@ def _known(a: StoredLeaf | None, b: StoredLeaf | None) -> Kind:
 def _compared(
     sources: tuple[Opened, Opened], path: str, on_read: Callable[[int], object], *, norms: bool
 ) -> tuple[bool, Norms | None]:
-    """Whether an array is equal bit for bit, and its norms if they are wanted."""
+    """Whether an array is bitwise equal, and its norms if requested."""
     sums, most, is_equal = np.zeros(3), 0.0, True
     for box in sources[0].boxes(path, _WIDENED_BYTES) if sources[0].leaves[path].nbytes else ():
         a, b = (source.read(path, box) for source in sources)
@@ -211,7 +211,7 @@ def _compared(
     return is_equal, Norms(a=first, b=second, relative=relative, most=most)
 
 
-# What is in a folder of checkpoints.
+# The contents of a folder of checkpoints.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,26 +219,26 @@ class ListedCheckpoint:
     """A listed checkpoint; fields from the manifest are empty if jshard did not write it."""
 
     path: Place
-    step: int | None  # number of steps that were done; None where nobody said
-    is_latest: bool = False  # the one that a run would go on from
-    is_complete: bool = True  # else it is no checkpoint, and `damage` says what it may be
-    damage: tuple[str, ...] = ()  # a line each; of large files the sizes are looked at, and no values
+    step: int | None  # number of completed steps; None if not recorded
+    is_latest: bool = False  # the one that a run would continue from
+    is_complete: bool = True  # if not, `damage` says what it may be
+    damage: tuple[str, ...] = ()  # a line each; for large files only the size is checked
     num_leaves: int = 0
     num_bytes: int = 0
     saved_at: float | None = None  # seconds since 1970
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    processes: int | None = None  # that saved it
-    version: str | None = None  # of the jshard that wrote it
+    processes: int | None = None  # number of processes that saved it
+    version: str | None = None  # the jshard version that wrote it
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What is at a path: checkpoints, and folders by step that are not complete, oldest first."""
+    """What is at a path: checkpoints, including incomplete step folders, oldest first."""
 
     path: Place
     entries: tuple[ListedCheckpoint, ...]
-    unfinished: tuple[str, ...] = ()  # names of what saves have left that were interrupted, or are writing now
+    unfinished: tuple[str, ...] = ()  # names of files of saves that were interrupted or are still running
 
 
 def listing(path: Place) -> Listing:
@@ -247,7 +247,7 @@ def listing(path: Place) -> Listing:
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if not is_checkpoint(path):
-            own_checkpoint(path)  # raises, and says what is there
+            own_checkpoint(path)  # raises, and reports what is there
         return Listing(path=path, entries=(_entry(path, step=None),))
     entries = [_entry(series / str(step), step=step) for step in steps_in(series)]
     for step in incomplete_in(series):
@@ -264,7 +264,7 @@ def listing(path: Place) -> Listing:
 def _entry(path: Place, *, step: int | None) -> ListedCheckpoint:
     try:
         opened = own_checkpoint(path)
-    except FourPartError as error:  # the others are listed all the same
+    except FourPartError as error:  # the others are still listed
         return ListedCheckpoint(path=path, step=step, damage=(f"{error.what} {error.why}",))
     manifest, leaves = opened.manifest, opened.leaves.values()
     entry = ListedCheckpoint(

@@ -1,8 +1,8 @@
-"""Who writes what: every box of every leaf once, dealt to the processes that hold it by bytes.
+"""Assigns writes to processes: every box of every leaf is written once, balanced by bytes over its holders.
 
-All processes come to the same result, each from the shardings alone. A box that several hold is written by the one
-with the least to write; a large one is cut, and each of them writes a part. What several want to read, each can read a
-part of, and they exchange the parts (`Together`).
+Every process computes the same result from the shardings alone. A box held by several processes is written by the one
+with the least to write; a large box is cut, and each holder writes a part. If several processes read the same box,
+each can read a part, and they exchange the parts (`Together`).
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from jshard.checkpoint.layout import (
 from jshard.checkpoint.leaves import first_devices
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 
-_LEAST_BYTES = 256 << 10  # of a part of a box that is cut
+_LEAST_BYTES = 256 << 10  # of a part of a box that is split
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafFacts:
-    """What says how a leaf is written: all processes have the same."""
+    """Describes how a leaf is written; equal on all processes."""
 
-    number: int  # of the leaf among those of the checkpoint
+    number: int  # the leaf's index in the checkpoint
     path: str  # of the leaf
-    shape: tuple[int, ...]  # of what is written, without padding
-    dtype: str  # the name of that of its elements
-    # of an array on devices, with the shape that it has there; None for one that is on the host, of which the
-    # first process writes its own
+    shape: tuple[int, ...]  # the written shape, without padding
+    dtype: str  # the name of the elements' dtype
+    # of an array on devices, with its shape there; None for one on the host, whose copy on the first process is
+    # written
     sharding: tuple[Sharding, tuple[int, ...]] | None
 
 
@@ -65,9 +65,9 @@ class LeafFacts:
 def plan(
     leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes: int
 ) -> tuple[tuple[FileLayout, ...], tuple[tuple[tuple[int, Limits, tuple[slice, ...] | None], ...], ...]]:
-    """What a process writes of some leaves: the layout of each file, and where its pieces are.
+    """What a process writes for some leaves: the layout of each file, and the source of its pieces.
 
-    That is for each piece of a file the number of the leaf, the box of the shard that it is in, and which part of that.
+    The source of a piece is the number of the leaf, the box of the shard that contains it, and its part of that box.
     """
     load = np.zeros(processes, np.int64)
     mine: dict[tuple[int, Limits], tuple[Limits, tuple[slice, ...] | None]] = {}
@@ -107,10 +107,10 @@ def plan(
 def _holders(
     sharding: Sharding, held_shape: tuple[int, ...], shape: tuple[int, ...], processes: int
 ) -> tuple[Mapping[int, Sequence[tuple[Limits, Limits]]], Sequence[tuple[Limits, Limits, tuple[int, ...]]], np.ndarray]:
-    """The boxes of an array without its padding, each with that of its shard.
+    """The boxes of an array without its padding, each with the box of its shard.
 
-    First those that one process holds, by process; then those of several, with the processes; and how many elements
-    each process has of the first kind.
+    First the boxes held by one process, by process; then the boxes held by several, with the processes; and the number
+    of elements of the first kind on each process.
     """
     holders: dict[Limits, set[int]] = collections.defaultdict(set)
     for device, held in device_boxes(sharding, held_shape).items():
@@ -131,7 +131,7 @@ def _holders(
 
 
 def _cut(box: Limits, count: int) -> list[Limits]:
-    """A box in so many parts, or fewer, that are contiguous in it."""
+    """Splits a box into at most this many parts, each contiguous in it."""
     dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
     if dim is None or count < 2:
         return [box]
@@ -142,7 +142,7 @@ def _cut(box: Limits, count: int) -> list[Limits]:
 
 
 class HeldState:
-    """The values that this process writes of some leaves, on the host: the arrays may be overwritten or deleted."""
+    """Host copies of the values that this process writes; the arrays may then be overwritten or deleted."""
 
     def __init__(
         self, leaves: Mapping[str, Any], stored: Mapping[str, StoredLeaf], *, most_bytes: int = FILE_BYTES
@@ -170,7 +170,7 @@ class HeldState:
         for values in self._arrays.values() if jax.default_backend() != "cpu" else ():
             if isinstance(values, jax.Array):
                 values.copy_to_host_async()
-        # On a CPU these are no copies, and keep the values when the array is donated.
+        # On a CPU these are not copies, but they keep the values when the array is donated.
         self._arrays = {place: np.asarray(values) for place, values in self._arrays.items()}
 
     def values(self, file: int, number: int) -> np.ndarray:
@@ -181,7 +181,7 @@ class HeldState:
 
 
 def _numbers(leaf: Any) -> Any:
-    """An array as numbers: a random key is its own."""
+    """An array as numbers; a random key becomes its key data."""
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
 
@@ -192,7 +192,7 @@ _ZEROS = memoryview(bytes(8 << 10))  # padding is shorter than a page
 def write_files(
     sink: Sink, layouts: Sequence[FileLayout], values: Callable[[int, int], np.ndarray], *, begin: str = ""
 ) -> dict[str, tuple[int, int]]:
-    """Writes the files of this process, and returns when they are on the disk."""
+    """Writes the files of this process, and returns when they are on disk."""
     found = {}
     for number, layout in enumerate(layouts):
         name = f"{begin}{jax.process_index():05d}-{number:03d}.safetensors"
@@ -201,14 +201,14 @@ def write_files(
 
 
 def write_file(sink: Sink, name: str, layout: FileLayout, values: Callable[[int], np.ndarray]) -> int:
-    """Writes a file, and returns when it is on the disk."""
+    """Writes a file, and returns when it is on disk."""
     index = bytearray()
     sink.write(name, layout.num_bytes, _parts(layout, values, sink.part_bytes, index))
     return int.from_bytes(index[-16:-8], "little")
 
 
 def _parts(layout: FileLayout, values: Callable[[int], np.ndarray], part_bytes: int, index: bytearray) -> Parts:
-    """What is in a file, in parts; the index, which is the last of it, is also put into a buffer."""
+    """The content of a file, in parts; the index at its end is also written into a buffer."""
     sums = np.zeros(num_blocks(layout.index_begin), np.uint64)
     summed = threading.Semaphore(0)
 
@@ -221,7 +221,7 @@ def _parts(layout: FileLayout, values: Callable[[int], np.ndarray], part_bytes: 
     rest: list[memoryview] = []
     for number, views in enumerate(cut_views(_extents(layout, values), part_bytes)):
         if (number + 1) * part_bytes <= layout.index_begin:
-            yield functools.partial(part, number, views)  # summed by the core that writes it next
+            yield functools.partial(part, number, views)  # checksummed on the core that writes it next
         else:
             rest = part(number, views)
     for _ in range(-(-layout.index_begin // part_bytes)):
@@ -244,11 +244,11 @@ def _extents(layout: FileLayout, values: Callable[[int], np.ndarray]) -> Iterato
         yield _ZEROS[: layout.index_begin - end]
 
 
-_PADDED_BYTES = 4 << 20  # parts are multiples of it: one program moves most of them
+_PADDED_BYTES = 4 << 20  # parts are multiples of this, so that one program moves most of them
 
 
 def sharers(wanted: Iterable[Any]) -> tuple[int, ...]:
-    """The processes that want the same of every array as this one, itself among them."""
+    """The processes that need the same boxes of every array as this one, including itself."""
     found = frozenset(range(jax.process_count()))
     for like in wanted:
         if getattr(like, "sharding", None) is not None:
@@ -265,14 +265,14 @@ def _alike(sharding: Sharding, shape: tuple[int, ...]) -> frozenset[int]:
 
 
 class OtherFailedError(Exception):
-    """Another process could not read its part; it says why itself."""
+    """Another process could not read its part; that process reports why."""
 
 
 class Together:
-    """Processes that want the same bytes of files: each reads a part of every batch, and they exchange the parts.
+    """Processes that need the same bytes of files: each reads a part of every batch, and they exchange the parts.
 
-    Other groups of processes read other bytes. All processes meet before each exchange, so that of one that fails, or
-    does not come, all hear.
+    Other groups of processes read other bytes. All processes synchronize before each exchange, so that all learn of one
+    that fails or is absent.
     """
 
     def __init__(self, members: Sequence[int], *, timeout_s: float) -> None:
@@ -282,7 +282,7 @@ class Together:
         self._mesh = Mesh(np.array([first_devices()[process] for process in members]), "member")
 
     def start(self, num_batches: int, wanted: str) -> None:
-        """All say how many batches they will read, and what is in them."""
+        """All processes announce how many batches they will read, and of which leaves."""
         heard = exchange("batches to read once", [num_batches, wanted], timeout_s=self._timeout_s)
         self._left = max(count for count, _ in heard)
         if any(count < 0 for count, _ in heard):
@@ -290,14 +290,14 @@ class Together:
             raise OtherFailedError
         if others := [process for process in self._members if heard[process][1] != wanted]:
             raise CheckpointError(
-                "The processes do not ask for the same leaves.",
+                "The processes do not request the same leaves.",
                 where=f"process {jax.process_index()}, and process {', '.join(map(str, others))}",
-                why="what they hold is read once: with the same `like`, `only` and `rename` in all of them.",
-                do="restore with the same arguments everywhere, or with read_once=False.",
+                why="reading once needs the same `like`, `only` and `rename` on every process.",
+                do="restore with the same arguments on every process, or with read_once=False.",
             )
 
     def begin(self, work: Sequence[Read], pool: Executor) -> tuple[np.ndarray, list[Future[None]]]:
-        """Reads the part of this process: a buffer, and when it is there."""
+        """Reads the part of this process: a buffer, and a future for its completion."""
         share = self._share(work)
         part, found = HOST_MEMORY.take(min(up(share, _PADDED_BYTES), 1 << share.bit_length())), []
         begin, place = self._here * share, 0
@@ -310,7 +310,7 @@ class Together:
         return part, found
 
     def end(self, work: Sequence[Read], part: np.ndarray, reads: Iterable[Future[None]]) -> Iterator[list[memoryview]]:
-        """What was read for each piece of work, by whomever."""
+        """The bytes read for each piece of work, by any process."""
         for read in reads:
             read.result()
         self._meet(True)
@@ -323,16 +323,16 @@ class Together:
             yield take_bytes(views, read.num_bytes)
 
     def _share(self, work: Sequence[Read]) -> int:
-        """Bytes of the part of a process."""
+        """The byte range of a process's part."""
         return max(1, -(-sum(read.num_bytes for read in work) // self.count))
 
     def close(self) -> None:
-        """No more batches of this process: the others may have more of them."""
+        """This process has no more batches; the others may."""
         while self._left:
             self._meet(True)
 
     def fail(self) -> None:
-        """This process cannot go on: lets the others know, where they wait for it."""
+        """This process cannot continue: notifies the others where they wait for it."""
         if self._left is None:
             exchange("batches to read once", [-1, ""], timeout_s=self._timeout_s)
         elif self._left:
@@ -356,12 +356,12 @@ HEAD_BYTES = 8
 _ONE_FILE = 1 << 62  # bytes of a part, at most
 
 
-# A state as packed parts, one of each process: a checkpoint in a place that is no folder, such as another's memory. A
-# part is the length of a manifest, the manifest, and a packed file.
+# A state as packed parts, one per process: a checkpoint outside a folder, such as in another host's memory. A part is
+# the length of a manifest, the manifest, and a packed file.
 
 
 class Packing:
-    """What this process packs of a state. The values are copied, or held, when it is made: the step may go on."""
+    """This process's part of a state. The values are copied or held at construction, so the next step may run."""
 
     def __init__(self, state: Any, *, step: int) -> None:
         leaves = _leaves.storable(_leaves.flatten(state))
@@ -372,7 +372,7 @@ class Packing:
         self._held = HeldState(leaves, stored, most_bytes=_ONE_FILE)
 
     def finish(self) -> list[memoryview]:
-        """The part, in pieces that are to be written one after another."""
+        """The part as buffers to be written in order."""
         views = _Views()
         (layout,) = self._held.files
         checksum = write_file(views, "", layout, lambda number: self._held.values(0, number))
@@ -382,7 +382,7 @@ class Packing:
 
 
 class _Views:
-    """A `Sink` that keeps what it is given, without a copy."""
+    """A `Sink` that keeps the buffers passed to it, without a copy."""
 
     part_bytes = 4 << 20
 

@@ -11,7 +11,7 @@ from jshard.errors import FourPartError, RunError, ShardingError, causes
 
 
 class CheckpointError(ShardingError):
-    """A checkpoint cannot be written there, or does not match the state to restore into."""
+    """A checkpoint cannot be written to a path, or does not match the state to restore into."""
 
 
 class CheckpointWarning(UserWarning):
@@ -22,10 +22,10 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def reason(error: BaseException) -> str:
-    """The cause in one line; for an error of the operating system, its own message."""
+    """The cause in one line; for an operating-system error, the system's message."""
     chain = list(causes(error, context=True))
     for found in chain:
-        match = _OS_ERROR.search(str(found))  # the storage library knows errors by their text alone
+        match = _OS_ERROR.search(str(found))  # the storage library reports errors only as text
         number = int(match[1]) if match else getattr(found, "errno", None)
         if number:
             return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})."
@@ -33,18 +33,18 @@ def reason(error: BaseException) -> str:
     return f"{type(chain[-1]).__name__}: {text.splitlines()[0][:300]}"
 
 
-_MENDS = {  # by the names of errors, as `reason` has them
-    ("ENOSPC", "EDQUOT"): "make room, or name a folder on another disk.",
-    ("EFBIG",): "allow larger files, as by ulimit -f unlimited, or name a folder on another disk.",
-    ("EIO",): "mend the disk, or name a folder on another one.",
-    ("EROFS", "EACCES", "EPERM"): "give write access there, or name another folder.",
-    ("ENAMETOOLONG",): "give a shorter path.",
-    ("ENOTDIR", "EEXIST", "ENOENT"): "name a path whose parents are folders, or can be made.",
+_MENDS = {  # by error names, as `reason` writes them
+    ("ENOSPC", "EDQUOT"): "free some space, or choose a folder on another disk.",
+    ("EFBIG",): "allow larger files, for example with ulimit -f unlimited, or choose a folder on another disk.",
+    ("EIO",): "repair the disk, or choose a folder on another one.",
+    ("EROFS", "EACCES", "EPERM"): "grant write access there, or choose another folder.",
+    ("ENAMETOOLONG",): "use a shorter path.",
+    ("ENOTDIR", "EEXIST", "ENOENT"): "choose a path whose parents are folders or can be created.",
 }
 
 
 def in_four_parts(path: object, error: Exception) -> FourPartError:
-    """Any error of a checkpoint that could not be written, in the form shown to users."""
+    """Any error from writing a checkpoint, in the form shown to users."""
     return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
 
 
@@ -54,19 +54,19 @@ def write_failed(path: object, why: str) -> RunError:
 
 
 def mend(why: str) -> str:
-    """What to do about a write that failed, by the operating system's name for the cause, as `reason` has it."""
+    """What to do about a failed write, by the system's error name, as `reason` writes it."""
     for names, do in _MENDS.items():
         if any(f"({name})" in why for name in names):
             return do
-    return "remove that cause, and write it again."
+    return "fix that, then write it again."
 
 
 def unreadable(path: object, why: str) -> RunError:
-    """The error for a checkpoint that cannot be read, whatever of it is damaged."""
-    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
+    """The error for a checkpoint that cannot be read."""
+    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another checkpoint.")
 
 
 def damaged(path: object, where: Sequence[str], why: str) -> RunError:
-    """The error for a checkpoint of which some files or leaves have changed since it was saved."""
-    do = "copy it again from where it is whole, or restore another one."
+    """The error for a checkpoint whose files or leaves have changed since it was saved."""
+    do = "copy it again from an intact copy, or restore another checkpoint."
     return RunError("The checkpoint cannot be read.", where=[str(path), *where], why=why, do=do)

@@ -1,12 +1,11 @@
-"""Files of a checkpoint, and memory of the host that reads go into.
+"""Files of a checkpoint, and the host memory that they are read into.
 
-A `Sink` writes whole files in parts, a `FileSource` gives ranges of bytes: a folder of the machine is both, and so is
-a bucket (`buckets`). Of a file exactly what is wanted is read, merged, each block of it checked: ranges that are near
-each other are one read, into all their buffers at once.
+A `Sink` writes whole files in parts; a `FileSource` reads ranges of bytes. A local folder is both, and so is a bucket
+(`buckets`). Only the wanted ranges of a file are read, and every block is checked. Ranges that are close together are
+merged into one read, which fills all their buffers at once.
 
-Memory is kept and given out again. The first touch of fresh memory takes several times as long as the read itself. And
-jax takes an array on a CPU as it is, without a copy, where it begins on 64 bytes: such memory belongs to the arrays
-until the last of them is gone.
+Memory is pooled, because touching fresh memory takes several times as long as the read itself. On a CPU, jax uses a
+64-byte-aligned array without a copy; such memory belongs to the arrays until the last of them is freed.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _KEPT_BYTES = 256 << 20
 
 
 class HostMemory:
-    """Buffers that come back when the last view of them is gone, on whatever side: Python's references say when."""
+    """Buffers that are returned when the last view of them is freed, as Python's reference counts show."""
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self._most_bytes, self.kept_bytes = kept_bytes, 0
         self._kept: dict[int, list[memoryview]] = {}  # by size
-        self._lock = threading.RLock()  # a buffer may come back while this thread is in here
+        self._lock = threading.RLock()  # a buffer may be returned while this thread holds the lock
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """A buffer of so many bytes, with anything in it."""
+        """An uninitialized buffer of this many bytes."""
         if num_bytes < _LEAST_BYTES:
             return np.empty(num_bytes, np.uint8)
         size = -(-num_bytes // _PAGE) * _PAGE
@@ -54,13 +53,13 @@ class HostMemory:
         if memory is None:
             fresh = np.empty(size + _ALIGNED, np.uint8)
             memory = fresh.data[-fresh.ctypes.data % _ALIGNED :][:size]
-        # Whatever is made of this array refers to it, and not to what is below: that is no array.
+        # Every view of this array refers to it, and not to its base, because the base is not an array.
         given = np.frombuffer(memory, np.uint8, num_bytes)
         weakref.finalize(given, self._back, memory).atexit = False
         return given
 
     def _pop(self, size: int) -> memoryview | None:
-        """A kept buffer of a size; where there is none, as many others go as are to be made."""
+        """A pooled buffer of this size; if there is none, others are freed to make room for a new one."""
         if found := self._kept.get(size):
             self.kept_bytes -= size
             return found.pop()
@@ -78,18 +77,18 @@ class HostMemory:
 
 
 HOST_MEMORY = HostMemory()
-"""Of the process."""
+"""The pool of the process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MappedBoxes:
-    """Boxes of a leaf that are parts of a file, mapped into memory: nothing is copied."""
+    """Boxes of a leaf that are parts of a memory-mapped file; nothing is copied."""
 
     boxes: list[np.ndarray]
 
 
 class Slab:
-    """Boxes of a leaf, all of one shape, in one buffer: as far from each other as a file has them."""
+    """Boxes of a leaf, all of one shape, in one buffer, with the same spacing as in a file."""
 
     def __init__(self, count: int, shape: Sequence[int], dtype: np.dtype, memory: HostMemory | None = None) -> None:
         size = math.prod(shape) * dtype.itemsize
@@ -110,47 +109,47 @@ LOCAL = {
     0x01021994: "tmpfs",
     0x794C7630: "overlay",
 }
-"""Kinds of file systems that are on a disk, or in the memory, of the machine."""
+"""File-system types that are on a local disk or in local memory."""
 
-_MOST_BUFFERS = 1024  # in one call of the system
+_MOST_BUFFERS = 1024  # in one system call
 
 
 Parts = Iterable[Callable[[], list[memoryview]]]
-"""What is in a file, from its beginning to its end: each is called once, by whoever writes it, and gives buffers."""
+"""The content of a file in order: each part is called once, by the thread that writes it, and returns buffers."""
 
 
 class Sink(Protocol):
     """A place for the files of a checkpoint."""
 
-    part_bytes: int  # of the parts in which files are written; a multiple of 256 KiB
+    part_bytes: int  # size of the parts in which files are written; a multiple of 256 KiB
 
     def write(self, name: str, num_bytes: int, parts: Parts) -> None:
-        """Writes a whole file, on the disk when this returns; each part has `part_bytes`, the last one the rest."""
+        """Writes a whole file, which is on disk on return; each part has `part_bytes`, and the last one the rest."""
         ...
 
 
 class FileSource(Protocol):
-    """The files of a checkpoint that is complete."""
+    """The files of a complete checkpoint."""
 
-    gap_bytes: int  # two ranges with fewer bytes between them are worth one read
-    read_bytes: int  # the most that is read at a time; a multiple of 256 KiB
-    threads: int  # how many reads are worth doing at the same time
+    gap_bytes: int  # ranges with a smaller gap between them are merged into one read
+    read_bytes: int  # the largest single read; a multiple of 256 KiB
+    threads: int  # number of concurrent reads that is useful
 
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills buffers with the bytes from an offset on, one after the other; threads call it at the same time."""
+        """Fills buffers in order with the bytes from an offset on; called by several threads at once."""
 
     def mapped(self, name: str) -> np.ndarray | None:
-        """A file as bytes that are read when they are looked at; None where that cannot be."""
+        """A memory-mapped file; None if it cannot be mapped."""
         ...
 
 
 class LocalFolder:
-    """A folder on a file system of the machine, as a `Sink` and a `FileSource`."""
+    """A folder on a local file system, as a `Sink` and a `FileSource`."""
 
     part_bytes = 4 << 20
-    threads = 2  # a copy of memory each: more take the cores from each other
+    threads = 2  # each is a memory copy; more would compete for cores
     gap_bytes = 64 << 10
-    read_bytes = 512 << 10  # it is still in the processor's cache when its sums are computed
+    read_bytes = 512 << 10  # still in the processor's cache when its checksums are computed
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -158,7 +157,7 @@ class LocalFolder:
         self._open: dict[str, int] = {}
 
     def write(self, name: str, num_bytes: int, parts: Parts) -> None:
-        """See `Sink.write`; the room is taken at once, so that a full disk shows before anything is written."""
+        """See `Sink.write`; the space is allocated first, so that a full disk shows before anything is written."""
         number = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             _allocate(number, num_bytes)
@@ -173,7 +172,7 @@ class LocalFolder:
         _move(os.preadv, self._number(name), offset, views)
 
     def mapped(self, name: str) -> np.ndarray | None:
-        """See `FileSource.mapped`: of a disk of this machine."""
+        """See `FileSource.mapped`; only files on a local disk are mapped."""
         number = self._number(name)
         size = os.fstat(number).st_size if is_local(self.path) else 0
         return np.frombuffer(mmap.mmap(number, size, prot=mmap.PROT_READ), np.uint8) if size else None
@@ -190,15 +189,15 @@ class LocalFolder:
 
 
 def is_local(path: Path) -> bool:
-    """Whether a folder is on a file system of this machine, as far as one can see: not on NFS and the like."""
-    found = ctypes.create_string_buffer(1024)  # more than a `struct statfs`, which begins with the kind
+    """Whether a folder appears to be on a local file system, not on NFS and the like."""
+    found = ctypes.create_string_buffer(1024)  # larger than a `struct statfs`, which begins with the type
     if ctypes.CDLL(None).statfs(os.fsencode(path), found):
         return False
     return ctypes.c_long.from_buffer(found).value in LOCAL
 
 
 def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:
-    """Does things in threads, a few at a time, and asks for the next when there is room; the first error ends it."""
+    """Runs work in threads, a few at a time, and takes the next item when one is free; the first error ends it."""
     with concurrent.futures.ThreadPoolExecutor(threads, "jshard-files") as pool:
         begun: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         try:
@@ -214,7 +213,7 @@ def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:
 
 
 def _allocate(number: int, num_bytes: int) -> None:
-    """Takes room on the disk, where the file system can: the C library would write every block instead."""
+    """Allocates disk space where the file system supports it; the C library would instead write every block."""
     if num_bytes and ctypes.CDLL(None, use_errno=True).fallocate(number, 0, ctypes.c_long(0), ctypes.c_long(num_bytes)):
         code = ctypes.get_errno()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
@@ -223,7 +222,7 @@ def _allocate(number: int, num_bytes: int) -> None:
 
 
 def _move(call: Callable[..., int], number: int, offset: int, views: Sequence[memoryview]) -> None:
-    """Moves all bytes of some buffers from or to a file: one call of the system may move fewer."""
+    """Moves all bytes of some buffers from or to a file; one system call may move fewer."""
     views, first = [view for view in views if view.nbytes], 0
     while first < len(views):
         count = call(number, views[first : first + _MOST_BUFFERS], offset)
@@ -241,7 +240,7 @@ _counting = threading.Lock()
 
 
 class Range:
-    """Some bytes of a file that are wanted in one buffer."""
+    """A range of a file to be read into one buffer."""
 
     __slots__ = ("_left", "_then", "_view", "end", "offset")
 
@@ -262,11 +261,11 @@ class Range:
         return self._view[start - self.offset : stop - self.offset]
 
     def expect(self) -> None:
-        """One more read has a part of it."""
+        """Counts one more read that covers part of the range."""
         self._left += 1
 
     def came(self) -> None:
-        """One of these is done."""
+        """Counts one such read as done."""
         with _counting:
             self._left -= 1
             if self._left:
@@ -277,24 +276,24 @@ class Range:
 
 
 class ChangedError(ValueError):
-    """Bytes of a file are not those that were written."""
+    """Bytes of a file have changed since they were written."""
 
     def __init__(self, name: str, start: int, stop: int) -> None:
         self.name, self.start, self.stop = name, start, stop
-        super().__init__(f"{name}: bytes {start} to {stop} are not those that were written")
+        super().__init__(f"{name}: bytes {start} to {stop} have changed since they were written")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:
-    """Some bytes of a file that are read at a time, and the ranges that have a part of them; any thread may do it."""
+    """One read of a file, and the ranges that it covers in part; any thread may run it."""
 
-    source: FileSource  # where the file is
-    name: str  # of the file
+    source: FileSource  # the folder or bucket of the file
+    name: str  # the file's name
     start: int  # the first byte
-    stop: int  # the one behind the last
-    ranges: Sequence[Range]  # what is wanted of it, in the order of the file
-    sums: np.ndarray | None  # of the blocks of the file; None to check nothing
-    mapped: np.ndarray | None = None  # the file in memory, where it is to be checked alone
+    stop: int  # one past the last byte
+    ranges: Sequence[Range]  # the wanted ranges, in file order
+    sums: np.ndarray | None  # checksums of the file's blocks; None to check nothing
+    mapped: np.ndarray | None = None  # the mapped file, if it is only checked
 
     @property
     def num_bytes(self) -> int:
@@ -302,7 +301,7 @@ class Read:
         return self.stop - self.start
 
     def __call__(self, given: Iterable[memoryview] | None = None) -> None:
-        """Reads, or takes what was read, and checks it; a `ChangedError` if it is not what was written."""
+        """Reads, or takes bytes already read, and checks them; raises `ChangedError` if they have changed."""
         taken = None if given is None else collections.deque(given)
         start = self.start
         views = self._views() if self.mapped is None else [self.mapped[start : self.stop].data]
@@ -324,7 +323,7 @@ class Read:
             each.came()
 
     def _views(self) -> Iterator[memoryview]:
-        """The buffers for all of it; what nobody wants goes into some that are dropped."""
+        """The buffers for the whole read; unwanted bytes go into scratch buffers."""
         place = self.start
         for each in self.ranges:
             if each.offset > place:
@@ -338,7 +337,7 @@ class Read:
 
 
 def take_bytes(given: collections.deque[memoryview], num_bytes: int) -> list[memoryview]:
-    """Takes so many bytes off the beginning of some buffers."""
+    """Takes this many bytes off the start of some buffers."""
     found: list[memoryview] = []
     while num_bytes:
         view = given.popleft()
@@ -358,7 +357,7 @@ def reads(
     end: int,
     mapped: np.ndarray | None = None,
 ) -> Iterator[Read]:
-    """The reads that some ranges of a file come to."""
+    """The reads that cover some ranges of a file."""
     unit = 1 if sums is None else BLOCK_BYTES
     run: list[Range] = []
     for each in sorted(ranges, key=lambda each: each.offset):
@@ -373,7 +372,7 @@ def reads(
 def _run(
     source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int, mapped: np.ndarray | None
 ) -> Iterator[Read]:
-    """Cuts ranges near each other into reads of some MiB: between blocks, where they are checked."""
+    """Cuts nearby ranges into reads of some MiB, at block boundaries if they are checked."""
     unit = 1 if sums is None else BLOCK_BYTES
     cuts = [*range(run[0].offset // unit * unit, run[-1].end, READ_BYTES), min(up(run[-1].end, unit), end)]
     found, first = [], 0
@@ -384,18 +383,18 @@ def _run(
         for each in here:
             each.expect()
         found.append(Read(source=source, name=name, start=start, stop=stop, ranges=here, sums=sums, mapped=mapped))
-    yield from found  # all are expected before one is done
+    yield from found  # all reads are counted before the first one runs
 
 
 def changed(start: int, views: Sequence[memoryview], sums: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where blocks of a file begin and end that are not as they were written."""
+    """The ranges of blocks of a file that have changed."""
     for number, block in enumerate(cut_views(views, BLOCK_BYTES), start // BLOCK_BYTES):
         if block_sum(block) != int(sums[number]):
             yield number * BLOCK_BYTES, number * BLOCK_BYTES + sum(view.nbytes for view in block)
 
 
 def flush(path: str | Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the names in a folder, are on disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -407,7 +406,7 @@ def flush(path: str | Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that is on the disk, and whole, before it has its name."""
+    """Writes a file that is complete and on disk before it gets its name."""
     draft = path.with_name(f"{path.name}.tmp")
     with draft.open("w") as file:
         file.write(text)

@@ -1,16 +1,16 @@
 """The layout of a packed file, which is a valid safetensors file, and of the index at its end.
 
-A file holds *pieces*: boxes of leaves, each contiguous. To whoever knows safetensors it has an entry for each piece,
+A file holds *pieces*: boxes of leaves, each contiguous. As a safetensors file it has an entry for each piece,
 `PATH[START:STOP,START:STOP]`, and some for the padding between them and for the index.
 
-    length of the header, header       JSON, filled up with spaces
-    pieces                             large ones first, on pages of 4 KiB; the others on 64 bytes
-    index                              columns of numbers: leaf, place and box of each piece; the sums
-    tail                               64 bytes: how long the columns are, where the index begins, and its own sum
+    length of the header, header       JSON, padded with spaces
+    pieces                             large ones first, aligned to 4 KiB pages; the others to 64 bytes
+    index                              columns of numbers: leaf, offset and box of each piece; the checksums
+    tail                               64 bytes: lengths of the columns, offset of the index, and its checksum
 
-The sums are xxh3 of every 256 KiB of all that is before the index, header and padding included, so that no bit of a
-file can change unseen; what is read of it in part is read in whole blocks of these. The size of a file, and the place
-of everything in it, are known before any value is.
+The checksums are xxh3 of every 256 KiB block before the index, header and padding included, so that a change of any bit
+is detected; partial reads cover whole blocks. The size of a file, and the offset of everything in it, are known before
+any value is.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ import xxhash
 from jax.sharding import Sharding
 
 BLOCK_BYTES = 256 << 10
-"""Bytes of a file that have one sum."""
+"""Bytes of a file that share one checksum."""
 
 FILE_BYTES = 4 << 30
-"""A process begins another file when one has so many."""
+"""A process starts another file when one has this many bytes."""
 
 _HEADER_BYTES = 50_000_000
-"""When the entries in a header have so many, at most, another file begins: libraries open none with over 100 MB."""
+"""Limit on the entries in a header; another file starts then. Libraries refuse headers over 100 MB."""
 
 Limits = tuple[tuple[int, int], ...]
-"""A box: where it begins and ends along each dim."""
+"""A box: its start and stop along each dim."""
 
 _MAGIC = b"jshard\0\1"
 _TAIL = struct.Struct("<8s6Q8x")
 TAIL_BYTES = _TAIL.size
 _SMALL, _PAGE = 64, 4096
-_LARGE_BYTES = 64 << 10  # a piece of so many is on pages
+_LARGE_BYTES = 64 << 10  # pieces of at least this size are page-aligned
 _PADDING = "jshard.padding"
 _INDEX = "jshard.index"
-_ENTRY = {  # what safetensors calls dtypes; others are bytes there
+_ENTRY = {  # safetensors' names of dtypes; others are stored as bytes
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -70,35 +70,35 @@ _ENTRY = {  # what safetensors calls dtypes; others are bytes there
 class Piece:
     """A box of a leaf."""
 
-    leaf: int  # the number of the leaf among those of the checkpoint
+    leaf: int  # the leaf's index in the checkpoint
     path: str  # of the leaf
-    dtype: np.dtype  # of its elements
-    box: Limits  # where it is in the leaf
+    dtype: np.dtype  # of the elements
+    box: Limits  # its position in the leaf
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the box."""
+        """The shape of the box."""
         return tuple(stop - start for start, stop in self.box)
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Of its values."""
+        """Size of its values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """Where everything of a file is, but the sums."""
+    """The positions of everything in a file, without the checksums."""
 
     header: bytes  # the first bytes, up to the first piece
-    pieces: tuple[Piece, ...]  # in the order of the file; `offsets` says where each begins, in the file
+    pieces: tuple[Piece, ...]  # in file order; `offsets` has the offset of each in the file
     offsets: tuple[int, ...]
     index_begin: int  # where the index begins
     num_bytes: int  # of the file
 
     @functools.cached_property
     def columns(self) -> bytes:
-        """The index without the sums."""
+        """The index without the checksums."""
         boxes = np.array([limit for piece in self.pieces for limit in piece.box], "<i8").reshape(-1, 2)
         return b"".join(
             (
@@ -111,7 +111,7 @@ class FileLayout:
         )
 
     def index(self, sums: Sequence[int]) -> bytes:
-        """The bytes of the index and the tail."""
+        """The index and the tail as bytes."""
         body = self.columns + np.array(sums, "<u8").tobytes()
         num_limits = sum(len(piece.box) for piece in self.pieces)
         counts = len(self.pieces), num_limits, len(sums), BLOCK_BYTES, self.index_begin
@@ -121,15 +121,15 @@ class FileLayout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileIndex:
-    """What the index of a file says."""
+    """The contents of a file's index."""
 
     leaves: np.ndarray  # the leaf of each piece
-    offsets: np.ndarray  # where each begins in the file
-    starts: np.ndarray  # where the boxes begin, one after the other; `stops` says where they end
+    offsets: np.ndarray  # the offset of each in the file
+    starts: np.ndarray  # starts of the boxes, concatenated; `stops` has the ends
     stops: np.ndarray
-    begins: np.ndarray  # where the box of each piece begins in `starts`
+    begins: np.ndarray  # the position of each piece's box in `starts`
     sums: np.ndarray  # of the blocks
-    index_begin: int  # bytes before the index, which the sums are over
+    index_begin: int  # bytes before the index; the checksums cover these
     checksum: int  # of the index itself
 
 
@@ -162,8 +162,8 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
     if data_bytes > end:
         entries[f"{_PADDING}.{len(places)}"] = "U8", (data_bytes - end,), end, data_bytes
     columns = len(pieces) * 16 + sum(len(piece.box) for piece in pieces) * 16
-    # The number of the sums is in the header's entry for the index, and the header is among what they are over: the
-    # length of the header is found first, with room for the digits.
+    # The header's entry for the index contains the number of checksums, and these cover the header: the length of the
+    # header is computed first, with room for the digits.
     header = functools.partial(_header, _listed(entries), data_bytes)
     guess = len(header(data_bytes + columns + 8 * (1 << 32)))
     head_bytes = up(8 + guess, _PAGE)
@@ -180,27 +180,27 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
 
 
 def spaced(num_bytes: int) -> int:
-    """From the beginning of a piece of so many bytes to that of another one behind it."""
+    """Distance from the start of a piece of this size to the start of the next."""
     return up(num_bytes, _unit(num_bytes))
 
 
 def _unit(num_bytes: int) -> int:
-    """What a piece of so many bytes begins on."""
+    """The alignment of a piece of this size."""
     return _PAGE if num_bytes >= _LARGE_BYTES else _SMALL
 
 
 def num_blocks(num_bytes: int) -> int:
-    """How many sums there are over so many bytes."""
+    """The number of checksums over this many bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def entry_name(path: str, box: Limits) -> str:
-    """What a piece is called in the file."""
+    """The name of a piece in the file."""
     return f"{path}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def _entry_of(piece: Piece) -> tuple[str, Sequence[int]]:
-    """The dtype and shape of a piece as safetensors knows them: bytes, where it has no name for the dtype."""
+    """The dtype and shape of a piece in safetensors' terms; bytes if it has no name for the dtype."""
     known = _ENTRY.get(piece.dtype.name)
     if known is not None:
         return known, piece.shape
@@ -213,7 +213,7 @@ def _listed(entries: Mapping[str, tuple[str, Sequence[int], int, int]]) -> str:
         name: {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, stop]}
         for name, (dtype, shape, begin, stop) in entries.items()
     }
-    # Libraries of Hugging Face open no file that does not say whose arrays it holds.
+    # Hugging Face libraries only open files that name the framework of their arrays.
     return json.dumps({"__metadata__": {"format": "pt"}, **listed}, separators=(",", ":"))[:-1]
 
 
@@ -223,7 +223,7 @@ def _header(listed: str, begin: int, end: int) -> bytes:
 
 
 def parse_tail(tail: bytes, num_bytes: int) -> int:
-    """How many bytes the index and the tail have, of a file of so many bytes; a `ValueError` if it has none."""
+    """Size of the index and the tail of a file of this size; raises `ValueError` if it has none."""
     if len(tail) != TAIL_BYTES:
         raise ValueError("it has no index")
     magic, num_pieces, num_limits, num_sums, block_bytes, begin, _ = _TAIL.unpack(tail)
@@ -234,7 +234,7 @@ def parse_tail(tail: bytes, num_bytes: int) -> int:
 
 
 def parse_index(found: bytes | bytearray | memoryview) -> FileIndex:
-    """What an index says, tail and all; a `ValueError` if any bit of it has changed."""
+    """Parses an index with its tail; raises `ValueError` if any bit of it has changed."""
     body, tail = memoryview(found)[:-TAIL_BYTES], bytes(found[-TAIL_BYTES:])
     magic, *counts, own = _TAIL.unpack(tail)
     check = xxhash.xxh3_64(body)
@@ -262,7 +262,7 @@ def parse_index(found: bytes | bytearray | memoryview) -> FileIndex:
 
 
 def block_sum(views: Sequence[memoryview]) -> int:
-    """The sum of a block that is in some buffers."""
+    """The checksum of a block that is spread over some buffers."""
     if len(views) == 1:
         return xxhash.xxh3_64_intdigest(views[0])
     found = xxhash.xxh3_64()
@@ -272,7 +272,7 @@ def block_sum(views: Sequence[memoryview]) -> int:
 
 
 def cut_views(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Buffers, one after the other, cut into runs of so many bytes; the last one may be shorter."""
+    """Concatenated buffers, cut into runs of this many bytes; the last one may be shorter."""
     found: list[memoryview] = []
     room = size
     for view in views:
@@ -300,12 +300,12 @@ def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Lim
 
 
 def limits(index: Sequence[slice], shape: Sequence[int]) -> Limits:
-    """An index of an array, as where it begins and ends along each dim."""
+    """An array index as its start and stop along each dim."""
     return tuple(
         (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True)
     )
 
 
 def size_of(box: Limits) -> int:
-    """How many elements a box has."""
+    """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)

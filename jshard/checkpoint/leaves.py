@@ -1,4 +1,4 @@
-"""A state as it is stored: leaves by path, with no class of Flax, Optax or the user in it."""
+"""The stored form of a state: leaves by path, without any class of Flax, Optax or the user."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jshard.plans.padding import logical_shape, padding_of
 
 Path = tuple[str, ...]
 
-_ESCAPED = {"%": "%25", "/": "%2F", ".": "%2E", "\\": "%5C", "\0": "%00"}  # what cannot be in the name of a folder
+_ESCAPED = {"%": "%25", "/": "%2F", ".": "%2E", "\\": "%5C", "\0": "%00"}  # not allowed in a folder name
 _TABLE = str.maketrans(_ESCAPED)
-_STORABLE = frozenset(  # what TensorStore has names for
+_STORABLE = frozenset(  # dtypes that TensorStore supports
     "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
     "complex64 complex128".split()
@@ -31,7 +31,7 @@ _STORABLE = frozenset(  # what TensorStore has names for
 
 
 def flatten(state: Any) -> dict[Path, Any]:
-    """Every leaf of a state by its path; a `CheckpointError` if two of them have one."""
+    """Every leaf of a state by its path; raises `CheckpointError` if two leaves have the same path."""
     pairs = [pair for name, value in _parts(state) for pair in _leaves(value, name)]
     count = collections.Counter(path for path, _ in pairs)
     if len(count) < len(pairs):
@@ -39,13 +39,13 @@ def flatten(state: Any) -> dict[Path, Any]:
             "The state cannot be stored by path.",
             where=sorted(text(path) for path in count if count[path] > 1),
             why="two leaves have the same path: keys are stored as text.",
-            do="name them differently.",
+            do="rename one of them.",
         )
     return dict(pairs)
 
 
 def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
-    """The shapes of leaves whose arrays are padded to divide over a mesh, as they are stored: without the padding."""
+    """The stored shapes, without padding, of leaves whose arrays are padded to divide over a mesh."""
     found = {}
     for name, value in _parts(state):
         if (variables := _variables(value)) is not None:
@@ -60,7 +60,7 @@ def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
 
 
 def unflatten_like(like: Any, leaves: Mapping[Path, Any]) -> Any:
-    """The inverse of `flatten`: new objects of the kinds in `like`, holding other leaves."""
+    """The inverse of `flatten`: new objects of the types in `like`, with other leaves."""
     filled = {name: _filled(value, name, leaves) for name, value in _parts(like)}
     if _is_named(like):
         return {key: filled[(name,)] for key, name in _names(like).items()}
@@ -68,12 +68,12 @@ def unflatten_like(like: Any, leaves: Mapping[Path, Any]) -> Any:
 
 
 def text(path: Path) -> str:
-    """A path as it is shown and stored: `model/blocks/0/attention/qkv/kernel`."""
+    """A path as shown and stored: `model/blocks/0/attention/qkv/kernel`."""
     return "/".join(escape(key) for key in path)
 
 
 def escape(key: str) -> str:
-    """A key without the characters that separate keys, or folders."""
+    """A key with the separators of keys and folders escaped."""
     return key.translate(_TABLE) or "%"
 
 
@@ -85,20 +85,20 @@ def unescape(path: str) -> str:
 
 
 def check_paths(paths: Collection[str]) -> None:
-    """Raises a `CheckpointError` if a path is a leaf and the beginning of another: Orbax stores a tree."""
+    """Raises `CheckpointError` if a leaf's path is a prefix of another, because Orbax stores a tree."""
     held = set(paths)
     above = [(path, "/".join(path.split("/")[:count])) for path in paths for count in range(1, path.count("/") + 1)]
     if both := [f"{top}  and {path}" for path, top in above if top in held]:
         raise CheckpointError(
             "The state cannot be stored by path.",
             where=both,
-            why="the first is an array, and the other would be stored below it.",
-            do="name one of them differently.",
+            why="the first is an array, so the other cannot be stored below it.",
+            do="rename one of them.",
         )
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by path as nested dicts, the form in which Orbax shows them to others."""
+    """Leaves by path as nested dicts, the form that other Orbax users see."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *folders, last = path.split("/")
@@ -110,7 +110,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """The inverse of `nested`; lists, as others store them, count as dicts with numbers for keys."""
+    """The inverse of `nested`; lists, which other programs store, are treated as dicts with numeric keys."""
     if isinstance(tree, list | tuple):
         tree = {str(number): leaf for number, leaf in enumerate(tree)}
     if not isinstance(tree, Mapping):
@@ -120,10 +120,10 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str, Any]:
-    """Leaves in the kinds that are stored: arrays, ints, floats and texts, of these types and no others.
+    """Leaves converted to the types that are stored: only arrays, ints, floats and texts.
 
-    Where only the kinds matter (`abstract`) an array may be its shape and dtype, and no position is asked for. A
-    `CheckpointError` names the leaves that are of other kinds, or whose values are gone.
+    If only the types matter (`abstract`), an array may be given by shape and dtype, and positions are not queried. A
+    `CheckpointError` names the leaves that are of other types or whose values are gone.
     """
     if not abstract:
         _refuse_gone(leaves)
@@ -137,17 +137,17 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
         stored[key] = value
     if bad:
         raise CheckpointError(
-            f"The state cannot be saved: {len(bad)} leaves are no data.",
+            f"The state cannot be saved: {len(bad)} leaves are not data.",
             where=bad,
-            why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, texts, and objects with get_state() "
+            why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, strings, and objects with get_state() "
             "and set_state().",
-            do="leave them out of the state, or save what they are made of.",
+            do="leave them out of the state, or save the arrays and numbers they contain.",
         )
     return stored
 
 
 def restored(value: Any, like: Any) -> Any:
-    """A stored value in the kind that its counterpart in `like` has; positions in data are set."""
+    """A stored value in the type of its counterpart in `like`; data positions are set."""
     if is_data_position(like):
         set_position(like, value)
         return like
@@ -159,12 +159,12 @@ def restored(value: Any, like: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is on devices, or would."""
+    """Whether a leaf is on devices, or would be."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Shape, dtype and sharding of every array; other leaves stay as they are.
+    """Shape, dtype and sharding of every array; other leaves are unchanged.
 
     Arrays on no mesh, such as the random state of an abstract model, are replicated over the mesh of the others.
     """
@@ -183,12 +183,12 @@ def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _stored(leaf: Any) -> Any:
-    """A leaf as it is stored; None for what cannot be."""
+    """The stored form of a leaf; None if it cannot be stored."""
     if isinstance(leaf, str):
         return str(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         array = np.asarray(leaf)
-        # A copy: the caller may go on to change his own. The order of bytes is not stored.
+        # A copy, because the caller may change the original. Byte order is not stored.
         return array.astype(array.dtype.newbyteorder("=")) if _is_storable(array.dtype) else None
     if isinstance(leaf, jax.Array):
         if not _is_storable(leaf.dtype):
@@ -204,21 +204,21 @@ def _stored(leaf: Any) -> Any:
 
 
 def _refuse_gone(leaves: Mapping[Path, Any]) -> None:
-    """Refuses arrays without values, and those of which this process has no part: it could not help to save them."""
+    """Refuses arrays without values, and arrays of which this process holds no part, so that it cannot save them."""
     arrays = {text(path): leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
     if gone := [key for key, leaf in arrays.items() if leaf.is_deleted()]:
         raise CheckpointError(
             f"The state cannot be saved: the values of {len(gone)} leaves are gone.",
             where=gone,
-            why="these arrays are deleted; a step that donates its arguments takes their memory.",
-            do="save what the step returned: state = step(state, batch), then save(path, state). Or save before it.",
+            why="these arrays are deleted: a step that donates its arguments reuses their memory.",
+            do="save what the step returns: state = step(state, batch), then save(path, state). Or save before it.",
         )
     if elsewhere := [key for key, leaf in arrays.items() if not leaf.addressable_shards]:
         raise CheckpointError(
-            f"The state cannot be saved: of {len(elsewhere)} arrays process {jax.process_index()} has no part.",
+            f"The state cannot be saved: process {jax.process_index()} holds no part of {len(elsewhere)} arrays.",
             where=elsewhere,
-            why="they are on devices of other processes alone, and all processes save together.",
-            do="put them onto a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
+            why="only devices of other processes hold them, and all processes save together.",
+            do="put them on a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
         )
 
 
@@ -227,7 +227,7 @@ def _is_storable(dtype: Any) -> bool:
 
 
 def _kind(leaf: Any) -> str:
-    """What a leaf is, for messages."""
+    """A description of a leaf for messages."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return f"an array of {leaf.dtype}"
     return f"an int of {leaf.bit_length()} bits" if isinstance(leaf, int) else f"a {type(leaf).__name__}"
@@ -248,7 +248,7 @@ def _parts(state: Any) -> list[tuple[Path, Any]]:
 
 
 def _variables(value: Any) -> list[tuple[Path, Any]] | None:
-    """The variables of a module or a state of Flax; None for a pytree of others."""
+    """The variables of a Flax module or state; None for any other pytree."""
     if not isinstance(value, nnx.Pytree | nnx.State):
         return None
     flat = nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value))
@@ -259,7 +259,7 @@ def _leaves(value: Any, name: Path) -> Iterator[tuple[Path, Any]]:
     if (variables := _variables(value)) is None:
         yield from _tree_leaves(value, name)
     for path, variable in variables or ():
-        yield from _tree_leaves(_raw(variable), (*name, *path))  # mostly one; Optax masks some out
+        yield from _tree_leaves(_raw(variable), (*name, *path))  # usually one; Optax may mask it out
 
 
 def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
@@ -268,22 +268,22 @@ def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
             for key, inner in _names(node).items():
                 yield from _tree_leaves(node[key], (*path, inner))
         else:
-            yield path, node.value if is_padded(node) else node  # one path, padded or not
+            yield path, node.value if is_padded(node) else node  # the same path, padded or not
 
 
 def _nodes(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
-    """Leaves, and dicts that JAX cannot take apart."""
+    """Leaves, and dicts that JAX cannot flatten."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_padded(x) or _is_mixed(x))[0]
     return (((*name, *map(_key, path)), node) for path, node in flat)
 
 
 def _is_mixed(node: Any) -> bool:
-    """Whether a dict has keys that JAX cannot sort: texts and others."""
+    """Whether a dict mixes strings with other keys, which JAX cannot sort."""
     return type(node) is dict and len({isinstance(key, str) for key in node}) > 1
 
 
 def _names(tree: Mapping[Any, Any]) -> dict[Any, str]:
-    """What keys are called in paths: themselves, or in quotes beside a number that is written alike."""
+    """Names of keys in paths: unchanged, or quoted if a number with the same spelling is also a key."""
     numbers = {str(key) for key in tree if not isinstance(key, str)}
     return {key: repr(key) if isinstance(key, str) and key in numbers else str(key) for key in tree}
 
@@ -319,13 +319,13 @@ def _filled_tree(tree: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_is_mixed), found)
 
 
-# Which leaves of a state are its parameters.
+# The parameters among the leaves of a state.
 
 _PARAMS = "params"
 
 
 def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
-    """Those of the paths of a state that are parameters."""
+    """The paths of a state that are parameters."""
     begins = {text(begin) for path, value in _parts(like) for begin in _begins(value, path)}
     if "" in begins:
         return set(paths)
@@ -334,13 +334,13 @@ def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
 
 
 def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
-    """The beginnings of the paths of parameters in a part of a state; `within` a named tuple those of modules alone."""
+    """Path prefixes of the parameters in a part of a state; `within` a named tuple, only those of modules."""
     if isinstance(value, nnx.Optimizer):
         return
     if path[-1:] == (_PARAMS,) and not within:
         yield path
     elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
-        # Variables of a part itself are under their own names, and those of a module in a pytree one key deeper.
+        # A part's own variables are under their names; those of a module in a pytree are one key deeper.
         for inner, variable in _variables(value) or ():
             if isinstance(variable, nnx.Param):
                 yield *path, *inner
@@ -351,7 +351,7 @@ def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
-    """What is directly below a node of a pytree, by key."""
+    """The direct children of a pytree node, by key."""
     if _is_mixed(node):
         return [(name, node[key]) for key, name in _names(node).items()]
     found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
@@ -363,16 +363,16 @@ def first_devices() -> dict[int, Any]:
     return {device.process_index: device for device in reversed(jax.devices())}
 
 
-# Arrays that each process has for itself.
+# Process-local arrays.
 
 
 def is_local(leaf: Any) -> bool:
-    """Whether each of several processes has an array of its own here."""
+    """Whether this is a process-local array and there are several processes."""
     return isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable
 
 
 def as_one(leaf: jax.Array) -> jax.Array:
-    """The copies of all processes as the replicas of one array; nothing is sent."""
+    """The copies of all processes as replicas of one array, without communication."""
     first = first_devices()
     mesh = Mesh(np.array([first[process] for process in sorted(first)]), "process")
     own = jax.device_put(leaf, first[jax.process_index()])
@@ -380,7 +380,7 @@ def as_one(leaf: jax.Array) -> jax.Array:
 
 
 def local_copies(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The facts of the copies that this process has: shape, dtype and sums by path."""
+    """Shape, dtype and checksums, by path, of this process's copies."""
     found = {}
     for key, leaf in leaves.items():
         if is_local(leaf) and leaf.size:
@@ -392,16 +392,16 @@ def local_copies(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
-    """Raises a `CheckpointError` if what `local_copies` gave each process is not the same."""
+    """Raises `CheckpointError` unless `local_copies` is the same on every process."""
     bad = []
     for key in sorted({key for found in heard for key in found}):
         others = [number for number, found in enumerate(heard) if found.get(key) != heard[0].get(key)]
         if others:
-            bad.append(f"{key}  of process 0 and of process {', '.join(map(str, others))}")
+            bad.append(f"{key}  on process 0 and process {', '.join(map(str, others))}")
     if bad:
         raise CheckpointError(
-            f"The state cannot be saved: the processes have other values of {len(bad)} leaves.",
+            f"The state cannot be saved: {len(bad)} leaves differ between processes.",
             where=bad,
-            why="an array on a device of each process is stored once, for all of them.",
-            do="compute it from the same seed everywhere; or lay it over the mesh, with a row for each process.",
+            why="an array on one device per process is stored once for all processes.",
+            do="compute it from the same seed on every process, or shard it over the mesh with a row per process.",
         )

@@ -1,4 +1,4 @@
-"""Where a checkpoint may be, and where the checkpoints are, for a path at which there is none."""
+"""Where a checkpoint may be stored, and where to find one when a path has none."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     """The absolute path of a checkpoint, or its address in a bucket."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
-            "This is no path.",
+            "This is not a path.",
             where=f"a {type(path).__name__}",
-            why="the path comes first, and what is saved, or is to be restored, after it.",
+            why="the path is the first argument; the state to save or restore follows it.",
             do='save("run/100", state), and restore("run/100", like=state)',
         )
     return BucketPath.parse(path) or local_path(path)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of something that is to be on the machine."""
+    """The absolute path of something that must be on this machine."""
     if _URL.match(os.fspath(path)):
         raise CheckpointError(
-            "Checkpoints cannot be there.",
+            "Checkpoints cannot be stored there.",
             where=os.fspath(path),
-            why="they are in folders of the machine, and in buckets of GCS and S3, where it says so.",
+            why="checkpoints are stored in local folders and, where documented, in GCS and S3 buckets.",
             do="name a folder, or a bucket: gs://bucket/run/checkpoints, s3://bucket/run/checkpoints",
         )
     return Path(path).absolute()
 
 
-# Where the checkpoints are, for whoever gave a path at which there is none.
+# Where the checkpoints are, when the given path has none.
 
 OF_A_RUN = "checkpoints"  # the folder of a run that holds them
-INCOMPLETE = f"a folder without {COMMIT_MARK}, copied by half, or of a save that did not end, or of another program"
+INCOMPLETE = f"a folder without {COMMIT_MARK}: an incomplete copy, an unfinished save, or not a checkpoint"
 
 
 def no_checkpoint(path: Place) -> CheckpointError:
-    """The error for a path at which there is no checkpoint: it names one nearby, if there is one."""
+    """The error for a path without a checkpoint; it names one nearby, if there is one."""
     why, found = _nearby(path)
     return CheckpointError(
         "There is no checkpoint to restore.",
@@ -62,7 +62,7 @@ def no_checkpoint(path: Place) -> CheckpointError:
 
 
 def no_such_step(folder: Place, step: int | None) -> CheckpointError:
-    """The error for a series without the checkpoint that is asked for; None asked for any."""
+    """The error for a series without the requested checkpoint; `step` None stands for any step."""
     steps = steps_in(folder)
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     why, do = f"complete checkpoints there: {', '.join(map(str, steps))}.", f"restore step {max(steps, default=0)}."
@@ -72,11 +72,11 @@ def no_such_step(folder: Place, step: int | None) -> CheckpointError:
 
 
 def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunError:
-    """The error for a checkpoint of a series that could not be written; `steps` are those that are there."""
+    """The error for a checkpoint of a series that could not be written; `steps` are the existing ones."""
     good = (
         f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."
     )
-    mend = error.do.partition(",")[0].rstrip(".") if isinstance(error, RunError) else "remove that cause"
+    mend = error.do.partition(",")[0].rstrip(".") if isinstance(error, RunError) else "fix that"
     return RunError(
         f"The checkpoint of step {path.name} could not be written.",
         where=[str(path), *(place for place in error.where if place != str(path))],
@@ -86,7 +86,7 @@ def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunE
 
 
 def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
-    """The error for a checkpoint of a series that cannot be read; `steps` are those that are there."""
+    """The error for a checkpoint of a series that cannot be read; `steps` are the existing ones."""
     others = [other for other in reversed(steps) if str(other) != path.name]
     return RunError(
         f"The checkpoint of step {path.name} cannot be read.",
@@ -101,15 +101,15 @@ def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
 def _no_series(folder: Place) -> tuple[str, str]:
     """Why a folder holds no series, and what to do about it."""
     if is_committed(folder):
-        why = "it is a checkpoint, and not a folder of them."
+        why = "it is a checkpoint, not a folder of checkpoints."
         return why, f'Checkpointer("{folder.parent}"); or restore("{folder}", like=...).'
     if steps_in(folder / OF_A_RUN):
-        return "it is the folder of a run, and not that of its checkpoints.", f'Checkpointer("{folder / OF_A_RUN}")'
+        return "it is the folder of a run, not of its checkpoints.", f'Checkpointer("{folder / OF_A_RUN}")'
     return "complete checkpoints there: none.", "start the run again, in another folder."
 
 
 def steps_in(folder: Place) -> list[int]:
-    """Steps with a complete checkpoint, oldest first."""
+    """Steps that have a complete checkpoint, oldest first."""
     if isinstance(folder, BucketPath):
         found = (re.fullmatch(f"(0|[1-9][0-9]*)/{re.escape(MANIFEST)}", name) for name in folder.objects())
         return sorted(int(each[1]) for each in found if each)
@@ -117,7 +117,7 @@ def steps_in(folder: Place) -> list[int]:
 
 
 def incomplete_in(folder: Place) -> list[int]:
-    """Steps whose folder is no complete checkpoint, oldest first."""
+    """Steps whose folder is not a complete checkpoint, oldest first."""
     steps = _numbers_in(folder)
     return [step for step in steps if (folder / str(step)).is_dir() and not is_committed(folder / str(step))]
 
@@ -128,10 +128,10 @@ def _numbers_in(folder: Place) -> list[int]:
 
 
 def _nearby(path: Place) -> tuple[str, Place | None]:
-    """What is at a path instead, and the checkpoint that was probably meant."""
+    """What the path is instead, and the checkpoint that was probably meant."""
     for above in path.parents:
         if is_committed(above):
-            return "it is a part of a checkpoint, and none itself.", above
+            return "it is part of a checkpoint, not a whole one.", above
     if not path.exists():
         steps = steps_in(path.parent)
         if steps:
@@ -144,24 +144,24 @@ def _nearby(path: Place) -> tuple[str, Place | None]:
         why = f"it is a folder of runs, {len(runs)} of them with checkpoints."
         return why, newest / str(steps_in(newest)[-1])
     if path.is_dir():
-        return "the folder is not one that save() completed.", None
-    return "it is a file, and of files those of safetensors alone are read.", None
+        return "save() did not complete this folder.", None
+    return "it is a file; the only single files that can be read are safetensors files.", None
 
 
 def _list(steps: list[int], shown: int = 5) -> str:
     return ", ".join([*(["..."] if len(steps) > shown else []), *map(str, steps[-shown:])])
 
 
-LEDGER = "series.json"  # the steps whose checkpoints a series wrote, or began to: nothing else is deleted
+LEDGER = "series.json"  # the steps whose checkpoints a series has written or started to write; nothing else is deleted
 
 
-# What is in a folder of checkpoints, and which checkpoint a path means.
+# The contents of a folder of checkpoints, and the checkpoint that a path refers to.
 
 
 def series_at(path: Place) -> Place | None:
-    """The folder of the series at a path, that of a run or itself; None if there is none.
+    """The folder of the series at a path, which is a run or the series itself; None if there is no series.
 
-    It is looked at, by this process alone: nothing is written, and no other process is asked.
+    Only this process looks; nothing is written, and no other process takes part.
     """
     path = place_of(path)
     for folder in (path / OF_A_RUN, path):
@@ -171,15 +171,15 @@ def series_at(path: Place) -> Place | None:
 
 
 def checkpoint_at(given: str | os.PathLike[str], step: int | None = None) -> Place:
-    """The checkpoint that a path means, whether it is damaged or not."""
+    """The checkpoint that a path refers to, whether or not it is damaged."""
     path = place_of(given)
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if step is not None:
             raise CheckpointError(
-                "There is no series of checkpoints.",
+                "This is not a series of checkpoints.",
                 where=str(path),
-                why=f"a step, {step}, was asked for, and the path is none of a series or a run.",
+                why=f"a step, {step}, was requested, but the path is not a series or a run.",
                 do="leave out the step, or give the folder that holds the checkpoints.",
             )
         return path
@@ -190,7 +190,7 @@ def checkpoint_at(given: str | os.PathLike[str], step: int | None = None) -> Pla
 
 
 def is_checkpoint(path: Place) -> bool:
-    """Whether a folder looks like one checkpoint, or like one tree of one, by whomever it was written."""
+    """Whether a folder looks like a checkpoint, or like one tree of a checkpoint, from any writer."""
     return is_committed(path) or is_item(path) or _holds(path, (_manifest.NAME, CHECKPOINT_METADATA))
 
 

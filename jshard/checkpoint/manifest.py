@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, `jshard.json`: what it holds, and how to see that nothing of it is lost.
+"""The manifest of a checkpoint, `jshard.json`: its contents, and how to detect any loss.
 
-It is written last, when everything else is on the disk. It lists every leaf with its logical shape and its sums
-(see below), and every file with its size, small ones with a checksum: those that say how the large ones are to be read.
-The mesh, the layout and the processes it was saved from are for people, and nothing depends on them.
+It is written last, when everything else is on disk. It lists every leaf with its logical shape and checksums (see
+below), and every file with its size; small files, which describe how to read the large ones, also have a checksum. The
+mesh, layout and processes it was saved from are for information only; nothing depends on them.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from jshard.errors import RunError
 
 NAME = "jshard.json"
 FOLDER = "arrays"  # of packed files
-FORMAT = 2  # 1 has arrays of zarr, and their sums
-MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
+FORMAT = 2  # 1 has zarr arrays and their checksums
+MARK = {"jshard": FORMAT}  # in Orbax's metadata: a checkpoint with the mark but no manifest has lost it
 
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
-    """A leaf as a checkpoint holds it."""
+    """A leaf as stored in a checkpoint."""
 
-    shape: tuple[int, ...]  # its logical shape; of a random key that of its numbers
-    dtype: str  # of its elements; "int", "float" and "str" for values of Python
-    key: str | None = None  # the kind of a random key, such as "fry"; None for what is none
-    spec: str | None = None  # how it was sharded when it was saved, for people
-    sums: Sums | None = None  # see below; None for values of Python, and where nobody computed them
-    chunk: tuple[int, ...] | None = None  # the shape of the boxes in which it is stored; None if that is not known
+    shape: tuple[int, ...]  # its logical shape; for a random key, that of its key data
+    dtype: str  # of its elements; "int", "float" and "str" for Python values
+    key: str | None = None  # the kind of a random key, such as "fry"; None for other leaves
+    spec: str | None = None  # its sharding when saved, for information
+    sums: Sums | None = None  # see below; None for Python values, and if not computed
+    chunk: tuple[int, ...] | None = None  # the shape of its stored boxes; None if unknown
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array, and not a value of Python."""
+        """Whether it is an array rather than a Python value."""
         return self.dtype not in ("int", "float", "str")
 
     @property
@@ -57,35 +57,35 @@ class StoredLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Size of its values in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.is_array else 0
 
     def on_host(self) -> Any:
-        """What a read is asked for that is to give it on the host."""
+        """The target of a read of this leaf to the host."""
         return np.empty(self.shape, self.dtype) if self.is_array else {"int": 0, "float": 0.0}.get(self.dtype, "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The contents of a manifest."""
 
     leaves: Mapping[str, StoredLeaf]  # by path
-    # size of every file of ours, by its path in the folder; of one that holds zarr, a checksum of small ones
+    # size of every jshard file, by its path in the folder; in zarr checkpoints also a checksum of small ones
     files: Mapping[str, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
-    step: int | None = None  # number of steps that were done; None where nobody said
+    step: int | None = None  # number of completed steps; None if not given
     saved_at: float = 0.0  # seconds since 1970
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # axes and their degrees when it was saved
-    processes: int = 1  # how many saved it
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the state was worth
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the packages that wrote it
-    # size of every packed file, by its name, and the sum of its index, which stands for all in it
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # axes and their degrees when saved
+    processes: int = 1  # number of processes that saved it
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # metrics of the state
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # versions of the packages that wrote it
+    # size of every packed file, by name, and the checksum of its index, which covers everything in it
     packed: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    # of the leaves that are values of Python, where the files are packed
+    # of leaves that are Python values, if the files are packed
     values: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
 
 
 def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
-    """A leaf as it will be stored, without its sums; of an array with padding the shape without it."""
+    """A leaf as it will be stored, without its checksums; shapes are without padding."""
     if not hasattr(leaf, "shape"):
         return StoredLeaf(shape=(), dtype=type(leaf).__name__)
     key, logical = None, leaf
@@ -97,27 +97,27 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes a manifest, and returns when it is on the disk."""
+    """Writes a manifest, and returns when it is on disk."""
     write_text(folder / NAME, to_text(manifest))
 
 
 def to_text(manifest: Manifest) -> str:
-    """A manifest as its file holds it."""
+    """A manifest as the bytes of its file."""
     body = json.dumps(to_json(manifest))
     return json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
 
 
 def read(folder: Place, *, check: bool = True) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is none, as in folders that others wrote.
+    """The manifest of a checkpoint; None if it has none, as in folders that other programs wrote.
 
-    Without a `check`, one whose checksum does not fit is taken as it is, if it can be read at all.
+    Without `check`, a manifest with a wrong checksum is accepted if it can be parsed.
     """
     path = folder / NAME
     try:
         held = json.loads(path.read_bytes())
         body = held["seal"]
         if check and zlib.crc32(body.encode()) != held["crc32"]:
-            raise ValueError("its checksum does not fit")
+            raise ValueError("its checksum is wrong")
         fields = json.loads(body)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -128,11 +128,11 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
             "The checkpoint's manifest cannot be read.",
             where=str(path),
             why=f"{type(error).__name__}: {error}",
-            do="restore another checkpoint; or this one without any check: verify=False.",
+            do="restore another checkpoint, or this one without checks: verify=False.",
         ) from error
     if fields["format"] > FORMAT:
         raise CheckpointError(
-            "The checkpoint is of a newer jshard.",
+            "The checkpoint is from a newer jshard.",
             where=str(path),
             why=f"its format is {fields['format']}, written by jshard {fields.get('versions', {}).get('jshard', '?')}; "
             f"this jshard reads formats up to {FORMAT}.",
@@ -142,9 +142,9 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
 
 
 def damage(folder: Place, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint, a line each: missing, cut off, or with other bytes.
+    """Damaged files of a checkpoint, one line each: missing, truncated or changed.
 
-    Large files of arrays are looked at for their size only: their values are summed when they are read.
+    Large array files are only checked for size; their values are checked when read.
     """
     listed = folder.objects() if isinstance(folder, BucketPath) else None
     found = []
@@ -156,7 +156,7 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
-                found.append(f"{name}  its bytes have changed")
+                found.append(f"{name}  its contents have changed")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
         except BucketError:
@@ -172,12 +172,12 @@ def _spec(leaf: Any) -> str | None:
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """How an array is sharded, for people: the mesh axes of each dim."""
+    """A readable form of an array's sharding: the mesh axes of each dim."""
     return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in spec)
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
-    """A manifest in values of JSON."""
+    """A manifest as JSON values."""
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
     given = {path: vars(leaf) for path, leaf in manifest.leaves.items()}
     leaves = {path: {name: x for name, x in leaf.items() if x is not None} for path, leaf in given.items()}
@@ -194,7 +194,7 @@ def from_json(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a dataclass has, with tuples for lists: a later version may write others too."""
+    """The fields that the dataclass knows, with lists as tuples; a later version may write further ones."""
     names = _names(kind)
     return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items() if name in names}
 
@@ -204,25 +204,25 @@ def _names(kind: type) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
-# Sums over a leaf that show whether a bit of it has changed, whatever mesh it was saved from or is restored onto: of
-# what Orbax writes, as packed files have sums of their own.
+# Checksums of a leaf that are independent of the mesh it was saved from or is restored onto. They are for data written
+# by Orbax; packed files have their own checksums.
 #
-# A leaf is seen as a matrix of unsigned words of 8, 16 or 32 bits; wider dtypes are several words. Its last dim are the
+# A leaf is seen as a matrix of unsigned words of 8, 16 or 32 bits; wider dtypes are several words. Its last dim is the
 # columns, all others the rows. Each row is cut into segments of 512 words, or of one in small leaves, and the segments
-# are numbered through. Two sums are kept, modulo 2**64: of all words, and of all words weighted by 2 segment + 1. So a
-# change of a single word always shows, and segments, rows and boxes that changed places show in the second; what
-# cancels within one segment does not show. Sums over disjoint boxes add up: no mesh shows in the totals.
+# are numbered consecutively. Two sums are kept, modulo 2**64: of all words, and of all words weighted by 2 segment + 1.
+# A change of a single word is always detected, and the second sum detects swapped segments, rows and boxes. Changes
+# that cancel within a segment are not detected. Sums over disjoint boxes add up, so totals do not depend on the mesh.
 
 Sums = tuple[int, int]
 Box = tuple[slice, ...]
 
 _MODULUS = 1 << 64
-_SEGMENT_WORDS = 512  # as quick as whole rows
-_SMALL_WORDS = 1 << 16  # a leaf of so many has segments of one word
+_SEGMENT_WORDS = 512  # as fast as whole rows
+_SMALL_WORDS = 1 << 16  # leaves up to this size have one-word segments
 
 
 def add(parts: Iterable[Sequence[int]]) -> Sums:
-    """The sums over a leaf, of those over disjoint boxes of it."""
+    """The sums over a leaf from those over its disjoint boxes."""
     total = weighted = 0
     for part in parts:
         total, weighted = total + part[0], weighted + part[1]
@@ -230,7 +230,7 @@ def add(parts: Iterable[Sequence[int]]) -> Sums:
 
 
 def held_parts(leaf: jax.Array | np.ndarray) -> list[tuple[np.ndarray, Box]]:
-    """What this process holds of a leaf, with the boxes: of copies one, of what each process has that of the first."""
+    """This process's parts of a leaf, with their boxes: one of several copies; of local arrays, the first process's."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
@@ -242,7 +242,7 @@ def held_parts(leaf: jax.Array | np.ndarray) -> list[tuple[np.ndarray, Box]]:
 
 
 def sums_of(parts: Iterable[tuple[np.ndarray, Box]], shape: Sequence[int]) -> Sums:
-    """The sums over some boxes of a leaf; what is beyond its shape is padding."""
+    """The sums over some boxes of a leaf; elements beyond its shape are padding."""
     inside = lambda box: tuple(slice(max(0, n - (part.start or 0))) for part, n in zip(box, shape, strict=True))
     return add(box_sums(values[inside(box)], box, shape) for values, box in parts)
 
@@ -268,7 +268,7 @@ def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
 
 
 def _segments(shape: tuple[int, ...], per_element: int) -> tuple[int, int]:
-    """The width of a leaf's segments in words, and how many a row has."""
+    """The width of a leaf's segments in words, and their number per row."""
     num_columns = (shape[-1] if shape else 1) * per_element
     width = _SEGMENT_WORDS if math.prod(shape) * per_element > _SMALL_WORDS else 1
     return width, -(-num_columns // width)
@@ -276,7 +276,7 @@ def _segments(shape: tuple[int, ...], per_element: int) -> tuple[int, int]:
 
 def _words(values: np.ndarray) -> np.ndarray:
     if values.dtype.name == "float4_e2m1fn":
-        values = values.view(np.uint8) & np.uint8(15)  # the bits above are no part of the value
+        values = values.view(np.uint8) & np.uint8(15)  # the upper bits are not part of the value
     elif values.dtype.name in ("int2", "uint2", "int4", "uint4"):
         values = values.astype(np.int8)
     values = np.ascontiguousarray(values.reshape(1) if values.ndim == 0 else values)
@@ -284,16 +284,16 @@ def _words(values: np.ndarray) -> np.ndarray:
 
 
 def _cuts(first: int, last: int, width: int) -> list[tuple[int, int]]:
-    """Some columns in up to three parts: what is in a segment by itself, whole segments, the rest."""
+    """Splits columns into up to three parts: a partial segment, whole segments, and the rest."""
     whole = min(-(-first // width) * width, last), max(last // width * width, min(-(-first // width) * width, last))
     return [(start, stop) for start, stop in ((first, whole[0]), whole, (whole[1], last)) if start < stop]
 
 
 def _by_segment(columns: np.ndarray, width: int) -> np.ndarray:
-    """The sums of each segment of each row, of columns that begin with one."""
+    """The sums of each segment of each row, for columns that start at a segment."""
     rows, count = columns.shape
     pieces = columns.reshape(rows, count // width, width) if count % width == 0 else columns.reshape(rows, 1, count)
-    exact = np.uint32 if columns.itemsize <= 2 else np.uint64  # the narrower one is quicker, and wide enough
+    exact = np.uint32 if columns.itemsize <= 2 else np.uint64  # the narrower one is faster and wide enough
     return pieces.sum(axis=2, dtype=exact).astype(np.uint64, copy=False)
 
 

@@ -1,4 +1,4 @@
-"""Which stored leaf goes where, and in which form: everything that does not fit is found before a byte is read."""
+"""Matches stored leaves with wanted ones; everything that does not fit is found before any value is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jshard.checkpoint.manifest import StoredLeaf
 class Pick:
     """Where a wanted leaf comes from: the path of the stored leaf, or of each layer to be stacked.
 
-    "layer" is one layer of a stored stack, by its number; "stack" are layers that are stored one by one.
+    "layer" is one layer of a stored stack, by number; "stack" combines layers that are stored one by one.
     """
 
     stored: tuple[str, ...]
@@ -35,11 +35,11 @@ class Pick:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Match:
-    """What a comparison of stored with wanted leaves came to; lines are for people."""
+    """The result of matching stored with wanted leaves; lines are for messages."""
 
     picks: Mapping[str, Pick]  # by wanted path
-    missing: tuple[str, ...]  # wanted paths with nothing stored for them
-    extra: tuple[str, ...]  # stored paths that nobody wants
+    missing: tuple[str, ...]  # wanted paths that are not stored
+    extra: tuple[str, ...]  # stored paths that are not wanted
     casts: tuple[str, ...]  # leaves whose dtype changes, a line each
     problems: tuple[str, ...]  # leaves that cannot be restored, a line each
 
@@ -79,7 +79,7 @@ def match(
 
 
 def renamed(path: str, rename: Mapping[str, str]) -> str:
-    """The stored path that a wanted one stands for: its longest beginning in `rename` is replaced."""
+    """The stored path for a wanted one: its longest prefix in `rename` is replaced."""
     for begin in sorted(rename, key=len, reverse=True):
         if begin == "" or path == begin or path.startswith(f"{begin}/"):
             rest = path[len(begin) :].lstrip("/")
@@ -117,14 +117,14 @@ def _layers(begin: list[str], end: list[str], stored: Mapping[str, StoredLeaf]) 
 
 
 def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
-    """What is wrong with a leaf; None for nothing, "cast" where its dtype changes."""
+    """The problem with a leaf; None if there is none, "cast" if its dtype changes."""
     if stored.shape != wanted.shape:
         kinds = [f" {leaf.kind}" if stored.key or wanted.key else "" for leaf in (stored, wanted)]
         return f"stored {stored.shape}{kinds[0]}  wanted {wanted.shape}{kinds[1]}"
     if not (stored.is_array and wanted.is_array):
         return None if _values_fit(stored.dtype, wanted.dtype) else f"stored {stored.dtype}  wanted {wanted.dtype}"
     if stored.key != wanted.key:
-        # A key of the old kind is its numbers, and Orbax cannot distinguish the new one from them.
+        # An old-style key is a plain array of numbers, and Orbax cannot distinguish a new-style key from it.
         is_same = stored.dtype == wanted.dtype and None in (stored.key, wanted.key)
         return "cast" if is_same else f"stored {stored.kind}  wanted {wanted.kind}"
     if stored.dtype == wanted.dtype:
@@ -138,7 +138,7 @@ def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
 
 
 def _values_fit(stored: str, wanted: str) -> bool:
-    """Whether a value of Python or a scalar array may become the other."""
+    """Whether a Python value and a scalar array may be converted into each other."""
     if "str" in (stored, wanted):
         return stored == wanted
     is_whole = [name == "int" or (name != "float" and jnp.issubdtype(name, jnp.integer)) for name in (stored, wanted)]
@@ -146,12 +146,12 @@ def _values_fit(stored: str, wanted: str) -> bool:
 
 
 def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], part: str | None) -> list[str]:
-    """Stacks of which not every layer is wanted, or more than there are."""
+    """Stacks of which some layers are not wanted, or more than exist are wanted."""
     layers = collections.defaultdict(set)
     for path, pick in picks.items():
         if pick.form == "layer":
             stack = pick.stored[0]
-            # What follows the number is the end of both paths.
+            # The part after the number ends both paths.
             is_named = part is not None and stack.endswith(path[len(part) :])
             depth = stored[stack].shape[0]
             layers[stack] |= set(range(depth)) | {pick.layer} if is_named else {pick.layer}
@@ -162,19 +162,19 @@ def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], p
     ]
 
 
-# The forms of a leaf: as it is stored, as it is read, and as it is wanted.
+# The forms of a leaf: stored, read, and wanted.
 
 
 def to_read(stored: StoredLeaf, pick: Pick, wanted: Any) -> Any:
-    """What to ask the storage for: the stored shape and dtype, with a sharding made of the wanted one."""
+    """The target of the read: the stored shape and dtype, with a sharding derived from the wanted one."""
     if not stored.is_array or not isinstance(wanted, jax.ShapeDtypeStruct):
         return stored.on_host()
     is_key = stored.key is not None and _is_key(wanted)
     dtype = wanted.dtype if is_key else jnp.dtype(stored.dtype)
-    if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, and jax is set to 32
+    if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, but jax uses 32
         return stored.on_host()
     shape = stored.shape
-    if is_key or not _is_key(wanted):  # that of the keys, not of their numbers; with the padding of the wanted array
+    if is_key or not _is_key(wanted):  # sharding of the keys, not of their numbers; with the wanted padding
         shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
         shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
     sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))
@@ -189,20 +189,20 @@ def _as_stored(sharding: Sharding, pick: Pick, ndim: int) -> Sharding:
 
 
 def own_mesh(wanted: Any) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of a leaf as the active one: with Explicit axes, jax refuses to compute under another."""
+    """Activates the mesh of a leaf: with Explicit axes, jax refuses to compute under another one."""
     mesh = getattr(getattr(wanted, "sharding", None), "mesh", None)
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
 
 def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
-    """A leaf in the form, dtype and sharding in which it is wanted."""
+    """A leaf in the wanted form, dtype and sharding."""
     if not isinstance(wanted, jax.ShapeDtypeStruct):
         return _on_host(pick, found, wanted)
     found = [_same_kind(leaf, wanted) for leaf in found]
     leaf = found[0]
-    if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
+    if not isinstance(leaf, jax.Array):  # a Python value, or an array read on the host
         array = _as_dtype(pick, np.asarray(_picked(pick, found)), wanted.dtype)
-        if array.shape != wanted.shape:  # which is padded
+        if array.shape != wanted.shape:  # the wanted one is padded
             array = np.pad(array, [(0, size - own) for size, own in zip(wanted.shape, array.shape, strict=True)])
         return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda box: array[box])
     if pick.form == "stack":
@@ -215,8 +215,8 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
 
 
 def num_overflows(pick: Pick, found: list[Any], leaf: Any) -> int:
-    """How many values of a leaf were numbers as they were stored, and are none in the dtype that is wanted."""
-    if isinstance(found[0], int | float) and hasattr(leaf, "dtype"):  # a value of Python
+    """The number of values that are finite as stored but not in the wanted dtype."""
+    if isinstance(found[0], int | float) and hasattr(leaf, "dtype"):  # a Python value
         return int(math.isfinite(found[0])) if jnp.issubdtype(leaf.dtype, jnp.inexact) and _num_not_finite(leaf) else 0
     dtypes = [getattr(x, "dtype", int) for x in (found[0], leaf)]
     if not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
@@ -239,7 +239,7 @@ def _count_not_finite(leaf: jax.Array) -> jax.Array:
 
 
 def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
-    """The same for leaves that are not on devices."""
+    """The same, for leaves that are not on devices."""
     found = [_same_kind(leaf, wanted) for leaf in found]
     if isinstance(wanted, bool):
         return bool(_as_dtype(pick, np.asarray(_picked(pick, found)), np.bool_))
@@ -250,7 +250,7 @@ def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
 
 
 def _same_kind(leaf: Any, wanted: Any) -> Any:
-    """A random key as its numbers, or numbers as a key, where the other is wanted."""
+    """A random key as its numbers, or numbers as a key, if the other form is wanted."""
     if not isinstance(leaf, jax.Array) or _is_key(leaf) == _is_key(wanted):
         return leaf
     return jax.random.key_data(leaf) if _is_key(leaf) else jax.random.wrap_key_data(leaf, impl=wanted.dtype)
@@ -261,10 +261,10 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _as_dtype(pick: Pick, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in another dtype, but for integers, and truth values, that it cannot hold."""
-    is_whole = array.dtype == object or jnp.issubdtype(array.dtype, jnp.integer)  # object: of more than 64 bits
+    """An array in another dtype; raises for integers and bools that do not fit."""
+    is_whole = array.dtype == object or jnp.issubdtype(array.dtype, jnp.integer)  # object: over 64 bits
     try:
-        with np.errstate(over="ignore"):  # whoever asked is warned
+        with np.errstate(over="ignore"):  # the caller warns
             cast = array.astype(dtype)
         is_exact = dtype == np.bool_ or (is_whole and jnp.issubdtype(dtype, jnp.integer))
         is_changed = is_exact and bool((cast != array).any())
@@ -275,7 +275,7 @@ def _as_dtype(pick: Pick, array: np.ndarray, dtype: Any) -> np.ndarray:
             "A stored number does not fit.",
             where=f"{pick.stored[0]}  {array.max() if array.size == 1 else 'up to ' + str(array.max())}",
             why=f"`like` wants it as {np.dtype(dtype).name}.",
-            do="give `like` a value of Python or a wider dtype there.",
+            do="put a Python value or a wider dtype there in `like`.",
         )
     return cast
 
@@ -303,8 +303,8 @@ def _cast(dtype: Any, sharding: Sharding) -> Any:
     return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=sharding)
 
 
-_TOGETHER = 3  # so many leaves below one path are shown by that path
-# Fields of Optax's states that have the tree of the parameters: they fit, and are never meant.
+_TOGETHER = 3  # this many leaves below one path are shown as that path
+# Fields of Optax states with the tree of the parameters: they would fit, but are never the intended ones.
 _MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".split())
 
 
@@ -319,11 +319,11 @@ def check_fits(
     missing: str,
     extra: str,
 ) -> None:
-    """Raises a `CheckpointError` that names everything that does not fit, and leaves that do not divide."""
+    """Raises `CheckpointError` with everything that does not fit, including leaves that do not divide."""
     lost = found.missing if missing == "error" else [key for key in found.missing if key in abstract]
     unwanted = found.extra if extra == "error" else ()
     uneven = [line for key, leaf in wanted.items() if key in found.picks and (line := _uneven(key, leaf))]
-    nothing = "stored nothing" if missing == "error" else "abstract, and stored nothing"
+    nothing = "stored nothing" if missing == "error" else "abstract, and not stored"
     lines = [
         *found.problems,
         *_summed_up(lost, wanted, stored, lambda key, what: f"{key}  {nothing}  wanted {what}"),
@@ -334,8 +334,8 @@ def check_fits(
         return
     count = len(found.problems) + len(lost) + len(unwanted) + len(uneven)
     if count == len(uneven):
-        what = "The leaves cannot be cut like this."
-        why = "a sharded dim divides by the degrees of the mesh axes that it is sharded over."
+        what = "The leaves cannot be sharded like this."
+        why = "a sharded dim must divide by the degrees of its mesh axes."
         do = "let the plan choose the shardings: like=js.abstract_init(build, annotate);\nor leave that dim whole."
     else:
         what = f"The checkpoint does not fit: {count} leaves differ."
@@ -362,7 +362,7 @@ def _uneven(key: str, leaf: Any) -> str | None:
 def _summed_up(
     keys: Iterable[str], leaves: Mapping[str, Any], others: Iterable[str], line: Callable[[str, str], str]
 ) -> list[str]:
-    """A line per leaf, or per highest path below which all leaves are among the keys and the other side has none."""
+    """A line per leaf, or per topmost path whose leaves are all among the keys and absent on the other side."""
     keys = set(keys)
     below, among, across = (
         collections.Counter(p for key in group for p in _above(key)) for group in (leaves, keys, others)
@@ -378,7 +378,7 @@ def _summed_up(
 
 
 def _above(key: str) -> list[str]:
-    """The paths that a path is below, the highest first; a name of the state alone is none."""
+    """The parents of a path, topmost first, without the bare names of the state."""
     keys = key.split("/")
     return ["/".join(keys[:count]) for count in range(2, len(keys))]
 
@@ -386,8 +386,8 @@ def _above(key: str) -> list[str]:
 def _advice(
     found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], rename: Mapping[str, str], path: Place
 ) -> tuple[str, str]:
-    """Why, and what to do."""
-    why = "it was saved from another model, or from another optimizer."
+    """The `why` and the `do`."""
+    why = "it was saved from another model or optimizer."
     moved = _moved(found, stored, wanted) if not found.problems and not rename else []
     if len(moved) == 1:
         ours, theirs = moved[0]
@@ -397,24 +397,24 @@ def _advice(
         return why, f"they are stored elsewhere: restore(path, like, rename={json.dumps({ours: theirs})})."
     if moved:
         lines = [f"restore(path, like, rename={json.dumps({ours: theirs})})" for ours, theirs in moved]
-        return f"{why}\nSeveral stored trees have these leaves.", "\n".join(["say which one is meant:", *lines])
+        return f"{why}\nSeveral stored trees have these leaves.", "\n".join(["say which one to restore:", *lines])
     if any("key<" in line for line in found.problems):
-        why = "a random key is of another kind than the stored one, and numbers of one are no numbers of another."
+        why = "a random key has another kind than the stored one, and the numbers of one kind do not fit another."
         do = 'give `like` a key of the stored kind (fry is "threefry2x32"): jax.random.key(0, impl="threefry2x32").'
         return why, do
     if _differ_in_dtype(found, stored, wanted):
-        why = "dtypes change by themselves among floating ones, and from integers to wider ones."
-        return why, "give `like` the dtypes that are stored, and change what comes back: x.astype(jnp.int32)."
-    do = f"build `like` with the settings of the saved run. What it holds: jshard ckpt inspect {path}"
+        why = "only floating dtypes, and integers to wider ones, are converted automatically."
+        return why, "use the stored dtypes in `like`, and convert the result: x.astype(jnp.int32)."
+    do = f"build `like` with the settings of the saved run. Its contents: jshard ckpt inspect {path}"
     if not found.problems and found.missing:
-        do += '\nmissing="init" leaves what is not stored as `like` has it.'
+        do += '\nmissing="init" keeps the values of `like` for leaves that are not stored.'
     if not found.problems and found.extra:
-        do += '\nextra="ignore" leaves out what is stored and not wanted.'
+        do += '\nextra="ignore" skips stored leaves that are not wanted.'
     return why, do
 
 
 def _differ_in_dtype(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> bool:
-    """Whether the leaves that clash do so by their dtypes alone."""
+    """Whether the clashing leaves differ only in dtype."""
     picks = [(found.picks.get(line.split("  ")[0]), wanted.get(line.split("  ")[0])) for line in found.problems]
     return bool(picks) and all(
         pick is not None and pick.form == "same" and stored[pick.stored[0]].shape == getattr(leaf, "shape", ())
@@ -423,7 +423,7 @@ def _differ_in_dtype(found: Match, stored: Mapping[str, StoredLeaf], wanted: Map
 
 
 def _moved(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Beginnings of wanted and stored paths that, if one is put for the other, leave nothing missing."""
+    """Pairs of wanted and stored prefixes; renaming one to the other leaves no path missing."""
     used = {path for pick in found.picks.values() for path in pick.stored}
     fitting = []
     for key in dict.fromkeys([*found.extra, *stored]) if found.missing else ():

@@ -1,4 +1,4 @@
-"""An open checkpoint: its leaves by path, read whole onto devices, or box by box; and the packed one, which is ours."""
+"""An open checkpoint: its leaves by path, read whole onto devices, or box by box. Here is the packed format."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from jshard.errors import printable
 
 
 class Opened:
-    """A checkpoint that is opened."""
+    """An open checkpoint."""
 
-    path: Place  # where it is
-    manifest: Manifest | None = None  # what it says of itself; None if jshard did not write it
-    leaves: Mapping[str, StoredLeaf]  # what it holds, by path; a random key is its numbers
+    path: Place  # its location
+    manifest: Manifest | None = None  # its manifest; None if jshard did not write it
+    leaves: Mapping[str, StoredLeaf]  # its leaves by path; a random key is its numbers
 
     @property
     def arrays(self) -> dict[str, StoredLeaf]:
-        """The leaves that are no values of Python."""
+        """The leaves that are arrays."""
         return {name: leaf for name, leaf in self.leaves.items() if leaf.is_array}
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """The leaves, with the kinds of the values that these stored paths ask for; others of them may be unread."""
+        """The leaves, with the types of the values at these stored paths; other values may be unread."""
         raise NotImplementedError
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads some leaves whole; a `RunError` if something of it is damaged or cannot be read."""
+        """Reads some leaves whole; raises `RunError` if one is damaged or cannot be read."""
         raise NotImplementedError
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of an array, as a new array; threads may call it at the same time. It raises as `load` does."""
+        """A box of an array, as a new array; thread-safe. It raises as `load` does."""
         raise NotImplementedError
 
     def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
-        """How many elements are read of an array for some boxes, each of which reads the chunks whole that it is in."""
+        """The number of elements read for some boxes of an array; whole chunks are read for each box."""
         chunk, count = leaf.chunk or leaf.shape, 0
         for box in boxes:
             read = [
@@ -67,11 +67,11 @@ class Opened:
         return count
 
     def values(self) -> dict[str, Any]:
-        """The leaves that are numbers or texts of Python, by path."""
+        """The leaves that are Python numbers or strings, by path."""
         raise NotImplementedError
 
     def boxes(self, name: str, budget_bytes: int) -> Iterator[Box]:
-        """Boxes that make up an array, of at most so many bytes."""
+        """Boxes of at most this many bytes that make up an array."""
         leaf = self.leaves[name]
         return cut(leaf.shape, np.dtype(leaf.dtype).itemsize, budget_bytes)
 
@@ -84,14 +84,14 @@ def held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Limits, ...]
 
 
 def boxes_of(leaf: StoredLeaf, like: Any) -> tuple[Limits, ...]:
-    """The boxes of a leaf that this process is to hold; a random key is read whole."""
+    """The boxes of a leaf that this process will hold; a random key is read whole."""
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
         return (tuple((0, size) for size in leaf.shape),)
     return held_boxes(like.sharding, tuple(like.shape))
 
 
 def held_bytes(like: Any) -> int:
-    """Bytes of the boxes that this process is to hold of a leaf, each counted once."""
+    """Bytes of the boxes of a leaf that this process will hold, each counted once."""
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None:
         return getattr(like, "nbytes", 0)
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -101,7 +101,7 @@ def held_bytes(like: Any) -> int:
 
 
 def cut(shape: Sequence[int], itemsize: int, budget_bytes: int) -> Iterator[Box]:
-    """Cuts an array into boxes of at most so many bytes: the first dim as far as it goes, then the next."""
+    """Cuts an array into boxes of at most this many bytes, along the first dim as far as possible, then the next."""
     if math.prod(shape) * itemsize <= max(budget_bytes, itemsize):
         yield tuple(slice(0, size) for size in shape)
         return
@@ -138,7 +138,7 @@ class PackedCheckpoint(Opened):
             except (OSError, ValueError) as error:
                 raise unreadable(place, reason(error)) from error
             if file.index.checksum != checksum:
-                raise unreadable(place, "it is of another checkpoint than the manifest.")
+                raise unreadable(place, "it belongs to another checkpoint than the manifest.")
             files.append(file)
         return Pieces(files, len(self._numbers))
 
@@ -165,7 +165,7 @@ class PackedCheckpoint(Opened):
         return slab.boxes[0]
 
     def load(self, wanted: Mapping[str, Any], together: Together | None = None, *, map: bool = False) -> dict[str, Any]:
-        """See `Opened.load`: one batch is read while the one before goes to the devices."""
+        """See `Opened.load`; one batch is read while the previous one is copied to the devices."""
         arrays = self._in_order(wanted)
         found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
         batches, pieces = list(_batches(arrays)), self.pieces if map else None
@@ -186,19 +186,19 @@ class PackedCheckpoint(Opened):
 
     @property
     def can_be_mapped(self) -> bool:
-        """Whether its files can be memory of this process."""
+        """Whether its files can be memory-mapped."""
         with self._named_errors():
             return all(file.mapped is not None for file in self.pieces.files)
 
     def _in_order(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays among some leaves, as the files have them."""
+        """The arrays among some leaves, as stored in the files."""
         return {
             name: wanted[name] for name in sorted(wanted, key=self._numbers.__getitem__) if self.leaves[name].is_array
         }
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Says of what goes wrong with a file which checkpoint and which leaves it is."""
+        """Adds the checkpoint and the leaves to an error about a file."""
         try:
             yield
         except ChangedError as error:
@@ -207,8 +207,8 @@ class PackedCheckpoint(Opened):
             raise damaged(
                 self.path,
                 [f"{FOLDER}/{error.name}", *lines],
-                f"the values that were read are not those that were saved: bytes {error.start} to {error.stop} of the "
-                "file have another sum.",
+                f"the values read differ from the saved ones: bytes {error.start} to {error.stop} of the "
+                "file do not match their checksum.",
             ) from error
         except BucketError:
             raise
@@ -216,19 +216,19 @@ class PackedCheckpoint(Opened):
             raise unreadable(self.path, reason(error)) from error
 
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[str | None, str, str]]:
-        """Reads everything; the leaf, the file and what is wrong, of all that is not as it was written."""
+        """Reads everything; yields the leaf, the file and the reason for everything that has changed."""
         for file in self.pieces.files:
             place = f"{FOLDER}/{file.name}"
             for start, stop in file.changed(on_read):
-                why = f"bytes {start} to {stop} are not those that were saved."
+                why = f"bytes {start} to {stop} differ from the saved ones."
                 yield from ((name, place, why) for name in self.leaves_in(file.name, start, stop) or [None])
         for name, number in self._numbers.items():
             leaf = self.leaves[name]
             if leaf.is_array and (count := self.pieces.num_missing(number, leaf.shape)):
-                yield name, FOLDER, f"{count} of {math.prod(leaf.shape)} elements are in none of the files."
+                yield name, FOLDER, f"{count} of {math.prod(leaf.shape)} elements are missing from the files."
 
     def leaves_in(self, file: str, start: int, stop: int) -> list[str]:
-        """The leaves that have some of the bytes of a file."""
+        """The leaves that share a range of a file's bytes."""
         index, names = next(each.index for each in self.pieces.files if each.name == file), list(self._numbers)
         found = {}
         ends = [*index.begins[1:], len(index.starts)]
@@ -241,7 +241,7 @@ class PackedCheckpoint(Opened):
 
 
 class _Pipeline:
-    """Two batches of leaves on their way: one is read, and one goes to the devices."""
+    """Two batches of leaves in flight: one is being read, the other copied to the devices."""
 
     def __init__(self, threads: int, together: Together | None) -> None:
         self._pool = ThreadPoolExecutor(threads, "jshard-read")
@@ -256,11 +256,11 @@ class _Pipeline:
         self._pool.shutdown(cancel_futures=kind is not None)
 
     def make_room(self) -> None:
-        """Waits until the batch that was given last is on the devices."""
+        """Waits until the last batch is on the devices."""
         jax.block_until_ready(self._sent)
 
     def put(self, batch: dict[str, _Loading], work: list[Read]) -> dict[str, Any]:
-        """Begins to read a batch, and gives the leaves of the one before."""
+        """Starts reading a batch, and returns the leaves of the previous one."""
         before, part = self._batch, np.empty(0, np.uint8)
         if self._together is not None and batch:
             part, reads = self._together.begin(work, self._pool)
@@ -282,7 +282,7 @@ class _Pipeline:
 
 
 class _Loading:
-    """A leaf on its way: the boxes that this process holds of it, on the host until all are there."""
+    """A leaf in flight: this process's boxes of it, on the host until all are read."""
 
     def __init__(self, like: Any, stored: StoredLeaf, number: int, pieces: Pieces | None) -> None:
         self._like, dtype = like, np.dtype(stored.dtype)
@@ -304,7 +304,7 @@ class _Loading:
         self.wants = _wants(number, stored, self._boxes, self._out)
 
     def done(self) -> Any:
-        """The leaf, once all of it is there."""
+        """The leaf, once all of it is read."""
         assert self._out is not None
         held = self._out.boxes
         del self._out, self.wants
@@ -323,7 +323,7 @@ def _wants(number: int, leaf: StoredLeaf, boxes: tuple[Limits, ...], out: Slab |
 
 
 def is_on_cpu(like: Any) -> bool:
-    """Whether an array will be on devices whose memory is that of the process."""
+    """Whether an array will be on devices that share the process's memory."""
     return all(device.platform == "cpu" for device in like.sharding.device_set)
 
 
@@ -333,7 +333,7 @@ def _order(boxes: tuple[Limits, ...]) -> Mapping[Limits, int]:
 
 
 def _batches(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
-    """What is wanted in parts of some MiB."""
+    """The wanted boxes in parts of some MiB."""
     batch: list[str] = []
     held = 0
     for name, like in wanted.items():
@@ -347,7 +347,7 @@ def _batches(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a folder is that of a packed checkpoint, whatever else of it is lost."""
+    """Whether a folder is a packed checkpoint, even if parts of it are lost."""
     return any((path / FOLDER).glob("*.safetensors"))
 
 
@@ -357,11 +357,11 @@ def packed_source(path: Place) -> FileSource:
 
 
 ReadPart = Callable[[int, int], bytes | bytearray]
-"""Some bytes of a part: from where, and how many."""
+"""Reads bytes of a part, by offset and count."""
 
 
 class _Parts:
-    """A `FileSource` of parts: the packed file of each begins somewhere in it."""
+    """A `FileSource` of parts, each of which contains a packed file at some offset."""
 
     gap_bytes = 1 << 20
     read_bytes = 4 << 20
@@ -382,7 +382,7 @@ class _Parts:
 
 
 def opened_parts(name: Path, parts: Sequence[ReadPart]) -> PackedCheckpoint:
-    """Packed parts as a checkpoint; their manifests are read."""
+    """Packed parts as a checkpoint; reads their manifests."""
     manifests, places = [], {}
     for number, read in enumerate(parts):
         try:

@@ -1,4 +1,4 @@
-"""Boxes of leaves out of the pieces that packed files hold: which bytes are read, and where they go."""
+"""Assembles boxes of leaves from the pieces in packed files: which bytes are read, and where they go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jshard.checkpoint.layout import TAIL_BYTES, FileIndex, Limits, parse_index,
 
 @dataclasses.dataclass(frozen=True)
 class PackedFile:
-    """A packed file whose index was read."""
+    """A packed file with its parsed index."""
 
     source: FileSource
     name: str
@@ -24,25 +24,25 @@ class PackedFile:
 
     @classmethod
     def open(cls, source: FileSource, name: str, size: int) -> PackedFile:
-        """Reads the index of a file of so many bytes; an `OSError` or a `ValueError` if that cannot be."""
+        """Reads the index of a file of this size; raises `OSError` or `ValueError` if that fails."""
         guess = min(size, 64 << 10)
         found = bytearray(guess)
         source.read(name, size - guess, [memoryview(found)])
         length = parse_tail(bytes(found[-TAIL_BYTES:]), size)
         view = memoryview(found)[max(0, guess - length) :]
         if length > guess:
-            view = np.empty(length, np.uint8).data  # not zeros: of many files this is a lot of memory
+            view = np.empty(length, np.uint8).data  # not zeros: with many files this is a lot of memory
             view[length - guess :] = found
             source.read(name, size - length, [view[: length - guess]])
         return cls(source, name, parse_index(view))
 
     @functools.cached_property
     def mapped(self) -> np.ndarray | None:
-        """The file in memory; None where that cannot be."""
+        """The memory-mapped file; None if it cannot be mapped."""
         return self.source.mapped(self.name)
 
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
-        """Reads all of the file but its index; where blocks begin and end that are not as they were written."""
+        """Reads the whole file except its index; returns the ranges of changed blocks."""
         buffer = memoryview(bytearray(READ_BYTES))
         for start in range(0, self.index.index_begin, READ_BYTES):
             view = buffer[: min(READ_BYTES, self.index.index_begin - start)]
@@ -55,10 +55,10 @@ class PackedFile:
 class Want:
     """Boxes of a leaf, and where they go."""
 
-    leaf: int  # the number of the leaf
+    leaf: int  # the leaf's number
     shape: tuple[int, ...]  # of the leaf
-    boxes: tuple[Limits, ...]  # of it, each once
-    out: Slab | MappedBoxes  # what they go into; or what they are already, and are only checked
+    boxes: tuple[Limits, ...]  # of the leaf, each once
+    out: Slab | MappedBoxes  # the destination; or mapped boxes, which are only checked
 
 
 class Pieces:
@@ -69,7 +69,7 @@ class Pieces:
         self._num_leaves = num_leaves
 
     def of(self, leaf: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The pieces of a leaf: the number of the file, the offset there, and where the box begins and ends."""
+        """The pieces of a leaf: the number of the file, the offset in it, and the start and stop of the box."""
         begins, order = self._by_leaf
         chosen = order[begins[leaf] : begins[leaf + 1]]
         offset, first, starts, stops = self._columns
@@ -82,12 +82,12 @@ class Pieces:
         return file, offset[chosen], starts[places], stops[places]
 
     def num_missing(self, leaf: int, shape: Sequence[int]) -> int:
-        """How many elements of a leaf are in no piece."""
+        """The number of elements of a leaf that no piece contains."""
         _, _, starts, stops = self.of(leaf)
         return math.prod(shape) - int(np.prod(stops - starts, axis=1).sum()) if len(starts) else math.prod(shape)
 
     def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
-        """How many elements are read for some boxes of a leaf."""
+        """The number of elements read for some boxes of a leaf."""
         _, _, starts, stops = self.of(leaf)
         return sum(part.count for part in _parts(tuple(boxes), *_key(starts, stops), shape, itemsize))
 
@@ -97,7 +97,7 @@ class Pieces:
 
     @functools.cached_property
     def _file_ends(self) -> np.ndarray:
-        """How many pieces there are up to the end of each file."""
+        """The cumulative number of pieces by file."""
         return np.cumsum([len(file.index.leaves) for file in self.files])
 
     @functools.cached_property
@@ -113,15 +113,15 @@ class Pieces:
 
     @functools.cached_property
     def _by_leaf(self) -> tuple[np.ndarray, np.ndarray]:
-        dtype = np.uint16 if self._num_leaves <= 1 << 16 else np.uint32  # short ones are sorted in a sixth of the time
+        dtype = np.uint16 if self._num_leaves <= 1 << 16 else np.uint32  # the shorter type sorts in a sixth of the time
         leaves = np.concatenate([file.index.leaves for file in self.files], dtype=dtype, casting="unsafe")
         order = np.argsort(leaves, kind="stable")
         return np.searchsorted(leaves[order], np.arange(self._num_leaves + 1)), order
 
     def reads(self, wants: Iterable[Want], *, verify: bool) -> Iterator[Read]:
-        """The reads that fill some arrays, each to be done in any thread.
+        """The reads that fill some arrays; each can run in any thread.
 
-        What no piece holds is left as it is.
+        Elements that no piece contains are not written.
         """
         ranges: dict[tuple[int, bool], list[Range]] = {}
         for want in wants:
@@ -136,7 +136,7 @@ class Pieces:
     def mapped(
         self, leaf: int, boxes: tuple[Limits, ...], shape: tuple[int, ...], dtype: np.dtype
     ) -> MappedBoxes | None:
-        """Boxes of a leaf as they are in the files; None where they are no pieces, or the files cannot be mapped."""
+        """Mapped boxes of a leaf; None if they do not match pieces, or the files cannot be mapped."""
         files, offsets, starts, stops = self.of(leaf)
         parts = _parts(boxes, *_key(starts, stops), shape, dtype.itemsize)
         held = [self.files[int(files[part.piece])].mapped for part in parts if part.is_whole]
@@ -174,17 +174,17 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """Elements of a piece that are read, one after the other, and where they go."""
+    """A contiguous run of elements of a piece, and its destination."""
 
-    piece: int  # its number among those of the leaf
+    piece: int  # its index among the leaf's pieces
     begin: int  # the first element in the piece
-    count: int  # how many
-    # the box that they go into as they are, and at which element; None where they are copied
+    count: int  # number of elements
+    # the destination box and element offset for a direct read; None if they are copied
     place: tuple[int, int] | None = None
-    shape: tuple[int, ...] = ()  # of the elements, where they are copied
-    # the box, where in it, and what of the elements goes there
+    shape: tuple[int, ...] = ()  # of the elements, if they are copied
+    # the box, the position in it, and the part of the elements that goes there
     copies: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...] = ()
-    is_whole: bool = False  # whether the part is a piece and a box, and the first parts are the first boxes
+    is_whole: bool = False  # whether the part is a whole piece and box, and parts are in box order
 
 
 def _scatter(part: _Stretch, boxes: Sequence[np.ndarray], view: memoryview) -> None:
@@ -194,7 +194,7 @@ def _scatter(part: _Stretch, boxes: Sequence[np.ndarray], view: memoryview) -> N
 
 
 def _key(starts: np.ndarray, stops: np.ndarray) -> tuple[tuple[int, ...], bytes, bytes]:
-    """Boxes of pieces as something to look up by."""
+    """Boxes of pieces as a lookup key."""
     return starts.shape, starts.tobytes(), stops.tobytes()
 
 
@@ -202,7 +202,7 @@ def _key(starts: np.ndarray, stops: np.ndarray) -> tuple[tuple[int, ...], bytes,
 def _parts(
     boxes: tuple[Limits, ...], num: tuple[int, ...], starts: bytes, stops: bytes, shape: tuple[int, ...], itemsize: int
 ) -> tuple[_Stretch, ...]:
-    """What is read of the pieces of a leaf for some boxes; the same for all leaves that are cut alike."""
+    """The parts of a leaf's pieces read for some boxes; equal for all leaves that are cut alike."""
     low, high = (np.frombuffer(each, np.int64).reshape(num) for each in (starts, stops))
     pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
     hits: dict[int, list[tuple[int, Limits]]] = {}
@@ -216,7 +216,7 @@ def _parts(
             hits.setdefault(piece, []).append((number, common))
             left -= size_of(common)
         if left:
-            raise ValueError(f"{left} elements of a leaf of shape {shape} are in none of the files")
+            raise ValueError(f"{left} elements of a leaf of shape {shape} are missing from the files")
     found: list[_Stretch] = []
     for piece, common in hits.items():
         found += _of_piece(piece, pieces[piece], boxes, common, itemsize)
@@ -231,7 +231,7 @@ def _parts(
 def _of_piece(
     piece: int, box: Limits, boxes: Sequence[Limits], hits: Sequence[tuple[int, Limits]], itemsize: int
 ) -> list[_Stretch]:
-    """What is read of one piece: as it is, if each of the boxes has a part of it that is contiguous in both."""
+    """The parts read of one piece; direct if each box's part is contiguous in both the piece and the box."""
     direct: list[_Stretch] = []
     for number, common in hits:
         there, here = _run(box, common), _run(boxes[number], common)
@@ -241,7 +241,7 @@ def _of_piece(
     overlap = any(a.begin + a.count > b.begin for a, b in itertools.pairwise(direct))
     if len(direct) == len(hits) and not overlap:
         return direct
-    # Contiguous parts of the piece: of the dims behind the first that is not read whole, all is read.
+    # Contiguous parts of the piece: dims after the first partly read one are read whole.
     union = tuple(
         (min(common[dim][0] for _, common in hits), max(common[dim][1] for _, common in hits))
         for dim in range(len(box))
@@ -257,7 +257,7 @@ def _of_piece(
 
 
 def _cut_rows(box: Limits, wanted: Limits, itemsize: int) -> Iterator[Limits]:
-    """Contiguous parts of a piece that hold a box of it, of some MiB each, unless a row of the last dim has more."""
+    """Contiguous parts of a piece that contain a box of it, of some MiB each unless a row of the last dim is larger."""
     for dim in range(len(box)):
         row_bytes = math.prod(b - a for a, b in box[dim + 1 :]) * itemsize
         is_last = dim == len(box) - 1 or row_bytes <= READ_BYTES
@@ -278,7 +278,7 @@ def _cut_rows(box: Limits, wanted: Limits, itemsize: int) -> Iterator[Limits]:
 
 
 def _run(box: Limits, part: Limits) -> int | None:
-    """Where a part of a box begins among its elements, if it is contiguous there."""
+    """The element offset of a part of a box, if the part is contiguous there."""
     begin, stride, is_cut = 0, 1, False
     for (start, stop), (a, b) in zip(reversed(box), reversed(part), strict=True):
         if is_cut and b - a > 1:

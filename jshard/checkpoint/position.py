@@ -1,4 +1,4 @@
-"""The position of any data iterator as one text, the same on every process, and back: exactly, and without pickle."""
+"""Converts the position of any data iterator to one string, equal on every process, and back, without pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TUPLE, _BYTES, _ARRAY, _SCALAR, _ITEMS = _TAGS = tuple("~tuple ~bytes ~array ~s
 
 
 def to_text(state: Any) -> str:
-    """A state of dicts, lists, tuples, numbers, texts, bytes and numpy arrays as one line of JSON."""
+    """A state of dicts, lists, tuples, numbers, strings, bytes and numpy arrays as one line of JSON."""
     return json.dumps(_encoded(state, "state"), separators=(",", ":"))
 
 
@@ -48,7 +48,7 @@ def _encoded(value: Any, where: str) -> Any:
         "The position in the data cannot be stored.",
         where=where,
         why=f"it is a {type(value).__name__}; a position is stored without pickle.",
-        do="let get_state() return dicts, lists, numbers, texts, bytes or numpy arrays.",
+        do="let get_state() return dicts, lists, numbers, strings, bytes or numpy arrays.",
     )
 
 
@@ -75,7 +75,7 @@ def _base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-# Positions of iterators, and whether one fits another.
+# Positions of iterators, and whether one fits an iterator.
 
 _FORMAT = 1
 _SHOWN = 200  # characters of a state in a message
@@ -83,14 +83,14 @@ _SHOWN = 200  # characters of a state in a message
 
 @runtime_checkable
 class DataPosition(Protocol):
-    """Something that knows where it is in the data: jshard's batches, and every iterator of Grain.
+    """An object with a position in the data: jshard's batches, and every Grain iterator.
 
-    With a class attribute `global_position = True` the state is that of the run, equal on every process, and any
-    number of processes may restore it. Without it the state is taken for that of a process: each has its own.
+    With a class attribute `global_position = True`, the state is that of the run, equal on every process, and any
+    number of processes can restore it. Without it, each process has its own state.
     """
 
     def get_state(self) -> Any:
-        """Where it is: dicts, lists, tuples, numbers, texts, bytes and numpy arrays."""
+        """The position: dicts, lists, tuples, numbers, strings, bytes and numpy arrays."""
         ...
 
     def set_state(self, state: Any, /) -> None:
@@ -99,40 +99,40 @@ class DataPosition(Protocol):
 
 
 def is_data_position(value: Any) -> bool:
-    """Whether a part of a state is stored as a position, and restored in place."""
-    # `isinstance` of a protocol takes a microsecond for each of its names.
+    """Whether a part of a state is stored as a position and restored in place."""
+    # `isinstance` with a protocol takes a microsecond per name.
     return hasattr(value, "get_state") and hasattr(value, "set_state") and not isinstance(value, type)
 
 
 def position_text(position: DataPosition) -> str:
-    """What is stored of a position: the same text on every process; every process calls it."""
+    """The stored form of a position, equal on every process; every process calls it."""
     state = position.get_state()
     kind, text = type(position).__name__, to_text(state)
     if not _is_global(position, state):
         return to_text({"format": _FORMAT, "kind": kind, "processes": [from_text(own) for own in gather_texts(text)]})
-    # Many lanes make a long text, and one for each process would not fit: they compare its start and its digest.
+    # Many lanes make a long string, and one per process would not fit: they compare its start and its digest.
     heads = gather_texts(f"{text[:_SHOWN]} {hashlib.sha256(text.encode()).hexdigest()}")
     if len(set(heads)) > 1:
         raise RunError(
             "The processes are not at the same place in the data.",
             where=[f"process {index}: {head[:_SHOWN]}" for index, head in enumerate(heads)],
-            why=f"a {kind} has one position, that of the run: every process has taken the same number of batches.",
-            do="save between two steps, on every process at the same step.",
+            why=f"a {kind} has one position for the run: every process must have taken the same number of batches.",
+            do="save between steps, at the same step on every process.",
         )
     return to_text({"format": _FORMAT, "kind": kind, "state": state})
 
 
 def set_position(position: DataPosition, text: str) -> None:
-    """Brings an iterator to a stored position; what does not fit leaves it where it is."""
+    """Moves an iterator to a stored position; one that does not fit leaves it unchanged."""
     check_position(position, text)
     stored = from_text(text)
     position.set_state(stored["state"] if "state" in stored else stored["processes"][jax.process_index()])
 
 
 def check_position(position: DataPosition, text: str) -> None:
-    """Raises the `CheckpointError` that `set_position` would raise, and moves nothing: to be called before a restore.
+    """Raises the `CheckpointError` that `set_position` would raise, without moving anything; called before a restore.
 
-    Iterators of others do not say beforehand whether a state fits them.
+    Iterators of other libraries cannot be checked in advance.
     """
     try:
         stored = from_text(text)
@@ -141,17 +141,17 @@ def check_position(position: DataPosition, text: str) -> None:
         stored, known = {}, False
     if not known:
         raise CheckpointError(
-            "What is stored there is no position in the data.",
+            "The stored value is not a position in the data.",
             where=f"restored into a {type(position).__name__}",
-            why=f"it is the text {text[:_SHOWN]!r}.",
-            do="give `like` a text there, or save the batches themselves.",
+            why=f"it is the string {text[:_SHOWN]!r}.",
+            do="put a string there in `like`, or save the batches object.",
         )
     if ("state" in stored) != _is_global(position, stored.get("state")):
         raise CheckpointError(
             "The position in the data is of another kind.",
-            where=f"saved of a {stored['kind']}, restored into a {type(position).__name__}",
-            why="one counts what the whole run was given, the other what each process was.",
-            do=f"restore into a {stored['kind']}; or leave the position out, and begin where you say:\n"
+            where=f"saved from a {stored['kind']}, restored into a {type(position).__name__}",
+            why="one counts the samples of the whole run, the other those of each process.",
+            do=f"restore into a {stored['kind']}; or leave the position out, and choose the start:\n"
             "GlobalBatches(..., start=4096)",
         )
     if "state" in stored:
@@ -162,16 +162,16 @@ def check_position(position: DataPosition, text: str) -> None:
     saved, here = len(stored["processes"]), jax.process_count()
     if saved != here:
         raise CheckpointError(
-            "The position in the data is that of other processes.",
+            "The position in the data is for another number of processes.",
             where=f"a {stored['kind']}",
-            why=f"{saved} processes saved one each, {here} would restore: what each had read of its shard cannot be"
-            " dealt out anew.",
-            do=f"restore with {saved} processes; or leave the position out, and begin where you say, with batches\n"
+            why=f"{saved} processes saved one each, {here} restore: the progress in each shard cannot be"
+            " redistributed.",
+            do=f"restore with {saved} processes; or leave the position out, and choose the start, with batches\n"
             "that any number of processes can restore: GlobalBatches(dataset, batch_size=..., rows=mesh, start=4096)",
         )
 
 
 def _is_global(position: DataPosition, state: Any) -> bool:
-    # Grain's ElasticIterator: every process has the same state, and all of it.
+    # Grain's ElasticIterator: every process has the same, complete state.
     elastic = isinstance(state, dict) and set(state) == {"global_next_index"}
     return elastic or bool(getattr(position, "global_position", False))

@@ -1,4 +1,4 @@
-"""Opens a checkpoint, whoever wrote it: the layout from before, plain Orbax, safetensors, PyTorch's, DeepSpeed's."""
+"""Opens checkpoints of any supported format: the older layout, plain Orbax, safetensors, PyTorch, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
 from jshard.errors import RunError
 
-_UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
+_UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no type here, and values that were not requested
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
 
 
 class OrbaxCheckpoint(Opened):
-    """What plain Orbax wrote, or jshard in that layout: Orbax reads whole leaves, or the shards of devices."""
+    """A checkpoint by plain Orbax, or by jshard in that layout; Orbax reads whole leaves, or device shards."""
 
     path: Path  # its folder
 
     def __init__(self, path: Path, manifest: Manifest | None, *, verify: bool = True) -> None:
         self.path, self.manifest, self._verify = path, manifest, verify
-        self._names: dict[str, str] = {}  # of leaves that are called otherwise there
+        self._names: dict[str, str] = {}  # stored names that differ from the paths
         self.leaves = self._from_orbax() if self.manifest is None else self.manifest.leaves
         self._whole = functools.lru_cache(maxsize=2)(lambda name: self.load({name: self.leaves[name].on_host()})[name])
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """See `Opened.leaves_for`; finds leaves of others whose keys have slashes, and their only item by its name."""
+        """See `Opened.leaves_for`; also finds leaves whose keys contain slashes, and a single item by its name."""
         if self.manifest is None and (item := storage.only_item(self.path, asked)):
             named = {f"{item}/{path}": path for path in self.leaves}
             self._names |= {ours: self._stored_name(path) for ours, path in named.items()}
@@ -53,7 +53,7 @@ class OrbaxCheckpoint(Opened):
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.load`."""
-        # Arrays without elements are in the manifest alone.
+        # Arrays without elements are only in the manifest.
         empty = {path: like for path, like in wanted.items() if 0 in getattr(like, "shape", ())}
         found = {path: _zeros(like) for path, like in empty.items()}
         full = {self._stored_name(path): like for path, like in wanted.items() if path not in empty}
@@ -68,11 +68,11 @@ class OrbaxCheckpoint(Opened):
         return self.load({name: leaf.on_host() for name, leaf in self.leaves.items() if not leaf.is_array})
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """See `Opened.read`; the leaves that were read last are kept whole."""
+        """See `Opened.read`; the most recently read leaves are cached whole."""
         return np.array(self._whole(name)[box])
 
     def _stored_name(self, path: str) -> str:
-        """The path of a leaf as Orbax has it: others write keys with dots and slashes as they are."""
+        """The Orbax path of a leaf; other programs do not escape dots and slashes in keys."""
         return self._names.get(path, path)
 
     def _from_orbax(self) -> dict[str, StoredLeaf]:
@@ -85,7 +85,7 @@ class OrbaxCheckpoint(Opened):
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         if self._verify and "jshard" in mark:
-            do = "copy it again, or restore another one; or this one without any check: verify=False."
+            do = "copy it again, or restore another one, or this one without checks: verify=False."
             raise _unsealed(self.path, do)
         leaves = {name: _described(leaf) for name, leaf in found.items()}
         if "jshard" in mark:
@@ -95,7 +95,7 @@ class OrbaxCheckpoint(Opened):
 
 
 class ForeignCheckpoint(Opened):
-    """What another library wrote: leaves under our paths, read box by box."""
+    """A checkpoint by another library: leaves under jshard's paths, read box by box."""
 
     def __init__(
         self, path: Path, source: DcpSource | SafetensorsSource | ZeroSource, names: Names | None = None
@@ -116,7 +116,7 @@ class ForeignCheckpoint(Opened):
         self.leaves = leaves | dict.fromkeys([*self._values, *unnamed], _UNREAD)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """See `Opened.leaves_for`; of those that are asked for, what is no number and no text is no leaf."""
+        """See `Opened.leaves_for`; requested values other than numbers and strings are not leaves."""
         wanted = {_without_layers(path) for path in asked}
         found = {name: type(self._value(name)) for name in self._values if _without_layers(name) in wanted}
         leaves = {name: leaf for name, leaf in self.leaves.items() if found.get(name, str) in _KINDS}
@@ -124,7 +124,7 @@ class ForeignCheckpoint(Opened):
         return leaves | {name: StoredLeaf(shape=(), dtype=kind) for name, kind in kinds.items()}
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Opened.load`; host memory holds the boxes of one leaf."""
+        """See `Opened.load`; host memory holds the boxes of one leaf at a time."""
         found: dict[str, Any] = {}
         for name, like in wanted.items():
             if name in self._values:
@@ -143,13 +143,13 @@ class ForeignCheckpoint(Opened):
         return self._source.read(self._names[name], box)
 
     def values(self) -> dict[str, Any]:
-        """See `Opened.values`; what lists PyTorch keeps beside the arrays is not among them."""
+        """See `Opened.values`; lists that PyTorch keeps beside the arrays are not included."""
         found = {name: self._value(name) for name in self._values}
         return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
 
 
 def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = True) -> Opened:
-    """Opens a checkpoint, whoever wrote it; for the arguments see the two classes above."""
+    """Opens a checkpoint of any format; for the arguments, see the two classes above."""
     if isinstance(path, BucketPath):
         return own_checkpoint(path, verify=verify)
     if path.name == FOLDER and is_packed(path.parent):
@@ -159,7 +159,7 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
 
 
 def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:
-    """Opens what jshard or plain Orbax wrote; for the arguments and errors see the classes."""
+    """Opens a checkpoint by jshard or plain Orbax; for arguments and errors, see the classes."""
     try:
         manifest = _manifest.read(path, check=verify)
     except RunError:
@@ -176,28 +176,28 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
 
 
 def _unsealed(path: Path, do: str) -> RunError:
-    """The error for a checkpoint of ours that has lost its manifest."""
+    """The error for a jshard checkpoint that has lost its manifest."""
     return RunError(
         "The checkpoint cannot be read.",
         where=str(path),
-        why=f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it.",
+        why=f"its manifest, {_manifest.NAME}, is missing: the copy is incomplete, or the file was removed.",
         do=do,
     )
 
 
 def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """Stored names by our paths: others put dots between the keys; a key that jshard escaped and exported stays one."""
+    """Stored names by jshard paths: other libraries separate keys by dots; an escaped, exported key stays one key."""
     keys = {name: name.replace("/", ".").split(".") for name in names}
     places = {name: "/".join(_leaves.escape(_leaves.unescape(key)) for key in parts) for name, parts in keys.items()}
     found = {place: name for name, place in places.items()}
     if len(found) < len(places):
         twice = [name for name, place in places.items() if found[place] != name]
         raise CheckpointError(
-            "Some names in the checkpoint are one and the same path.",
+            "Some names in the checkpoint stand for the same path.",
             where=[str(path), *(f"{name}  and {found[places[name]]}: {places[name]}" for name in twice)],
-            why="dots and slashes both stand between the keys of a path.",
-            do='restore(path, like, names={"layer/kernel": "layer.kernel"})  # says what is meant\n'
-            "To import it, say so by hf_names(config) in a model file: --model MODEL.py",
+            why="both dots and slashes separate the keys of a path.",
+            do='restore(path, like, names={"layer/kernel": "layer.kernel"})  # names the one to read\n'
+            "To import it, map the names with hf_names(config) in a model file: --model MODEL.py",
         )
     return found
 
@@ -207,7 +207,7 @@ def _without_layers(path: str) -> str:
 
 
 def _described(leaf: Any) -> StoredLeaf:
-    """What Orbax says of a leaf, in our words."""
+    """Orbax's metadata of a leaf as a `StoredLeaf`."""
     if not hasattr(leaf, "shape"):
         kind = leaf if isinstance(leaf, type) else type(leaf)
         return StoredLeaf(shape=(), dtype="int" if kind is bool else kind.__name__)
@@ -224,7 +224,7 @@ def _zeros(like: Any) -> Any:
 
 
 def _padded(source: Opened, name: str, shape: tuple[int, ...], box: Box | None) -> np.ndarray:
-    """A box of a stored array, with zeros where it reaches beyond that."""
+    """A box of a stored array, with zeros beyond its end."""
     stored = source.leaves[name].shape
     if shape == stored:
         return source.read(name, box or ())

@@ -1,4 +1,4 @@
-"""Rewrites checkpoints with pieces that suit another mesh, and imports those of other libraries, piece by piece."""
+"""Rewrites checkpoints with pieces that match another mesh, and imports those of other libraries, piece by piece."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ OnWritten = Callable[[int], object]
 def reshard(
     path: Place, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
 ) -> Manifest:
-    """Writes a checkpoint anew, cut as a mesh would save it.
+    """Rewrites a checkpoint, cut as a mesh would save it.
 
-    Memory holds a few of the pieces that it is cut into at a time.
+    Memory holds a few of its pieces at a time.
     """
     source = own_checkpoint(path)
     like = source.manifest or Manifest(leaves={})
@@ -44,13 +44,13 @@ def reshard(
 
 
 def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritten = lambda num_bytes: None) -> Manifest:
-    """Writes what a source holds as a checkpoint of ours; arguments, memory and errors as of `reshard`."""
+    """Writes a source as a jshard checkpoint; arguments, memory and errors are those of `reshard`."""
     like = Manifest(leaves={}, saved_at=time.time())
     return _Rewriting(source, out, mesh, {}, like=like, on_written=on_written).run()
 
 
 def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
-    """How a leaf is to be sharded: as it was saved if the mesh can, else its first dim that divides, over `fsdp`."""
+    """The sharding of a leaf: as saved if the mesh allows it, else over `fsdp` on its first dim that divides."""
     sizes = dict(mesh.shape)
     stored = (
         [tuple(axis for axis in dim.split("*") if axis != "-") for dim in leaf.spec.split(", ")] if leaf.spec else []
@@ -67,7 +67,7 @@ def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
 
 
 class _Boxes:
-    """Boxes of a source that are read when they are written, and summed where the source has sums to compare with."""
+    """Boxes of a source that are read when written, and checksummed if the source has checksums to compare with."""
 
     def __init__(self, source: Opened, layout: Specs, mesh: Mesh, on_written: OnWritten) -> None:
         self._source, self._on_written, self.is_stopped = source, on_written, False
@@ -97,7 +97,7 @@ class _Boxes:
         return np.ascontiguousarray(values)
 
     def check(self, path: Path) -> None:
-        """Raises a `RunError` if something is not as it was saved, where the source has sums of leaves."""
+        """Raises `RunError` if a leaf differs from its checksum, where the source has checksums."""
         if self.is_stopped:
             raise InterruptedError("it was stopped")
         leaves = self._source.leaves
@@ -106,13 +106,13 @@ class _Boxes:
             raise RunError(
                 "The checkpoint could not be written.",
                 where=[str(path), *(f"{name}  {leaves[name].shape} {leaves[name].dtype}" for name in bad)],
-                why="the values that were read are not those that were saved: their sums differ.",
-                do="take another checkpoint; what is damaged in the one that was read: jshard ckpt verify PATH",
+                why="the values read differ from the saved ones: their checksums do not match.",
+                do="use another checkpoint; to list the damage in the source: jshard ckpt verify PATH",
             )
 
 
 class _Rewriting(Saving):
-    """A save of what a source holds: its pieces are read when they are written."""
+    """A save of a source whose pieces are read when they are written."""
 
     def __init__(
         self, source: Opened, path: Path, mesh: Mesh, specs: Specs, *, like: Manifest, on_written: OnWritten
@@ -136,22 +136,22 @@ class _Rewriting(Saving):
         return self._boxes
 
     def run(self) -> Manifest:
-        """Does it; nothing is left where it fails."""
+        """Runs the save; if it fails, nothing is left behind."""
         try:
             self.finish()
-        except BaseException:  # the user may have interrupted it, and threads go on to write
+        except BaseException:  # on an interrupt, threads may still be writing
             self._boxes.is_stopped = True
             with contextlib.suppress(Exception):
                 self._wait()
             remove_draft(self._out)
-            with contextlib.suppress(OSError):  # another program has put something there
+            with contextlib.suppress(OSError):  # another program may have put something there
                 for folder in self._new_folders:
                     folder.rmdir()
             raise
         return self.manifest
 
 
-# Some leaves of a checkpoint as a source of their own, such as the model alone, layer by layer.
+# A part of a checkpoint as a source, such as only the model, layer by layer.
 
 
 class Part(Opened):
@@ -180,7 +180,7 @@ class Part(Opened):
 
 
 def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) -> Part:
-    """The arrays below a path, without it; random keys and counts of draws are left out."""
+    """The arrays below a path, relative to it; random keys and draw counts are left out."""
     begin, arrays = f"{part.strip('/')}/" if part else "", source.arrays
     stored = {
         path.removeprefix(begin): path
@@ -189,7 +189,7 @@ def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) 
     }
     if not stored:
         raise CheckpointError(
-            "There are no arrays in that part of the checkpoint.",
+            "That part of the checkpoint has no arrays.",
             where=f"{source.path}: {part}",
             why=f"its parts are {', '.join(sorted({printable(path.split('/')[0]) for path in arrays}))}.",
             do=f"jshard ckpt inspect {source.path} --depth 1",

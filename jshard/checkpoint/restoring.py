@@ -92,7 +92,7 @@ def restore(
     """
     options = {"only": only, "rename": rename, "missing": missing, "extra": extra, "read_once": read_once, "map": map}
     found = checkpoint_at(path)
-    if found != place_of(path):  # of a series one step is read by all processes, whatever each of them sees
+    if found != place_of(path):  # all processes read the same step of a series, whichever each of them sees
         step = exchange(f"newest of {found.parent.name}", found.name, timeout_s=timeout_s)[0]
         found = found.with_name(step)
     return _restoring(found, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
@@ -108,7 +108,7 @@ def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = N
         **options: `only`, `rename`, `missing`, `extra`, `read_once` and `verify` of `restore`.
 
     Returns:
-        The needed bytes, the bytes read for them, and host memory; prints as one line.
+        The needed bytes, the bytes read for them, and host memory, printed as one line.
 
     Raises:
         CheckpointError: there is no checkpoint at `path`, or its leaves do not match those of `like`.
@@ -135,9 +135,9 @@ def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str] | None:
     return None if any(f"{path}/".startswith(f"{name}/") for path in opened.leaves) else {name: ""}
 
 
-_AMPLIFICATION = 4.0  # bytes read per needed byte, from which a warning is given
+_AMPLIFICATION = 4.0  # bytes read per needed byte that trigger a warning
 _WORTH_BYTES = 1 << 30  # of unneeded reads
-_SUMMING_THREADS = 2  # of whole leaves, as Orbax has them
+_SUMMING_THREADS = 2  # for whole leaves, as Orbax stores them
 
 
 Missing = Literal["error", "init"]
@@ -146,15 +146,15 @@ Extra = Literal["error", "ignore"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What this process will read of a checkpoint."""
+    """What this process will read from a checkpoint."""
 
-    wanted_bytes: int  # of the boxes that its devices will hold, each counted once
-    touched_bytes: int  # that are read for them: rows of packed pieces; of other formats whole chunks
-    host_bytes: int  # at most, beside the state: what is on its way, and leaves that stay on the host
+    wanted_bytes: int  # size of the boxes that its devices will hold, each counted once
+    touched_bytes: int  # read for them: rows of packed pieces, or whole chunks in other formats
+    host_bytes: int  # at most, beside the state: data in flight, and leaves that stay on the host
 
     @property
     def amplification(self) -> float:
-        """Bytes read for each byte that is wanted."""
+        """Bytes read per needed byte."""
         return self.touched_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ class Restoring:
             described = {key: _manifest.describe(leaf, logical.get(key)) for key, leaf in stored_kinds.items()}
             names = [str(name) for name in like] if isinstance(like, Mapping) else []
             part = only if only != "params" else None
-            if only is not None:  # of parameters, what is beside them is not asked for
+            if only is not None:  # with `only`, leaves outside it are not requested
                 names = asked if part is None else [part]
             self._stored = opened.leaves_for([renamed(key, rename) for key in asked])
             self.match = match(self._stored, described, names=names, rename=rename, part=part)
@@ -242,7 +242,7 @@ class Restoring:
         return sharers(self.reads.values()) if self._read_once and not self._map and can_share else ()
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
-        """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
+        """Reads, and returns new objects of the types in `like`; a `RunError` names the damage."""
         path, found, sums, num_bytes, error = self.opened.path, {}, {}, 0, None
         together = Together(self._members, timeout_s=timeout_s) if self._members else None
         try:
@@ -250,7 +250,7 @@ class Restoring:
             num_bytes = self.forecast.wanted_bytes
         except OtherFailedError:
             pass
-        except Exception as caught:  # the others wait to hear of it
+        except Exception as caught:  # the others wait for this report
             error = caught
             if together is not None:
                 together.fail()
@@ -267,10 +267,10 @@ class Restoring:
         with self.phases("finish"):
             restored = self._filled(found)
         if self._overflows:
-            what = "leaves hold values that are too large for the dtypes of `like`"
+            what = "leaves have values that are too large for the dtypes of `like`"
             message = f"{path} is restored; {_list(what, tuple(self._overflows))}"
             warnings.warn(message, CheckpointWarning, stacklevel=3)
-        if not isinstance(self.opened, PackedCheckpoint):  # which keeps what it will need again, and no more
+        if not isinstance(self.opened, PackedCheckpoint):  # packed checkpoints keep only the data they still need
             give_memory_back()
         self.record["processes"] = [other["report"] for other in heard]
         return restored
@@ -281,7 +281,7 @@ class Restoring:
         if verify and manifest is not None:
             with self.phases("plan"):
                 if lost := _manifest.damage(self.opened.path, manifest):
-                    why = f"of {len(manifest.files)} files {len(lost)} are not as they were when it was saved."
+                    why = f"{len(lost)} of {len(manifest.files)} files have changed since it was saved."
                     raise damaged(self.opened.path, lost, why)
         self._warn(verify)
         with self.phases("read"):
@@ -299,18 +299,18 @@ class Restoring:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
 
     def _unmapped(self) -> str:
-        """The reason why nothing can be mapped, if any."""
+        """The reason that files cannot be mapped, if any."""
         if not isinstance(self.opened, PackedCheckpoint):
             return "it is not packed"
         if not any(isinstance(like, jax.ShapeDtypeStruct) and is_on_cpu(like) for like in self.reads.values()):
             return "the arrays are not on CPU devices"
-        return "" if self.opened.can_be_mapped else "it is not on a disk of this machine"
+        return "" if self.opened.can_be_mapped else "it is not on a local disk"
 
     def _filled(self, found: dict[str, Any]) -> Any:
         """New objects of the kinds in `like`, with the values read."""
         filled = dict(self._live.values())
         finished = self._finished(found)
-        for key, leaf in finished.items():  # all of them, before the first one moves
+        for key, leaf in finished.items():  # all are checked before the first one moves
             if is_data_position(self._live[key][1]):
                 check_position(self._live[key][1], leaf)
         for key, leaf in finished.items():
@@ -323,7 +323,7 @@ class Restoring:
         left = collections.Counter(path for pick in self.match.picks.values() for path in pick.stored)
         finished = {}
         self._overflows: list[str] = []
-        # One stored leaf after another, so that at most one stack is in memory twice.
+        # One stored leaf at a time, so that at most one stack is in memory twice.
         for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
             with own_mesh(self._wanted[key]):
                 parts = [found[path] for path in pick.stored]
@@ -333,7 +333,7 @@ class Restoring:
                     self._overflows.append(f"{key}  {dtypes}: {count} values became inf or nan")
                 del parts
             shared = any(leaf is found[path] and left[path] > 1 for path in pick.stored)
-            finished[key] = leaf.copy() if shared else leaf  # each is an array of its own, to be donated alone
+            finished[key] = leaf.copy() if shared else leaf  # a separate array, so that it can be donated alone
             for path in pick.stored:
                 left[path] -= 1
                 if not left[path]:
@@ -345,23 +345,23 @@ class Restoring:
         rest = {key: leaf for key, (_, leaf) in self._live.items() if key not in self.match.picks}
         abstract = tuple(sorted(key for key, leaf in rest.items() if isinstance(leaf, jax.ShapeDtypeStruct)))
         done = {
-            "leaves change their dtype": self.match.casts,
-            "leaves stay as `like` has them": self.match.missing,
-            "leaves stay without values, as `like` has them": abstract,
-            "stored leaves are left out": self.match.extra,
+            "leaves change dtype": self.match.casts,
+            "leaves keep their values in `like`": self.match.missing,
+            "leaves stay abstract, as in `like`": abstract,
+            "stored leaves are skipped": self.match.extra,
         }
         notes = [_list(what, lines) for what, lines in done.items() if lines]
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
-            notes.append("it has no sums to be checked by: jshard did not write it.")
+            notes.append("it has no checksums to check: jshard did not write it.")
         if self._map and (why := self._unmapped()):
-            notes.append(f"it was read, and not mapped: {why}.")
+            notes.append(f"it was read, not mapped: {why}.")
         if self._read_once and jax.process_count() > 1 and not isinstance(self.opened, PackedCheckpoint):
-            notes.append("read_once is for packed checkpoints: of this one every process read what it wanted.")
+            notes.append("read_once is for packed checkpoints: here every process read all that it needs.")
         in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
         if self.forecast.amplification > _AMPLIFICATION and in_vain > _WORTH_BYTES:
             notes.append(
                 f"{self.forecast}.\n"
-                "It is stored in pieces for another layout; where it is restored often, rewrite it:\n"
+                "It is stored in pieces for another layout. If you restore it often, rewrite it:\n"
                 f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
             )
         if notes:
@@ -370,12 +370,12 @@ class Restoring:
 
 
 def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
-    """The paths of `like` that are to be read."""
+    """The paths of `like` to read."""
     if not live or isinstance(like, str | os.PathLike):
         raise CheckpointError(
             "There is nothing to restore into.",
             where=f"like={like!r}",
-            why="`like` is a state without values, or not a state: it says what is read, and where it is to be.",
+            why="`like` has no leaves to restore into; it must be a state, live or abstract.",
             do='restore(path, like={"model": model, "optimizer": optimizer, "step": 0})',
         )
     if only is None:
@@ -386,10 +386,10 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
         raise CheckpointError(
             "There is nothing to restore.",
             where=f"only={only!r}",
-            why="`like` has no parameters of nnx in a module, and nothing under a name `params`."
+            why="`like` has no nnx parameters in a module, and nothing under a name `params`."
             if only == "params"
-            else f"no path begins so; paths of `like` begin with {', '.join(sorted({k.split('/')[0] for k in live}))}.",
-            do='only="params", or the beginning of a path, such as only="model/blocks".',
+            else f"nothing starts so; paths of `like` start with {', '.join(sorted({k.split('/')[0] for k in live}))}.",
+            do='only="params", or a path prefix, such as only="model/blocks".',
         )
     return [key for key in live if key in found]
 
@@ -398,9 +398,9 @@ def _check_policies(missing: str, extra: str) -> None:
     for name, value, known in (("missing", missing, ("error", "init")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
             raise CheckpointError(
-                "The restore cannot be understood.",
+                "The restore has an invalid argument.",
                 where=f"{name}={value!r}",
-                why=f"it is none of {', '.join(known)}.",
+                why=f"it must be one of {', '.join(known)}.",
                 do=f'{name}="{known[0]}"',
             )
 
@@ -414,7 +414,7 @@ def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str,
         if total != leaf.sums:
             bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
     if bad:
-        raise damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
+        raise damaged(path, bad, "the values read differ from the saved ones: their checksums do not match.")
 
 
 def _list(what: str, lines: tuple[str, ...], shown: int = 10) -> str:

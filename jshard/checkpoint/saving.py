@@ -84,12 +84,12 @@ def save_async(
 
 Format = Literal["packed", "orbax"]
 
-_numbers = itertools.count()  # the saves of a program come in the same order in all its processes
-_END_S = 2400.0  # the longest that the end of a program waits by default
+_numbers = itertools.count()  # all processes make their saves in the same order
+_END_S = 2400.0  # the longest wait at program exit by default
 
 
 class Saving:
-    """A save whose values are copied: `finish` does the rest, in the same thread or another."""
+    """A save whose values are copied; `finish` completes it, in the same thread or another."""
 
     def __init__(
         self,
@@ -108,26 +108,26 @@ class Saving:
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._failures = f"save {next(_numbers)}"
-        self._left: list[str] = []  # at the last meeting of all processes
-        self._held = contextlib.ExitStack()  # what ends with the save
-        self._totals: dict[str, list[Any]] = {}  # what this process holds of each leaf, to be summed
+        self._left: list[str] = []  # at the last exchange of all processes
+        self._held = contextlib.ExitStack()  # resources released with the save
+        self._totals: dict[str, list[Any]] = {}  # this process's parts of each leaf, to be checksummed
         self._owner: Owner | None = None
         self._heard: list[dict[str, Any]] = []  # the reports of all processes
         self._saved_at = self.phases.began_at
-        self._agreed: Exception | None = None  # why no process could write, where all have heard of it
+        self._agreed: Exception | None = None  # why no process could write, once all know it
         try:
             (leaves, held), heard = self._together("begin", lambda: self._checked_and_held(state, prepare))
             copies = [other["copies"] for other in heard]
             try:
                 check_equal(copies)
-            except CheckpointError:  # in all of them, and they leave nothing to one another
+            except CheckpointError:  # on all processes, so nothing is left to exchange
                 self._together("not equal", lambda: (check_equal(copies), None))
             if held is None:
                 held, _ = self._together("all here", lambda: (self._hold(leaves), None))
-            # A process that came late, and was given up by the others, has not begun what Orbax counts.
+            # A late process that the others gave up on has not started the operation that Orbax counts.
             orbax_operations(max(other["operations"] for other in heard))
             with self._errors_named():
-                # Of several processes Orbax asks the devices, which are the step's as soon as this returns.
+                # With several processes Orbax uses the devices, which belong to the step once this returns.
                 can_wait = jax.process_count() == 1 and not isinstance(held, dict)
                 begun = functools.cache(lambda: self._begun(held))
                 self._wait = lambda: begun()()
@@ -143,12 +143,12 @@ class Saving:
         self.record: dict[str, Any] = begin
 
     def failure(self) -> FourPartError | None:
-        """A write failure of any process, while the others may still wait for it in Orbax."""
+        """A write failure of any process, while others may still wait for it in Orbax."""
         found = failures(self._failures)
         return self._others_failed(found) if found else None
 
     def finish(self) -> None:
-        """Waits until the checkpoint is complete and on the disk, in all processes."""
+        """Waits until the checkpoint is complete and on disk, on all processes."""
 
         def commit() -> tuple[None, None]:
             self._wait()
@@ -158,18 +158,18 @@ class Saving:
 
         with self._held, self._errors_named():
             self._together("complete", commit, is_last=True)
-            del self._wait, self._totals  # with all that they hold of the state
+            del self._wait, self._totals  # and the parts of the state that they hold
             give_memory_back()
             reports = [other["report"] for other in self._heard]
             written_s = max(report["phases"][-1][2] for report in reports)
-            for report in reports:  # until it counts: a part of what a save takes
+            for report in reports:  # until it is complete: part of the save's time
                 report["phases"].append(["finish", written_s, round(self.phases.now_s(), 6)])
             self.record |= {"processes": reports}
 
     def _write(self, write: Callable[[], dict[str, tuple[int, int]]], folder: Place) -> None:
-        """Writes the copied values; all processes do or none, and then the first one makes it a checkpoint.
+        """Writes the copied values, on all processes or none; then the first process completes the checkpoint.
 
-        Orbax, which waits for this, gives the folder its final name when its own process is done.
+        Orbax waits for this, and gives the folder its final name when its own process is done.
         """
 
         def work() -> tuple[None, dict[str, Any]]:
@@ -187,14 +187,14 @@ class Saving:
             raise
 
     def _checked_and_held(self, state: Any, prepare: Callable[[], None]) -> tuple[tuple[dict[str, Any], Any], Any]:
-        """The leaves, and what `_hold` gives, if it runs nothing on the devices that others have to run as well."""
+        """The leaves, and the result of `_hold` if it runs no program that all processes must run."""
         with self.phases("plan"):
             leaves, copies = self._checked(state, prepare)
         held = self._hold(leaves) if self._format == "packed" else None
         return (leaves, held), {"copies": copies, "operations": orbax_operations()}
 
     def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
-        """Checks everything; the leaves that have a value, and what the processes are to compare."""
+        """Checks everything; returns the leaves that have a value, and the data that the processes compare."""
         found = _leaves.flatten(state)
         leaves = _leaves.storable(found)
         if self._format == "orbax":
@@ -203,7 +203,7 @@ class Saving:
             raise CheckpointError(
                 "There is nothing to save.",
                 where=str(self.path),
-                why="the state has no leaf with a value in it.",
+                why="the state has no leaf with a value.",
                 do='save(path, {"model": model, "optimizer": optimizer, "step": step})',
             )
         logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
@@ -230,7 +230,7 @@ class Saving:
         self._num_bytes = sum(values.nbytes for parts in self._totals.values() for values, _ in parts)  # of Orbax
         if isinstance(self.path, BucketPath):
             assert not isinstance(held, dict)
-            sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same
+            sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # unique per save
             return lambda: self._write(lambda: write_files(sink, held.files, held.values, begin=begin), self.path)
         if isinstance(held, dict):
             work = lambda folder: self._write(dict, folder)
@@ -245,8 +245,8 @@ class Saving:
             raise CheckpointError(
                 "The checkpoint cannot be written.",
                 where=str(self.path),
-                why="there is something at that path already.",
-                do="give another path, for example with the step in it; nothing is ever overwritten.",
+                why="that path already exists.",
+                do="choose another path, for example with the step in it; nothing is ever overwritten.",
             )
         if isinstance(self.path, BucketPath):
             return
@@ -254,11 +254,11 @@ class Saving:
         self._owner = Owner(self.path)
         self._held.callback(self._owner.release)
         if remove_draft(self.path):
-            message = f"what an interrupted save left of {self.path} was removed."
+            message = f"the remains of an interrupted save of {self.path} were removed."
             warnings.warn(message, CheckpointWarning, stacklevel=7)
 
     def _seal(self, folder: Place) -> None:
-        """The work of the first process when all have written."""
+        """The work of the first process after all have written."""
         if self._owner is not None:
             self._owner.check()
         self._check()
@@ -283,15 +283,15 @@ class Saving:
     def _together(
         self, topic: str, work: Callable[[], tuple[Any, Any]], *, is_last: bool = False
     ) -> tuple[Any, list[Any]]:
-        """Does work that all processes come to the end of, or none; it gives what stays here, and what others hear."""
+        """Runs work that all processes finish, or none; it returns a local result, and one for the others."""
         kept, given, error = None, None, None
         try:
             kept, given = work()
         except Exception as caught:
-            if self._agreed is not None:  # all processes know, and nobody waits
+            if self._agreed is not None:  # all processes know, and none waits
                 raise self._agreed from (None if self._agreed in causes(caught) else caught)
             error = caught
-        # Whoever waited for the others in vain has had its time, and so had they.
+        # A process that waited for the others in vain has used up the timeout, and so have they.
         timeout_s = self._timeout_s / 4 if isinstance(error, TimeoutError) else self._timeout_s
         own = None if error is None else in_four_parts(self.path, error)
         if own is not None:
@@ -322,30 +322,30 @@ class Saving:
 
 
 def seal(folder: Place, path: Place, manifest: Manifest) -> None:
-    """Writes the manifest of a checkpoint whose files all exist: in a bucket this completes it."""
+    """Writes the manifest of a checkpoint whose files all exist; in a bucket this completes it."""
     files = {f"{FOLDER}/{name}": (size, None) for name, (size, _) in manifest.packed.items()}
     manifest = dataclasses.replace(manifest, files=files, versions=versions(_manifest.PACKAGES))
     bad, count = _manifest.damage(folder, manifest), len(manifest.packed)
-    why = f"{len(bad)} of {count} files are not there, or not whole, when all has been written." if bad else None
+    why = f"{len(bad)} of {count} files are missing or incomplete after everything was written." if bad else None
     if isinstance(folder, Path):
         _manifest.write(folder, manifest)
         flush(folder / FOLDER)
     elif why is None:
-        (folder / storage.COMMIT_MARK).write(b"")  # for whoever copies it to a disk
+        (folder / storage.COMMIT_MARK).write(b"")  # for copies to a disk
         if not (folder / _manifest.NAME).create(_manifest.to_text(manifest).encode()):
-            why = "another program completed a checkpoint there while this one wrote."
+            why = "another program completed a checkpoint there during this save."
     if why is not None:
-        do = "let one program save to an address, look for what else writes or deletes there, and save again."
+        do = "find the other program that writes or deletes there, let only one save to an address, and save again."
         raise RunError("The checkpoint could not be written.", where=[str(path), *bad], why=why, do=do)
 
 
 def checked_format(format: str, path: Place) -> Format:
-    """A valid format, or a `CheckpointError`."""
+    """Returns a valid format, or raises `CheckpointError`."""
     if format not in get_args(Format) or (format == "orbax" and isinstance(path, BucketPath)):
         raise CheckpointError(
-            "The state cannot be saved so.",
+            "The state cannot be saved in this format.",
             where=f"format={format!r}, {path}",
-            why=f"there are {' and '.join(get_args(Format))}; Orbax renames what is complete, which no bucket can.",
+            why=f"there are {' and '.join(get_args(Format))}; Orbax renames complete checkpoints; buckets cannot.",
             do='format="packed", the default; or, in a folder, format="orbax", which plain Orbax reads.',
         )
     return format  # type: ignore[return-value]
@@ -365,7 +365,7 @@ def _described(leaf: Any, shape: tuple[int, ...] | None) -> StoredLeaf:
 
 
 def _without_padding(leaf: Any, stored: StoredLeaf) -> Any:
-    """An array as it is stored; what is left of one with padding need not divide over its mesh, and is on all of it."""
+    """The stored form of an array; one without its padding may not divide over its mesh, and is then replicated."""
     if not isinstance(leaf, jax.Array) or stored.key is not None or leaf.shape == stored.shape:
         return leaf
     assert isinstance(leaf.sharding, NamedSharding)
@@ -377,9 +377,9 @@ def _without_padding(leaf: Any, stored: StoredLeaf) -> Any:
 # Work in the background.
 
 LOOK_S = 0.2
-"""Whoever waits for a save looks this often for what else has happened."""
+"""Interval at which a wait for a save checks for other events."""
 
-_unheard: set[Pending] = set()  # at work, or failed with nobody informed
+_unheard: set[Pending] = set()  # running, or failed without being reported
 
 
 class Pending:
@@ -396,7 +396,7 @@ class Pending:
         _wait_at_the_end()
         try:
             self._thread.start()
-        except RuntimeError:  # as where the program is about to end
+        except RuntimeError:  # for example, the program is about to exit
             self._run(work)
         _unheard.add(self)
         if self.is_done() and self._error is None:
@@ -413,7 +413,7 @@ class Pending:
         return self.is_done()
 
     def give_up(self) -> None:
-        """Makes the program's exit not wait for it: the caller knows of it."""
+        """Stops the program's exit from waiting for it; the caller handles it."""
         _unheard.discard(self)
 
     def wait(self, timeout_s: float | None = None, *, look: Callable[[], object] = lambda: None) -> Any:
@@ -425,20 +425,20 @@ class Pending:
         if self._thread.is_alive():
             show_threads()
             raise RunError(
-                "A save does not come to an end.",
+                "A save does not end.",
                 where=self.name,
-                why=f"it is still at work after {timeout_s:.0f} s; the threads of this process are above.",
-                do="look at the disk, and at what the other processes wrote last.",
+                why=f"it is still running after {timeout_s:.0f} s; the threads of this process are above.",
+                do="check the disk, and the last output of the other processes.",
             )
         if self._error is None:
             return self._result
         if isinstance(self._error, FourPartError):
             raise self._error
         raise RunError(
-            "A save ended with an error that was not foreseen.",
+            "A save failed with an unexpected error.",
             where=self.name,
             why=reason(self._error),
-            do="look at the error above this one, which is its cause; then save again.",
+            do="fix the cause, which is the error above this one; then save again.",
         ) from self._error
 
     def _run(self, work: Callable[[], Any]) -> None:
@@ -461,4 +461,4 @@ def _finish_all() -> None:
         try:
             pending.wait(pending.timeout_s)
         except FourPartError as error:
-            print(f"the program ends without a checkpoint that it began to save.\n{error}", file=sys.stderr, flush=True)
+            print(f"the program ends with an incomplete save of a checkpoint.\n{error}", file=sys.stderr, flush=True)

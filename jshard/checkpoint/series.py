@@ -49,10 +49,10 @@ class Keep:
     def __post_init__(self) -> None:
         if self.last < 1 or self.best < 0 or (self.every is not None and self.every < 1):
             raise CheckpointError(
-                "The rule for old checkpoints cannot be followed.",
+                "The rule for old checkpoints is invalid.",
                 where=f"Keep(last={self.last}, every={self.every}, best={self.best})",
-                why="last counts checkpoints, from 1: the last good one always stays; every counts steps, from 1; "
-                "best counts checkpoints, from 0.",
+                why="last is at least 1, because the last good checkpoint always stays; every is at least 1 step; "
+                "best is at least 0.",
                 do="keep=3, or Keep(last=3, every=1000, best=1)",
             )
 
@@ -69,7 +69,7 @@ class Keep:
         return value if self.higher_is_better else -value
 
 
-_MEETING_S = 2.0  # what a meeting of all about a failure may take
+_MEETING_S = 2.0  # the longest exchange about a failure
 
 
 class Checkpointer:
@@ -120,20 +120,20 @@ class Checkpointer:
         self.every, self.timeout_s = every, timeout_s
         if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
             raise CheckpointError(
-                "The series cannot be kept like this.",
+                "The series has an invalid argument.",
                 where=f"every={every}, on_failure={on_failure!r}",
-                why='every counts steps, from 1; on_failure is "raise" or "warn".',
+                why='every is at least 1 step; on_failure is "raise" or "warn".',
                 do='every=1000, on_failure="raise"',
             )
         self._on_failure = on_failure
         self._format: Format = checked_format(format, self.folder)
         self._pending: Pending | None = None
-        self._saving: Saving | None = None  # what the pending one does
+        self._saving: Saving | None = None  # the work of the pending save
         self._look_at = 0.0
-        self._given_up: Pending | None = None  # still at work, and waited for in vain
+        self._given_up: Pending | None = None  # still running after a wait timed out
         self.completed: int | None = None
-        self._restores: list[dict[str, Any]] = []  # noted with the next save: who only reads leaves the folder alone
-        self._passed_over: set[int] = set()  # found damaged by a restore that went on with an older one
+        self._restores: list[dict[str, Any]] = []  # recorded with the next save: a reader does not change the folder
+        self._passed_over: set[int] = set()  # found damaged by a restore that fell back to an older one
         self._was_checked = False  # whether all processes see the folder
 
     def __enter__(self) -> Checkpointer:
@@ -146,7 +146,7 @@ class Checkpointer:
         except RunError as error:
             if kind is None:
                 raise
-            warn(str(error))  # another error is on its way
+            warn(str(error))  # another error is being raised
         finally:
             self._files.release()
 
@@ -168,14 +168,14 @@ class Checkpointer:
                 break
             unreadable.append(f"{self.path(step)}: {why}")
         if unreadable:
-            warn("these checkpoints are damaged and do not count:\n  " + "\n  ".join(unreadable))
+            warn("these checkpoints are damaged and ignored:\n  " + "\n  ".join(unreadable))
         return latest
 
     def agreed_latest(self) -> int | None:
         """The newest step that the first process sees; every process calls it, and all get the same result.
 
-        A network file system may show the others an older state of the folder: they wait up to a minute until they
-        see that step.
+        A network file system may show the others an older state of the folder; they wait up to a minute to see
+        that step.
         """
         seen = self.latest() if is_primary() else None
         latest = exchange(f"latest {self.folder.name}", seen, timeout_s=self.timeout_s)[0]
@@ -230,7 +230,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _as_asked(self) -> Iterator[None]:
-        """Makes a warning of a save that failed, if that was asked for; one that is stuck helps nobody."""
+        """Turns a failed save into a warning if `on_failure` is "warn", unless the save is stuck."""
         try:
             yield
         except RunError as error:
@@ -270,7 +270,7 @@ class Checkpointer:
         finally:
             if pending.is_done():
                 self._pending = self._saving = None
-            else:  # one that did not end in time is still at work
+            else:  # one that did not end in time is still running
                 self._given_up = pending
 
     def restore(
@@ -341,7 +341,7 @@ class Checkpointer:
         path = self.path(step)
         try:
             if not self._was_checked:
-                self._was_checked = True  # however it ends: one process alone must not come to it again
+                self._was_checked = True  # whatever the result: one process alone must not repeat it
                 check_shared(self.folder, timeout_s=self.timeout_s)
             saving = Saving(
                 path,
@@ -361,11 +361,11 @@ class Checkpointer:
         self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
 
     def _hear(self, pending: Pending) -> None:
-        """Raises a write failure of another process for which this one's part of the save waits in vain."""
+        """Raises a write failure of another process that this one's part of the save waits for in vain."""
         if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
-        # Most failures come to all within a meeting. But a wait of Orbax for another process cannot be ended.
+        # Most failures reach all processes in an exchange, but Orbax's wait for another process cannot be ended.
         if (error := self._saving.failure()) is None or pending.ends_within(_MEETING_S):
             return
         pending.give_up()
@@ -397,7 +397,7 @@ class Checkpointer:
 
     def _failed(self, step: int, error: RunError) -> None:
         if is_primary():
-            self._files.abandon(step)  # at once: the disk may be full
+            self._files.abandon(step)  # immediately: the disk may be full
         self._note({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
 
     def _note(self, record: Mapping[str, Any]) -> None:
@@ -417,7 +417,7 @@ def _checked(step: Any) -> int:
         raise CheckpointError(
             "A checkpoint cannot have this step.",
             where=f"step={step!r}, a {type(step).__name__}",
-            why="steps are whole numbers from 0: folders are called by them.",
+            why="steps are integers from 0, because they name the folders.",
             do="save(int(step), ...)",
         )
     return number

@@ -1,9 +1,9 @@
-"""Where a series is, a folder or a bucket: which checkpoints are there, whole, and this series' own; and whose it is.
+"""The storage of a series, a folder or a bucket: its complete checkpoints, its own ones, and its owner.
 
-A save into a folder has an owner of its own (`storage.Owner`). In a bucket a run holds the whole series by the object
-`owner.json`, and writes it anew every quarter of a minute. Nobody else may take it while that goes on; who finds it
-still for a minute, or knows that its process is gone, may, and then the one before cannot complete a checkpoint any
-more.
+In a folder, each save has its own owner (`storage.Owner`). In a bucket, a run claims the whole series with the object
+`owner.json`, which it rewrites every 15 seconds. No other run can take it meanwhile. A run that sees no rewrite for a
+minute, or knows that the owner's process is gone, may take it; the previous owner can then no longer complete a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from jshard.errors import RunError
 OWNER = "owner.json"
 RENEWED_S = 15.0
 LEASE_S = 60.0
-SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
+SHOWN_S = 60.0  # by then a network file system shows a new file to all processes
 
 
 class SeriesStore:
-    """What a series has in a folder, as one process sees it; the first process alone changes something there."""
+    """The contents of a series in a folder, as one process sees them; only the first process changes them."""
 
-    mark, move = COMMIT_MARK, "mv"  # of a checkpoint that is complete; the command that renames one
+    mark, move = COMMIT_MARK, "mv"  # the mark of a complete checkpoint; the command that renames one
 
     def __init__(self, place: Any) -> None:
         self.place = place
 
     def path(self, step: int) -> Any:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of the checkpoint of a step, existing or not."""
         return self.place / str(step)
 
     def damage(self, step: int) -> str | None:
-        """What is wrong with the files of a complete checkpoint, in short; None if they are all there."""
+        """A summary of damaged files of a complete checkpoint; None if there are none."""
         try:
             manifest = own_checkpoint(self.path(step)).manifest
         except BucketError:
-            raise  # nothing is known of the checkpoint
+            raise  # nothing is known about the checkpoint
         except RunError as error:
             return error.why
         except CheckpointError:
-            return None  # of a newer jshard: a restore says so
+            return None  # from a newer jshard: a restore reports it
         found = [] if manifest is None else _manifest.damage(self.path(step), manifest)
         return None if not found else found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """What a checkpoint was worth; nothing where that is not known."""
+        """The metrics of a checkpoint; empty if unknown."""
         try:
             manifest = _manifest.read(self.path(step))
         except BucketError:
@@ -77,10 +77,10 @@ class SeriesStore:
         return {} if manifest is None else manifest.metrics
 
     def begin(self, step: int, *, is_damaged: bool) -> None:
-        """Removes what interrupted saves left, and notes that this step is ours before it is there.
+        """Removes the remains of interrupted saves, and records the step as this series' own before it is written.
 
-        A checkpoint of the step that is damaged, as is known or seen, is set aside. A `CheckpointError` if another run
-        has the series, or something is there that was never completed.
+        A damaged checkpoint of the step is set aside. Raises `CheckpointError` if another run owns the series, or
+        something incomplete is in the way.
         """
         self.take()
         here, begun = self.listed(), self.begun()
@@ -90,26 +90,26 @@ class SeriesStore:
         if is_committed(path) and (is_damaged or self.damage(step) is not None):
             self.set_aside(step)
         if is_committed(path):
-            return  # the save refuses, and this one is not ours
+            return  # the save refuses, and this checkpoint belongs to another program
         if self.in_the_way(step, begun, here):
             raise CheckpointError(
                 "The checkpoint cannot be written.",
                 where=str(path),
-                why=f"there is something at that path already, without {self.mark}: copied by half, or of a save that "
-                "did not end, or of another program.",
-                do=f"look at it, and move it away: {self.move} {path} {path}.incomplete",
+                why=f"that path already exists, without {self.mark}: an incomplete copy, an "
+                "unfinished save, or not a checkpoint.",
+                do=f"check it, and move it away: {self.move} {path} {path}.incomplete",
             )
         ours = [*(old for old in begun if old != step and self.has(old, here)), step]
         self.write(LEDGER, json.dumps({"begun": ours}))
 
     def abandon(self, step: int) -> None:
-        """Removes what a save of ours that failed has left; where that fails, the next save tries again."""
+        """Removes the remains of this series' failed save; if that fails, the next save tries again."""
         with contextlib.suppress(OSError):
             if step in self.begun():
                 self.discard(step, self.listed())
 
     def begun(self) -> list[int]:
-        """The steps whose checkpoints the series wrote, or began to; a ledger that cannot be read claims nothing."""
+        """The steps whose checkpoints the series wrote or started to write; empty if the ledger cannot be read."""
         try:
             return [int(step) for step in json.loads((self.place / LEDGER).read_bytes())["begun"]]
         except BucketError:
@@ -117,46 +117,46 @@ class SeriesStore:
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
-    # What a bucket does in its own way.
+    # Overridden for buckets.
 
     def take(self) -> None:
-        """Takes the series, where only one run may have it."""
+        """Takes the series, if only one run may own it."""
         self.place.mkdir(parents=True, exist_ok=True)
 
     def check(self) -> None:
         """Raises a `RunError` if another run has taken the series."""
 
     def release(self) -> None:
-        """Lets others have the series."""
+        """Releases the series."""
 
     def listed(self) -> Mapping[str, int]:
-        """Everything below the place, where that is asked for at once."""
+        """Everything below the place, if one request lists it."""
         return {}
 
     def discard(self, step: int, here: Mapping[str, int]) -> None:
-        """Removes what a save of ours left that did not end."""
+        """Removes the remains of this series' unfinished save."""
         discard_draft(self.path(step))
 
     def set_aside(self, step: int) -> None:
-        """Takes a damaged checkpoint out of the way, so that the step can be saved again; a warning says so."""
+        """Moves a damaged checkpoint aside so that the step can be saved again, with a warning."""
         path = self.path(step)
         names = (f"{step}.damaged" + (f"-{number}" if number else "") for number in itertools.count())
         aside = path.rename(next(there for name in names if not (there := path.with_name(name)).exists()))
-        warn(f"the damaged checkpoint {path} is now called {aside.name}.")
+        warn(f"the damaged checkpoint {path} is now named {aside.name}.")
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint, so that it is never there by half."""
+        """Deletes a checkpoint such that a partial one never counts as complete."""
         try:
             self.path(step).rename(draft_of(self.path(step)))
         finally:
             discard_draft(self.path(step))
 
     def in_the_way(self, step: int, begun: Collection[int], here: Mapping[str, int]) -> bool:
-        """Whether somebody else left something there that is not complete."""
+        """Whether another program left something incomplete there."""
         return self.path(step).exists()
 
     def has(self, step: int, here: Mapping[str, int]) -> bool:
-        """Whether something is there of a step, or is being written, by whomever."""
+        """Whether anything of a step exists or is being written, by any program."""
         return self.path(step).exists() or is_owned(self.path(step))
 
     def write(self, name: str, text: str) -> None:
@@ -169,7 +169,7 @@ class SeriesStore:
 
 
 class _Bucket(SeriesStore):
-    """The same in a bucket."""
+    """The same, in a bucket."""
 
     mark = _manifest.NAME
 
@@ -185,17 +185,17 @@ class _Bucket(SeriesStore):
 
     def discard(self, step: int, here: Mapping[str, int]) -> None:
         mine = [name for name in here if name.startswith(f"{step}/")]
-        if mine and not any(name.startswith(f"{step}/{_manifest.NAME}") for name in mine):  # nor what was set aside
+        if mine and not any(name.startswith(f"{step}/{_manifest.NAME}") for name in mine):  # nor one that was set aside
             self.place.delete(mine)
 
     def set_aside(self, step: int) -> None:
         path = self.path(step)
         if not is_committed(path):
-            return  # the next save removes what is ours
+            return  # the next save removes this series' files
         aside = f"{_manifest.NAME}.damaged-{secrets.token_hex(4)}"
         (path / aside).write((path / _manifest.NAME).read_bytes())
         path.delete([_manifest.NAME])
-        warn(f"the damaged checkpoint {path} does not count any more: its manifest is now called {aside}.")
+        warn(f"the damaged checkpoint {path} is now ignored: its manifest is now named {aside}.")
 
     def delete(self, step: int) -> None:
         self.path(step).delete([_manifest.NAME])  # first
@@ -215,7 +215,7 @@ class _Bucket(SeriesStore):
         with contextlib.suppress(OSError):
             before = self._history if self._history is not None else path.read_bytes() if path.is_file() else b""
             self._history = before + json.dumps(record).encode() + b"\n"
-            path.write(self._history)  # anew: an object cannot be added to
+            path.write(self._history)  # rewritten whole: objects cannot be appended to
 
 
 def store_of(place: Place) -> SeriesStore:
@@ -224,7 +224,7 @@ def store_of(place: Place) -> SeriesStore:
 
 
 class SeriesLease:
-    """The claim of this process to a series, kept up in a thread from `take` on, until `release` or its end."""
+    """This process's claim to a series, renewed in a thread from `take` until `release` or the process's end."""
 
     def __init__(self, series: BucketPath) -> None:
         self._series, self._owner = series, series / OWNER
@@ -237,7 +237,7 @@ class SeriesLease:
         self._lost_to: str | None = None
 
     def take(self) -> None:
-        """Takes the series, or finds that it still has it; an error if another process has it, and lives."""
+        """Takes the series, or confirms that it still has it; raises if a live process has it."""
         if self._tag is not None or self._lost_to is not None:
             return self.check()
         seen, since_s, changes = {}, time.monotonic(), -1
@@ -251,17 +251,17 @@ class SeriesLease:
             other = _parsed(found)
             if changes:
                 raise CheckpointError(
-                    "The series of checkpoints is another run's.",
+                    "The series of checkpoints belongs to another run.",
                     where=str(self._series),
-                    why=f"{_who(other)} writes it, and has just renewed its claim, {OWNER}.",
-                    do="give each run an address of its own; or end that one first.",
+                    why=f"{_who(other)} writes to it, and has just renewed its claim, {OWNER}.",
+                    do="give each run its own address, or end the other run first.",
                 )
             if _is_gone(other) or time.monotonic() - since_s > LEASE_S:
                 if self._owner.replace(text := self._text(), tag) is not None:
                     break
                 continue
             if time.monotonic() - since_s < 1:
-                warn(f"{self._series}: {_who(other)} may still write it; waiting for a sign, up to {LEASE_S:.0f} s.")
+                warn(f"{self._series}: {_who(other)} may still write to it; waiting up to {LEASE_S:.0f} s to see.")
             time.sleep(min(1.0, LEASE_S / 10))
         found, self._tag = self._owner.read()
         if found != text:
@@ -285,8 +285,8 @@ class SeriesLease:
         raise RunError(
             "The checkpoint could not be written.",
             where=str(self._series),
-            why=f"another run took the series while this one did not answer: {self._lost_to}.",
-            do="give each run an address of its own.",
+            why=f"another run took the series while this one did not renew its claim: {self._lost_to}.",
+            do="give each run its own address.",
         )
 
     def release(self) -> None:
@@ -303,7 +303,7 @@ class SeriesLease:
             try:
                 self.check()
             except RunError as error:
-                if not isinstance(error, BucketError):  # which cannot be reached: nobody else can take it there
+                if not isinstance(error, BucketError):  # an unreachable bucket: no other run can take it
                     return
 
     def _text(self) -> bytes:
@@ -324,7 +324,7 @@ def _who(owner: Mapping[str, Any]) -> str:
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Whether a process was on this machine, where its number can be looked up, and is not any more."""
+    """Whether a process of this machine, whose id can be looked up here, has ended."""
     number = owner.get("process_id")
     if not isinstance(number, int) or owner.get("machine") is None or owner["machine"] != _machine():
         return False
@@ -332,7 +332,7 @@ def _is_gone(owner: Mapping[str, Any]) -> bool:
 
 
 def _machine() -> str | None:
-    """This start of this machine, and the space in which its processes are numbered; None if that is not known."""
+    """The boot id of this machine and its process-id namespace; None if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -340,7 +340,7 @@ def _machine() -> str | None:
 
 
 def _began(number: int) -> str | None:
-    """When a process of this machine began, in its own count; None if there is none."""
+    """The start time of a process of this machine, in the system's ticks; None if it does not exist."""
     try:
         state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -365,10 +365,10 @@ def check_shared(folder: Place, *, timeout_s: float) -> None:
     name, error = exchange("folder", [name, error], timeout_s=timeout_s)[0]
     if error:
         raise RunError(
-            "The folder for checkpoints cannot be written.", where=str(folder), why=error, do="name another."
+            "The folder for checkpoints cannot be written.", where=str(folder), why=error, do="choose another."
         )
     here = [is_shown((folder / name).exists), socket.gethostname(), str(folder)]
-    heard = exchange("folder seen", here, timeout_s=timeout_s + SHOWN_S)  # others may be looking still
+    heard = exchange("folder seen", here, timeout_s=timeout_s + SHOWN_S)  # others may still be looking
     if is_primary():
         folder.delete([name]) if isinstance(folder, BucketPath) else (folder / name).unlink(missing_ok=True)
     blind = [f"process {number} on {host}: {path}" for number, (sees, host, path) in enumerate(heard) if not sees]
@@ -376,14 +376,14 @@ def check_shared(folder: Place, *, timeout_s: float) -> None:
         raise CheckpointError(
             "The folder for checkpoints is not shared between the processes.",
             where=blind,
-            why=f"process 0 on {heard[0][1]} wrote a file into {heard[0][2]}, and these did not see it in "
+            why=f"process 0 on {heard[0][1]} wrote a file into {heard[0][2]}, and these did not see it within "
             f"{SHOWN_S:.0f} s.",
-            do="name a folder on a file system that all hosts have, by the same path.",
+            do="choose a folder on a file system that all hosts share under the same path.",
         )
 
 
 def is_shown(condition: Callable[[], bool]) -> bool:
-    """Whether the file system shows this process, sooner or later, what another one wrote."""
+    """Whether the file system eventually shows this process a file that another one wrote."""
     until = time.monotonic() + SHOWN_S
     while not condition():
         if time.monotonic() > until:
@@ -393,5 +393,5 @@ def is_shown(condition: Callable[[], bool]) -> bool:
 
 
 def warn(message: str) -> None:
-    """What became of a checkpoint, for whoever called the series."""
+    """Issues a warning about a checkpoint to the caller of the series."""
     warnings.warn(message, CheckpointWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""The only module that calls Orbax: what is asked of it, and why; and whose a folder is until it is complete."""
+"""The only module that calls Orbax; also the ownership of a folder until its checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.errors import RunError, causes
 
-COMMIT_MARK = "commit_success.txt"  # Orbax adds it at the end, and renames the folder
+COMMIT_MARK = "commit_success.txt"  # Orbax adds it last, then renames the folder
 ITEM = "state"
 
-_IN_FLIGHT_BYTES = 128 << 20  # of reads: memory beside the state itself
-_AUTO = "AUTO"  # Orbax finds the tree: there is one
-DESCRIPTION = "_METADATA"  # of the arrays of one tree, in its folder
+_IN_FLIGHT_BYTES = 128 << 20  # of reads: memory in addition to the state
+_AUTO = "AUTO"  # Orbax finds the only tree
+DESCRIPTION = "_METADATA"  # metadata of one tree's arrays, in its folder
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"  # Orbax's, in the folder of a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """What a process does in a folder that Orbax has made, as Orbax is given it."""
+    """A process's work in a folder made by Orbax, in the form that Orbax expects."""
 
     work: Callable[[Path], None]
 
 
 class WriteHandler:
-    """Does it, in a thread; Orbax gives the folder its final name when its own process is done."""
+    """Runs it in a thread; Orbax gives the folder its final name when its own process is done."""
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """See Orbax."""
         return isinstance(checkpointable, Write)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
-        """Whether it can load something: that is jshard's own work."""
+        """Whether it can load something; no, jshard does that itself."""
         return False
 
     async def save(self, directory: Any, checkpointable: Write) -> Any:
-        """Begins to write, see Orbax."""
+        """Starts writing; see Orbax."""
 
         async def work() -> None:
             folder = await directory.await_creation()
@@ -75,15 +75,15 @@ class WriteHandler:
         raise NotImplementedError("jshard.checkpoint.restore reads these files")
 
     async def metadata(self, directory: Any) -> None:
-        """Nothing: the manifest has it."""
+        """Nothing; the manifest has the metadata."""
 
 
 def save_async(
     path: Path, work: Callable[[Path], None], *, leaves: Mapping[str, Any] | None = None, timeout_s: float
 ) -> Callable[[], None]:
-    """Begins to write a checkpoint; every process calls it.
+    """Starts writing a checkpoint; every process calls it.
 
-    Orbax makes a folder, and gives it its name when all is done there.
+    Orbax makes a folder, and gives it its name when the work in it is done.
     """
     from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
 
@@ -100,7 +100,7 @@ def save_async(
         with quiet():
             try:
                 response.result(timeout_s)
-            except TimeoutError as error:  # Orbax's own deadlines do not cover all that it waits for
+            except TimeoutError as error:  # Orbax's own deadlines do not cover all its waits
                 raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
 
     return wait
@@ -111,10 +111,10 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
-    # Each process reads for itself, and they meet afterwards: Orbax's own meetings end after 300 s, whatever is asked.
+    # Each process reads by itself, and they synchronize afterwards: Orbax's barriers always time out after 300 s.
     context.multiprocessing.active_processes = {jax.process_index()}
     context.multiprocessing.primary_host = jax.process_index()
-    context.pytree.loading.partial_load = True  # some leaves of those that are there
+    context.pytree.loading.partial_load = True  # only some of the stored leaves
     largest = max((8 * math.prod(like.shape) for like in wanted.values() if hasattr(like, "shape")), default=0)
     context.memory.read_concurrent_bytes = max(_IN_FLIGHT_BYTES, largest)
     context.array.loading.enable_padding_and_truncation = True  # shapes were compared: only padding can differ
@@ -133,7 +133,7 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
 
 
 def only_item(path: Path, asked: Collection[str]) -> str | None:
-    """The name of the one tree that others saved, if all paths ask for it by that name, and its own do not have it."""
+    """The name of the single stored tree, if all wanted paths start with it and its own paths do not."""
     names = [] if (path / DESCRIPTION).is_file() else [file.parent.name for file in path.glob(f"*/{DESCRIPTION}")]
     if len(names) != 1 or not asked or not all(name.startswith(f"{names[0]}/") for name in asked):
         return None
@@ -142,10 +142,10 @@ def only_item(path: Path, asked: Collection[str]) -> str | None:
 
 
 def items(path: Path) -> tuple[str, ...]:
-    """The names of the trees in a checkpoint, where it holds several.
+    """The names of the trees in a checkpoint that holds several.
 
-    Orbax saves such ones for `Composite(params=..., ema_params=...)` and `save_checkpointables`, and one of them may be
-    a composite again. Left to itself, it reads one of them.
+    Orbax writes several for `Composite(params=..., ema_params=...)` and `save_checkpointables`, and one may itself be a
+    composite. By default, Orbax reads only one of them.
     """
     folders = [] if (path / DESCRIPTION).is_file() else [path]
     names = []
@@ -159,7 +159,7 @@ def items(path: Path) -> tuple[str, ...]:
 
 
 def is_item(path: Place) -> bool:
-    """Whether a folder is one tree of a checkpoint by others."""
+    """Whether a folder is one tree of a checkpoint by another program."""
     if isinstance(path, BucketPath):
         return False
     is_tree = (path / DESCRIPTION).is_file() and not (path / CHECKPOINT_METADATA).is_file()
@@ -167,9 +167,9 @@ def is_item(path: Place) -> bool:
 
 
 def _trees(path: Path) -> dict[str, tuple[str, str | None]]:
-    """What Orbax is to read, a checkpoint and an item of it (or itself), by the beginning of the paths."""
+    """The checkpoint and item (or the checkpoint itself) for Orbax to read, by path prefix."""
     if names := items(path):
-        # Of a composite in a composite Orbax takes the items for themselves.
+        # In a nested composite, Orbax treats the items as checkpoints.
         return {name: (str(path / name), None) if "/" in name else (str(path), name) for name in names}
     if is_item(path):
         return {"": (str(path.parent), path.name)}
@@ -177,7 +177,7 @@ def _trees(path: Path) -> dict[str, tuple[str, str | None]]:
 
 
 def _as_stored(stored: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
-    """What is wanted, as a tree of the kinds of nodes that are stored; Orbax reads lists whole or not at all."""
+    """The wanted leaves as a tree with the stored node types; Orbax reads lists whole or not at all."""
     below = lambda key: f"{path}/{key}" if path else str(key)
     if isinstance(stored, Mapping):
         is_asked = lambda begin: any(f"{path}/".startswith(f"{begin}/") for path in wanted)
@@ -191,9 +191,9 @@ def _as_stored(stored: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
 
 
 def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """What Orbax says that a checkpoint holds, by path, and what was noted with it; no array is read.
+    """Orbax's metadata of a checkpoint, by path, and its custom metadata; no array is read.
 
-    Raises a `FileNotFoundError` if there is no checkpoint.
+    Raises `FileNotFoundError` if there is no checkpoint.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -213,16 +213,16 @@ def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
 
 
 def is_committed(path: Place) -> bool:
-    """Whether a save was completed there: half-written folders and those of others have no mark."""
+    """Whether a save was completed there; incomplete folders and other programs' folders have no mark."""
     return (path / (MANIFEST if isinstance(path, BucketPath) else COMMIT_MARK)).is_file()
 
 
-# The folder of a save until it is complete. No two saves write into one, and none removes what another is writing: the
-# first process holds a lock on the file `NAME.owner` as long as it saves; the system lets go of it when the process
-# dies. Some file systems have no locks: there the later save takes the folder, and the earlier one finds another token
-# in the file, and fails before it completes what is not its own.
+# The folder of a save until it is complete. No two saves write into one folder, and none removes the files of another:
+# the first process locks the file `NAME.owner` during the save, and the system releases the lock if the process dies.
+# On file systems without locks, the later save takes the folder; the earlier one finds another token in the file, and
+# fails before it completes a folder that it no longer owns.
 
-DRAFT_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, and renames
+DRAFT_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, then renames
 _held: set[int] = set()  # files that are locked
 
 
@@ -237,7 +237,7 @@ class Owner:
                 "The checkpoint cannot be written.",
                 where=str(path),
                 why=f"another save is writing it: {_owner_text(self._path)}.",
-                do="let one program save into a folder; or save under another name.",
+                do="let only one program save into a folder, or save under another name.",
             )
         mine = {"host": socket.gethostname(), "process_id": os.getpid(), "token": secrets.token_hex(8)}
         self._text = json.dumps(mine)
@@ -256,8 +256,8 @@ class Owner:
             raise RunError(
                 "The checkpoint could not be written.",
                 where=str(self._checkpoint),
-                why=f"another save took the folder while this one wrote: {_owner_text(self._path)}.",
-                do="let one program save into a folder.",
+                why=f"another save took the folder during this one: {_owner_text(self._path)}.",
+                do="let only one program save into a folder.",
             )
 
     def release(self) -> None:
@@ -277,7 +277,7 @@ class Owner:
 
 
 def is_owned(path: Path) -> bool:
-    """Whether a save of a checkpoint is at work, as far as can be seen."""
+    """Whether a save of a checkpoint appears to be running."""
     try:
         number = _locked(_owner_file(path), create=False)
     except OSError:
@@ -292,7 +292,7 @@ def _owner_file(path: Path) -> Path:
 
 
 def _locked(path: Path, *, create: bool) -> int | None:
-    """An open file that is locked, if the file system can; None if another one holds it."""
+    """An open file, locked if the file system supports it; None if another process holds the lock."""
     while True:
         number = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
         try:
@@ -305,11 +305,11 @@ def _locked(path: Path, *, create: bool) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(number), os.stat(path)):
                 return number
-        os.close(number)  # whoever had it removed it meanwhile
+        os.close(number)  # its owner has removed it meanwhile
 
 
 def _let_go_in_a_child() -> None:
-    """A lock outlives its process while a fork of it has the file open."""
+    """Closes held locks in a forked child, which would otherwise keep them alive."""
     for number in _held:
         with contextlib.suppress(OSError):
             os.close(number)
@@ -324,16 +324,16 @@ def _owner_text(path: Path) -> str:
         mine = json.loads(path.read_text())
         return f"process {mine['process_id']} on {mine['host']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "it does not say which"
+        return "an unknown process"
 
 
 def draft_of(path: Path) -> Path:
-    """What the folder of a checkpoint is called until it is complete."""
+    """The name of a checkpoint's folder until it is complete."""
     return path.with_name(path.name + DRAFT_SUFFIX)
 
 
 def discard_draft(path: Path) -> None:
-    """Removes what an interrupted save left of a checkpoint; not of one at work."""
+    """Removes the remains of an interrupted save, unless it is still running."""
     if is_owned(path):
         return
     with contextlib.suppress(OSError):
@@ -342,24 +342,24 @@ def discard_draft(path: Path) -> None:
 
 
 def remove_draft(path: Path) -> bool:
-    """`discard_draft` for whoever owns the checkpoint; says whether there was any."""
+    """`discard_draft` for the owner of the checkpoint; returns whether there was a draft."""
     is_there = draft_of(path).exists()
     shutil.rmtree(draft_of(path), ignore_errors=True)
     return is_there
 
 
 def keep_on_disk(path: Path) -> None:
-    """Waits until a checkpoint that has its name would survive a power cut; all files of ours are on the disk."""
+    """Waits until a named checkpoint would survive a power cut; jshard's files are already on disk."""
     flush(path)
     flush(path.parent)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops what Orbax logs: a write that fails would print one traceback once per thread, and is raised anyway."""
-    if not isinstance(sys.unraisablehook, _NotLate):  # before the work: some of its threads end before it fails
+    """Drops Orbax's logs: a failed write would print its traceback once per thread, and is raised anyway."""
+    if not isinstance(sys.unraisablehook, _NotLate):  # before the work, as some threads end before it fails
         sys.unraisablehook = _NotLate(sys.unraisablehook)
-    # The user may log with absl too.
+    # The user may also log with absl.
     theirs = lambda record: not re.search(r"[/\\](orbax|asyncio|tensorstore)[/\\]", record.pathname)
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     for logger in loggers:
@@ -367,7 +367,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for cause in causes(error, context=True):  # ends what is suspended: each would print a traceback
+        for cause in causes(error, context=True):  # closes suspended coroutines, each of which would print a traceback
             traceback.clear_frames(cause.__traceback__)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -379,7 +379,7 @@ def quiet() -> Iterator[None]:
 
 
 class _NotLate:
-    """A hook for errors that nobody can catch, without those of work that ends after its like has failed."""
+    """A hook for unraisable errors that ignores those of coroutines that end after a related failure."""
 
     def __init__(self, before: Callable[[Any], None]) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""What a save or a restore took, phase by phase in each process, and the history of a series, `history.jsonl`."""
+"""The time of a save or restore by phase and process, and the history of a series, `history.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jshard.checkpoint.buckets import Place
 
 
 class Phases:
-    """A clock that names what it measures; phases (`PHASES`) may overlap, and several threads may report."""
+    """A clock for named phases (`PHASES`), which may overlap; several threads may report."""
 
     def __init__(self) -> None:
         self.began_at = time.time()
@@ -30,7 +30,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measures the block; one that fails counts too."""
+        """Measures the block, including one that fails."""
         begin = self.now_s()
         try:
             yield
@@ -38,15 +38,15 @@ class Phases:
             self.add(name, begin, self.now_s())
 
     def add(self, name: str, begin_s: float, end_s: float) -> None:
-        """Notes a phase that somebody else measured."""
+        """Records a phase that was measured elsewhere."""
         self._found.append((name, begin_s, end_s))
 
     def now_s(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since its creation."""
         return time.perf_counter() - self._start_s
 
     def report(self, *, num_bytes: int) -> dict[str, Any]:
-        """What this process, which wrote or read so many bytes, reports."""
+        """The report of this process, with the bytes that it wrote or read."""
         phases = [[name, round(begin, 6), round(end, 6)] for name, begin, end in self._found]
         return {
             "process": jax.process_index(),
@@ -68,12 +68,12 @@ def append(folder: Path, record: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError), (folder / NAME).open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else f"\n{line}"  # a crash cut the last one off
+            line = line if file.read(1) == b"\n" else f"\n{line}"  # a crash truncated the last line
         file.write(line.encode())
 
 
 def read(folder: Place) -> list[dict[str, Any]]:
-    """The history of a series, oldest first; lines that were cut off by a crash are left out."""
+    """The history of a series, oldest first; lines truncated by a crash are left out."""
     found = []
     with contextlib.suppress(OSError):
         for line in (folder / NAME).read_bytes().decode().splitlines():
@@ -83,7 +83,7 @@ def read(folder: Place) -> list[dict[str, Any]]:
 
 
 def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The mesh of a state as the history has it."""
+    """The mesh of a state in the form of the history."""
     for leaf in leaves.values():
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -95,13 +95,13 @@ def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {"axes": {}, "processes": []}
 
 
-# The history as values: which process was slow in which phase.
+# Analysis of the history: which process was slow in which phase.
 
-SLOWER = 1.5  # a process is named from this many times the median of the others on
-_LEAST_SHARE, _LEAST_S = 0.05, 0.01  # and if that costs a share of the whole, and more than clocks are good for
+SLOWER = 1.5  # a process is named if it takes this many times the median of the others
+_LEAST_SHARE, _LEAST_S = 0.05, 0.01  # and this share of the whole, and more than the clocks' precision
 
 PHASES = ("plan", "device_to_host", "write", "read", "verify", "sums", "commit", "finish")
-WAITING = ("plan", "commit")  # in these a process may wait for others: a slow one makes them long in all others
+WAITING = ("plan", "commit")  # in these a process may wait for a slow one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class ProcessTimes:
     phases: tuple[tuple[str, float, float], ...]  # name, begin and end
 
     def phase_s(self, *names: str) -> float:
-        """Seconds in which one of these phases ran; those of a name may overlap."""
+        """Seconds during which one of these phases ran; phases of the same name may overlap."""
         total_s, reached = 0.0, float("-inf")
         for begin, end in sorted((begin, end) for name, begin, end in self.phases if name in names):
             total_s += max(0.0, end - max(begin, reached))
@@ -125,12 +125,12 @@ class ProcessTimes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slowest:
-    """What most of the waiting was for: a process, and the phase in which it was slow."""
+    """The main cause of waiting: a process, and the phase in which it was slow."""
 
     process: int
-    phase: str  # "late" for one that began after the others
+    phase: str  # "late" for a process that started after the others
     time_s: float
-    median_s: float  # that the others took
+    median_s: float  # time of the others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class Timeline:
     kind: Literal["save", "restore"]
     step: int | None
     began_at: float  # seconds since 1970
-    error: str | None  # None for what was completed
+    error: str | None  # None if completed
     blocked_s: float | None  # how long training waited; None for a restore
     axes: Mapping[str, int]
     devices: tuple[int, ...]  # the process of each, in the order of the mesh
@@ -148,26 +148,26 @@ class Timeline:
 
     @property
     def total_s(self) -> float:
-        """From the begin of the first process to the end of the last."""
+        """Time from the start of the first process to the end of the last."""
         return max((end for row in self.rows for _, _, end in row.phases), default=0.0)
 
     @property
     def num_bytes(self) -> int:
-        """That all processes wrote or read."""
+        """Bytes that all processes wrote or read."""
         return sum(row.num_bytes for row in self.rows)
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The names of its phases, in the order in which they come."""
+        """The names of its phases, in the order of `PHASES`, then any others."""
         found = {name for row in self.rows for name, _, _ in row.phases}
         return (*(name for name in PHASES if name in found), *sorted(found - set(PHASES)))
 
     @property
     def slowest(self) -> Slowest | None:
-        """The process and the phase that cost most, compared with the median of the others; None if all are alike.
+        """The process and phase that cost the most time over the median of the others; None if none stands out.
 
-        A process is named if it took `SLOWER` times as long as the others, and that is 5 % of the whole. Phases that
-        hold waiting are not looked at, but for a process that began late.
+        A process is named if it took `SLOWER` times as long as the others and the excess is 5 % of the whole. Phases
+        that include waiting are skipped, except for a process that started late.
         """
         found, least_s = [], max(_LEAST_S, _LEAST_SHARE * self.total_s)
         for phase in (*self.phases, "late") if len(self.rows) > 1 else ():
@@ -191,7 +191,7 @@ def timelines(folder: Place) -> list[Timeline]:
 def _timeline(record: Mapping[str, Any]) -> Timeline:
     processes = record.get("processes") or []
     mesh = record.get("mesh") or {}
-    # Only the clocks of the hosts say which process began first; each one's phases are by its own.
+    # Which process started first depends on the hosts' clocks; each process's phases use its own clock.
     first = min((row["began_at"] for row in processes), default=record["began_at"])
     blocked_s = record.get("blocked_s")
     return Timeline(

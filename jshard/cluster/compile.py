@@ -22,63 +22,63 @@ from jshard.plans.mesh import FSDP, REPLICA
 from jshard.plans.plan import ShardPlan
 
 FLAG = "--xla_gpu_analytical_latency_estimator_options"
-_QUEUE = 0.28  # of the time that a unit takes on the wires: what one of its gathers waits for others
+_QUEUE = 0.28  # share of a unit's transfer time that one of its gathers waits for others
 
 
 def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -> str | None:
-    """The flag that describes a cluster to the scheduler; None where there are no adapters to wait for, as on a TPU."""
+    """The flag that describes a cluster to the scheduler; None without network adapters to wait for, as on a TPU."""
     if topology.device.platform != "gpu" or topology.num_devices <= topology.fast_group:
         return None
     host_bytes_per_s = topology.device.slow.bytes_per_s * topology.fast_group
     given = {"nccl_op_launch_us": max(100, round(_QUEUE * unit_bytes / host_bytes_per_s * 1e6))}
     groups = math.prod(degree for axis, degree in mesh.items() if axis == REPLICA)
     if groups > 1:
-        # The estimate divides the GPUs of a host by the number of groups: with as many of them as groups, each
-        # group has one, and its rate is that of all adapters of a host.
+        # XLA's estimate divides the GPUs of a host by the number of groups: with as many groups as GPUs, each
+        # group has one GPU, and its rate is that of all adapters of a host.
         given |= {"gpus_per_node": groups, "nic_speed_gbps": round(host_bytes_per_s / 1e9), "rtt_us": 1}
     return f"{FLAG}={','.join(f'{key}={value}' for key, value in given.items())}"
 
 
-# What is compiled.
+# The program to compile.
 
-_OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # flags of no accelerator
+_OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # not flags of an accelerator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileRequest:
-    """What to compile."""
+    """A request to compile a step."""
 
     model: str
     topology: str
     recipe: str | None = None  # the first of the model file by default
-    settings: tuple[str, ...] = ()  # as `--set` takes them
+    settings: tuple[str, ...] = ()  # in the form of `--set`
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     profile: str | None = None  # of `js.compiler_options`
-    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other settings than the annotation's
+    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that differ from the annotation's
     shard_replicated: bool = False
     plain_flax: bool = False  # the model in global view, where the compiler places the communication
-    xla_flags: str = ""  # what a run would have in XLA_FLAGS; "auto" for `latency_flag`, which needs the whole mesh
-    unit_bytes: int = 0  # gathered bytes of the largest unit, for the same
+    xla_flags: str = ""  # XLA_FLAGS of a run; "auto" for `latency_flag`, which needs the whole mesh
+    unit_bytes: int = 0  # gathered bytes of the largest unit, for `latency_flag`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train a recipe, beside the way that was asked for."""
+    """A configuration of a recipe, as an alternative to the requested one."""
 
     name: str
     mesh: Mapping[str, int]
-    accumulate: int | None = None  # microbatches; None for those asked for
+    accumulate: int | None = None  # microbatches; None for the requested number
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What it changes of the recipe, as `--set` takes it."""
+        """Its changes to the recipe, in the form of `--set`."""
         return () if self.accumulate is None else (f"accumulate={self.accumulate}",)
 
     def of(self, asked: CompileRequest) -> CompileRequest:
-        """What to compile, given what was asked for."""
+        """The request to compile for it, given the original request."""
         changed = set(map(_key, self.settings))
         return dataclasses.replace(
             asked,
@@ -91,12 +91,12 @@ class Variant:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh as `--mesh` takes it."""
+        """The mesh in the form of `--mesh`."""
         return ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
 
     @property
     def command(self) -> str:
-        """The options that choose this way, to be added to those asked for."""
+        """The options that select this configuration, to be added to the requested ones."""
         return shlex.join(_way_words(self.mesh, self.settings, self.units))
 
 
@@ -105,7 +105,7 @@ def _key(setting: str) -> str:
 
 
 def command_line(request: CompileRequest, *, assume: Sequence[str]) -> str:
-    """The command line that asks for what is compiled; "" for what only `--compare` asks for."""
+    """The command line for what is compiled; "" for configurations that only `--compare` has."""
     if request.plain_flax or request.shard_replicated:
         return ""
     words = ["jshard", "plan", request.model]
@@ -118,7 +118,7 @@ def command_line(request: CompileRequest, *, assume: Sequence[str]) -> str:
 
 
 def train_command(request: CompileRequest) -> str:
-    """The command line that trains what is compiled."""
+    """The command line that trains the compiled configuration."""
     words = ["jshard", "train", request.model]
     words += [] if request.recipe is None else ["--recipe", request.recipe]
     words += _way_words(request.mesh, request.settings, request.units)
@@ -132,11 +132,11 @@ def _way_words(mesh: Mapping[str, int], settings: Sequence[str], units: Mapping[
 
 
 def as_text(value: Any) -> str:
-    """A setting's value as `--unit` takes it."""
+    """A setting's value in the form of `--unit`."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-# The strategies, as ways.
+# The strategies as configurations.
 
 GSPMD = "gspmd"
 """The model as plain Flax under `jax.jit`, its parameters sharded as for zero3; the compiler does the rest."""
@@ -146,7 +146,7 @@ COMPARED = "replicate", "zero2", "zero3", "hsdp", GSPMD
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A way to shard a model, as keywords; docs/strategies.md has its memory and communication."""
+    """A sharding strategy as keywords; docs/strategies.md has its memory and communication."""
 
     replica: int = 1
     fsdp: int = -1
@@ -189,17 +189,17 @@ def variants_for(
     capacity_bytes: int,
     held_bytes: Callable[[Mapping[str, int]], int],
 ) -> tuple[Variant, ...]:
-    """The strategies to compare, on as many devices as a mesh has.
+    """The strategies to compare, on the number of devices of a mesh.
 
-    Groups of the strategies with replicas are those of the mesh if it has replicas itself; else `near` devices, or a
-    multiple of them that can hold the state: `held_bytes` says what a device of a mesh holds at least.
+    Strategies with replicas use the groups of the mesh if it has replicas itself, otherwise `near` devices, or a
+    multiple of them that can hold the state: `held_bytes` gives the minimum memory of a device of a mesh.
     """
     unknown = [name for name in names if name not in (*strategies, GSPMD)]
     if unknown:
         raise ShardingError(
             f"There is no strategy {unknown[0]!r}.",
             where=f"--compare {','.join(names)}",
-            why=f"the strategies are {', '.join(strategies)}, and {GSPMD}: plain Flax under jax.jit.",
+            why=f"the strategies are {', '.join(strategies)}, and {GSPMD}, which is plain Flax under jax.jit.",
             do=f"--compare {','.join(COMPARED)}",
         )
     devices = mesh.get(REPLICA, 1) * mesh[FSDP]
@@ -217,7 +217,7 @@ def variants_for(
 
 
 def _group(devices: int, near: int, fits: Callable[[int], bool]) -> int:
-    """The smallest groups of whole hosts that can hold the state, or the largest there are; within a host its half."""
+    """The smallest groups of whole hosts that can hold the state, else the largest; within a host, half of it."""
     fewer = [n for n in range(1, devices) if devices % n == 0] or [1]
     whole = [n for n in fewer if n % near == 0] or fewer[-1:]
     return next(filter(fits, whole), whole[-1])
@@ -238,17 +238,17 @@ def _compared(name: str, mesh: dict[str, int], devices: int, group: int, near: i
     )
 
 
-# What comes of compiling.
+# The results of compiling.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A train step as compiled for a cluster: facts, none of which was run."""
+    """A train step as compiled for a cluster; nothing was run."""
 
     text: str = dataclasses.field(repr=False)  # the scheduled program
     memory: CompiledMemory
     plan: ShardPlan = dataclasses.field(repr=False)
-    options: Mapping[str, Any]  # that the compiler was given
+    options: Mapping[str, Any]  # passed to the compiler
     batch_size: int
     sequence_length: int
     accumulate: int
@@ -256,27 +256,27 @@ class CompiledStep:
     flops_formula: str
     trace_s: float
     compile_s: float
-    cpu_s: float  # of the child in all
-    rss_bytes: int  # the most memory that the child took
+    cpu_s: float  # total of the child
+    rss_bytes: int  # peak memory of the child
     versions: Mapping[str, str | None]
     notes: tuple[str, ...] = ()  # warnings from the child
 
 
 class TooLargeError(RunError):
-    """The compiler has refused a program that does not fit into the memory of a device."""
+    """The compiler refused a program that does not fit into a device's memory."""
 
 
 class CompileError(RunError):
-    """The compiler, or the process around it, has failed."""
+    """The compiler, or its process, failed."""
 
 
 def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> CompiledStep:
-    """Compiles the train step of a model file for a cluster. No array of the model is ever made.
+    """Compiles the train step of a model file for a cluster, without creating any array of the model.
 
     Raises:
-        ShardingError: something asked for cannot be met.
-        TooLargeError: the program does not fit, and the compiler says so. Compilers of GPUs do not.
-        CompileError: the child has crashed, or taken too long.
+        ShardingError: the request cannot be met.
+        TooLargeError: the compiler reports that the program does not fit. GPU compilers do not report it.
+        CompileError: the child crashed or took too long.
     """
     with tempfile.TemporaryDirectory(prefix="jshard-plan-") as folder:
         return run_child(
@@ -286,36 +286,36 @@ def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> Compile
             subject=f"{request.model} for {request.topology}",
             timeout_s=timeout_s,
             environ=child_environment(os.environ, flags_of(request)),
-            more_time="give more seconds, --timeout N; or fewer layers, as deep models of unrolled layers take longest:"
+            more_time="allow more seconds, --timeout N; or use fewer layers, as deep unrolled models take longest:"
             " --set model.n_layer=4 shows most of the schedule.",
-            do="--debug shows all of it; an error in the model file is to be corrected there.",
+            do="--debug shows all its output; correct errors in the model file there.",
         )
 
 
 def flags_of(request: CompileRequest) -> str:
-    """The flags that the process gets."""
+    """The flags passed to the process."""
     if request.xla_flags != "auto":
         return request.xla_flags
     return latency_flag(parse_topology(request.topology), request.mesh, request.unit_bytes) or ""
 
 
 def unused_flags(environ: Mapping[str, str]) -> str | None:
-    """A line about flags of the shell that the child does not get; None where there are none."""
+    """A line about XLA flags of the shell that the child does not get; None if there are none."""
     flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OURS)]
     flags += environ.get("LIBTPU_INIT_ARGS", "").split()
     if not flags:
         return None
-    return f"not used: {' '.join(flags)} of the environment; a plan is compiled with --options alone."
+    return f"not used: {' '.join(flags)} of the environment; a plan is compiled only with --options."
 
 
-# A process that compiles: it is started with a request, and leaves a result or an error in a folder.
+# The compiling process: it is started with a request, and writes a result or an error to a folder.
 
-_RESULT, _OUTPUT = "result.pickle", "output.txt"  # what the child leaves, and what it says
+_RESULT, _OUTPUT = "result.pickle", "output.txt"  # files of the child: its result and its output
 _LAST_LINES = 8
 
 
 def child_environment(environ: Mapping[str, str], xla_flags: str = "") -> dict[str, str]:
-    """The environment of the child: no accelerator is touched, and XLA gets no other flags than those asked for."""
+    """The environment of the child: no accelerator is used, and XLA only gets the requested flags."""
     dropped = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
     kept = {name: value for name, value in environ.items() if name not in dropped}
     kept |= {"XLA_FLAGS": xla_flags} if xla_flags else {}
@@ -335,7 +335,7 @@ def run_child(
 ) -> Any:
     """Runs `python -m MODULE REQUEST FOLDER`, whose `main` calls `answer`, and returns its result.
 
-    An error of the child is raised here; `more_time` and `do` say what to do if it takes too long, or crashes.
+    An error of the child is raised here; `more_time` and `do` are the advice if it takes too long or crashes.
     """
     command = [sys.executable, "-m", module, json.dumps(request), str(folder)]
     with (folder / _OUTPUT).open("wb") as output:
@@ -351,7 +351,7 @@ def run_child(
             )
         except subprocess.TimeoutExpired as error:
             raise CompileError(
-                "Compiling takes too long.",
+                "Compiling took too long.",
                 where=subject,
                 why=f"it was stopped after {timeout_s:g} s.",
                 do=more_time,
@@ -365,7 +365,7 @@ def run_child(
 
 
 def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
-    """The child's side of `run_child`: its exit code."""
+    """The child's side of `run_child`; returns the exit code."""
     folder = Path(argv[1])
     try:
         result = work(json.loads(argv[0]), folder)
@@ -376,22 +376,22 @@ def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
 
 
 def _portable(error: FourPartError) -> FourPartError:
-    """An error of a class that the parent can import, too: not of one that a model file has made."""
+    """An error of a class that the parent can also import, not one defined in a model file."""
     cls = next(cls for cls in type(error).__mro__ if cls.__module__.startswith("jshard."))
     return cls(error.what, where=error.where, why=error.why, do=error.do)
 
 
 def _crashed(subject: str, code: int, folder: Path, do: str) -> CompileError:
-    """A child that ended without a result, or an error of its own."""
+    """The error for a child that ended without a result or an error."""
     output = (folder / _OUTPUT).read_text(errors="replace").splitlines()
     last = [line for line in output if line.strip()][-_LAST_LINES:]
     ending = f"signal {-code}" if code < 0 else f"exit code {code}"
     error = CompileError(
-        "The process that compiles has failed.",
+        "The compiling process failed.",
         where=subject,
-        why="\n".join([f"{ending}; its last lines:" if last else f"{ending}, and it said nothing.", *last]),
-        do="give it more memory: the system stops a process with signal 9 that takes too much." if code == -9 else do,
+        why="\n".join([f"{ending}; its last lines:" if last else f"{ending}, without output.", *last]),
+        do="give it more memory: the system kills processes with signal 9 when it runs out." if code == -9 else do,
     )
     if os.environ.get("JSHARD_DEBUG", "0") not in ("", "0"):
-        error.add_note("\n".join(["all that it said:", *output]))
+        error.add_note("\n".join(["its whole output:", *output]))
     return error

@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m` of this module with REQUEST FOLDER, started by `jshard.cluster.compile`."""
+"""The compiling process: `python -m` of this module with REQUEST FOLDER, started by `jshard.cluster.compile`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, versions
 from jshard.recipes.step import lower_step
 
-# What the TPU compiler says of a program that does not fit: needed and there, in GiB.
+# The TPU compiler's messages for a program that does not fit: needed and available GiB.
 _TOO_LARGE = (r"Used ([\d.]+)G of ([\d.]+)G hbm", r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles, and leaves the result or the error."""
+    """Compiles, and writes the result or the error."""
     return answer(argv, _result)
 
 
@@ -53,7 +53,7 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
     recipe = override(model_file.recipe(request.recipe)[1], request.settings)
     topology = parse_topology(request.topology)
     mesh = js.mesh(**request.mesh, devices=topology_devices(topology))
-    assert isinstance(mesh, Mesh)  # it was given devices
+    assert isinstance(mesh, Mesh)  # it was created with devices
     start_s = time.perf_counter()
     try:
         with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
 def lowered_step(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, *, shard_replicated: bool = False
 ) -> tuple[nnx.Module, jax.stages.Lowered]:
-    """The step of a recipe on a mesh, lowered, and its model. Both are without arrays."""
+    """The lowered step of a recipe on a mesh, and its model, both without arrays."""
     model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(
         model, optimizer_of(recipe, model), wrt=model_file.wrt, shard_replicated=shard_replicated
@@ -116,21 +116,21 @@ def _compiled(lowered: jax.stages.Lowered, options: Options, topology: Topology)
 
 
 def compiler_error(error: Exception, topology: Topology) -> FourPartError:
-    """The error of a compiler in four parts."""
+    """A compiler's error in four parts."""
     said = str(error)
     used = next(filter(None, (re.search(form, said) for form in _TOO_LARGE)), None)
     if used is None:
         return CompileError(
-            "The compiler has failed.",
+            "The compiler failed.",
             where=topology.text,
             why="\n".join(said.splitlines()[:6]),
-            do="--options none  # compiles without any option of ours",
+            do="--options none  # compiles without jshard's options",
         )
     return TooLargeError(
         f"does not fit: {float(used[1]):.1f} GiB of {float(used[2]):.1f} in each {topology.device.title}.",
         where=topology.text,
-        why=f"the compiler's own count: {said.splitlines()[0]}",
-        do="take a --topology with more devices, --set accumulate=2, or a smaller --set batch_size=N.",
+        why=f"the compiler's own figure: {said.splitlines()[0]}",
+        do="use a --topology with more devices, --set accumulate=2, or a smaller --set batch_size=N.",
     )
 
 
@@ -138,7 +138,7 @@ def _memory(compiled: jax.stages.Compiled, topology: Topology) -> CompiledMemory
     memory = CompiledMemory.of(compiled)
     if memory is None:
         raise CompileError(
-            "The compiler does not say what memory the program takes.",
+            "The compiler does not report the program's memory.",
             where=topology.text,
             why="memory_analysis() of the compiled step is empty.",
             do="report this with your versions of jax and jaxlib.",

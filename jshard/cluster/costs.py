@@ -1,8 +1,8 @@
-"""Estimated memory and time of configurations of a recipe, before any is compiled: a filter, not a measurement.
+"""Estimated memory and time of a recipe's configurations before compiling: a filter, not a measurement.
 
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
-what stays exposed of the plan's collectives, if as much as can hides behind computation. What the ways have in common
-is left out: what a model sends over axes of its own, and copies from and to the host.
+the plan's exposed collectives, if as much as possible is hidden behind computation. Costs common to all configurations
+are left out: a model's communication over its own axes, and copies between device and host.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
 
-_RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic, by that of forward and backward
-# Traffic to the device's memory, by bytes: of what is saved, and of what would be saved without remat, which is read
-# and written either way. As in programs that XLA compiled for GPUs.
+_RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic relative to that of forward and backward
+# Passes over the device's memory per byte that is saved, and per byte that would be saved without remat, which is read
+# and written in any case. As in programs that XLA compiled for GPUs.
 _SAVED_PASSES, _COMPUTED_PASSES, _AGAIN_PASSES = 3.0, 3.4, 1.7
-_UPDATE_PASSES = 7.0  # over the shard of the parameters: AdamW reads four arrays and writes three
+_UPDATE_PASSES = 7.0  # over the parameter shard: AdamW reads four arrays and writes three
 
 _Axes = tuple[tuple[str, int], ...]
-_TRACED: _Axes = (REPLICA, 1), (FSDP, 2)  # the smallest mesh whose parameters are sharded
+_TRACED: _Axes = (REPLICA, 1), (FSDP, 2)  # the smallest mesh with sharded parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """A step of one way, estimated."""
+    """The estimated step of a configuration."""
 
     variant: Variant
     memory: Memory  # of one device
     compute_s: float
-    communication_s: float  # the collectives, one after another
-    exposed_s: float  # what of them the computation waits for
-    left_out: tuple[str, ...] = ()  # what has no price in it, in words
+    communication_s: float  # the collectives, run one after another
+    exposed_s: float  # the part that the computation waits for
+    left_out: tuple[str, ...] = ()  # the costs that are not modelled, as text
 
     @property
     def step_s(self) -> float:
@@ -67,12 +67,12 @@ class Collectives:
     phase: str  # `forward` or `backward`
     count: int
     each_s: float
-    is_alone: bool  # nothing is computed beside them
+    is_alone: bool  # no computation overlaps with them
 
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """What does not depend on the batch."""
+    """The facts that do not depend on the batch."""
 
     plan: ShardPlan
     held: Memory
@@ -81,13 +81,13 @@ class _Way:
 
 
 class Costs:
-    """Estimates for ways to train one recipe on one machine. What they have in common is traced once."""
+    """Estimates for configurations of one recipe on one machine; their common parts are traced once."""
 
     def __init__(self, model_file: ModelFile, recipe: Recipe, machine: Machine) -> None:
         self.model_file, self.recipe, self.machine = model_file, recipe, machine
 
     def of(self, variant: Variant) -> Cost:
-        """The estimate for one way; its batch divides over its mesh."""
+        """The estimate for one configuration, whose batch divides over its mesh."""
         recipe = override(self.recipe, variant.settings)
         way = self._way(tuple(variant.mesh.items()), tuple(variant.units.items()))
         plan, parts = way.plan, recipe.accumulate
@@ -112,7 +112,7 @@ class Costs:
         return _remat_of(self._way(_TRACED, ()).plan, self._layer_names)
 
     def held_bytes(self, mesh: Mapping[str, int]) -> int:
-        """What a device holds between steps, and the gradients: the least that a mesh of these degrees needs."""
+        """The minimum memory per device on a mesh of these degrees: the state between steps, and the gradients."""
         held = self._way(tuple(mesh.items()), ()).held
         return held.held_bytes + held.gradients_bytes
 
@@ -141,18 +141,18 @@ class Costs:
     def _way(self, mesh: tuple[tuple[str, int], ...], units: tuple[tuple[str, Any], ...]) -> _Way:
         plan = js.plan(self._revised(mesh, dict(units)), wrt=self.model_file.wrt)
         held = memory_of(plan, optimizer=self.recipe.optimizer())
-        # Of the layers; what is traced of a step holds the others' copies, and of the layers none.
+        # Of the layers only; the traced step contains the other units' copies, but none of the layers.
         kept = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit.name))
         return _Way(plan, held, kept, tuple(_planned(plan, self.machine.assumptions)))
 
     def _revised(self, mesh: tuple[tuple[str, int], ...], units: Mapping[str, Any]) -> nnx.Module:
         model = nnx.merge(*nnx.split(self._model(mesh)))
-        if has_inner_units(model):  # else nothing can be varied but the mesh
+        if has_inner_units(model):  # else only the mesh can vary
             revise(model, units)
         return model
 
     def _saved(self, rows: int, remat: str, beside: _Axes) -> Activations:
-        """What a device saves for so many sequences: a straight line through two numbers of them."""
+        """The bytes a device saves for this many sequences: linear, from two traced batch sizes."""
         low, high = self._numbers
         few, more = (self._traced(n, remat, beside) for n in (low, high))
         growth = lambda name: (getattr(more, name) - getattr(few, name)) // (high - low)
@@ -173,7 +173,7 @@ class Costs:
 
     @functools.cached_property
     def _numbers(self) -> tuple[int, int]:
-        """Sequences on a device that are traced: such that no array of them looks like a stack of the layers."""
+        """The traced number of sequences per device, chosen so that no array looks like a stack of layers."""
         taken = {n for depth in self._depths if depth > 1 for n in (depth, depth - 1)}
         low = next(n for n in itertools.count(1) if not taken & {n, n + 1, 2 * n, 2 * n + 2})
         return low, low + 1
@@ -204,23 +204,23 @@ class Costs:
         return _UPDATE_PASSES * plan.bytes_per_device / (a.memory_bytes_per_s * a.memory_efficiency)
 
     def _there_s(self, plan: ShardPlan, compute_s: float) -> dict[str, float]:
-        """What of a microbatch's computation is forward, and what backward."""
+        """The forward and the backward part of a microbatch's computation."""
         forward_s = compute_s * (0.25 if _remat_of(plan, self._layer_names) == "full" else 1 / 3)
         return {"forward": forward_s, "backward": compute_s - forward_s}
 
 
 def _beside(variant: Variant) -> _Axes:
-    """The axes over which a device has a part of each sequence, or of the layers."""
+    """The axes that split each sequence, or the layers, over devices."""
     return tuple((axis, variant.mesh.get(axis, 1)) for axis in (CONTEXT, TENSOR))
 
 
 def _left_out(plan: ShardPlan, memory: Memory) -> Iterator[str]:
-    """What an estimate of a way has no price for."""
+    """The costs of a configuration that an estimate does not model."""
     degrees = dict(plan.mesh)
     if max(degrees.get(axis, 1) for axis in (EXPERT, CONTEXT, TENSOR)) > 1:
         yield "collectives over expert, context and tensor"
     if not all(unit.gathered for unit in plan.units):
-        yield "what units that are never gathered send"
+        yield "the communication of units that are never gathered"
     if memory.host_bytes:
         yield "copies to and from the host"
 
@@ -232,7 +232,7 @@ def _remat_of(plan: ShardPlan, layers: frozenset[str]) -> str:
 
 
 def _planned(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collectives]:
-    """The collectives of forward and backward that a plan asks for, of each kind of unit."""
+    """The collectives of forward and backward in a plan, by kind of unit."""
     root = plan.units[0].name
     for _, units, unit in folded_units(plan):
         layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
@@ -253,11 +253,11 @@ def _of_unit(
 
 
 def _exposed_s(found: Collection[Collectives], there_s: Mapping[str, float]) -> tuple[float, float]:
-    """All of some collectives, and what of them is exposed."""
+    """The total and the exposed time of some collectives."""
     total, exposed, left_s = 0.0, 0.0, dict(there_s)
     for one in found:
         total += one.count * one.each_s
-        # The first gather and the last reduction of a row of layers find nothing beside them.
+        # The first gather and the last reduction of a row of layers have nothing to overlap with.
         exposed += one.each_s * (one.count if one.is_alone else 1)
         left_s[one.phase] -= 0.0 if one.is_alone else (one.count - 1) * one.each_s
     exposed += sum(max(0.0, -one) for one in left_s.values())

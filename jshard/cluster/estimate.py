@@ -1,4 +1,4 @@
-"""The time of a step on a cluster, and how much of its communication is hidden: an estimate with ranges."""
+"""Estimates, with ranges, the time of a step on a cluster and how much communication is hidden."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jshard.inspect.hlo import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A step on a machine as assumed."""
+    """A step under given assumptions about the machine."""
 
     assumptions: Assumptions
     step_s: float
-    compute_s: float  # what of it computes
-    split_s: Mapping[str, float]  # the same, for each of `jshard.cluster.replay.WORKS`
-    communication_s: float  # what the collectives take, one after another
-    exposed_s: float  # what of it the computation waits for
+    compute_s: float  # time of computation
+    split_s: Mapping[str, float]  # the same, by `jshard.cluster.replay.WORKS`
+    communication_s: float  # time of the collectives, run one after another
+    exposed_s: float  # the part that the computation waits for
     exposed_by_kind_s: Mapping[str, float]
-    hidden: float  # part of the communication that runs beside computation, from 0 to 1
-    hidden_in_loops: float  # the same of the collectives inside loops
-    flops: float  # of one device, with those computed again for backward
+    hidden: float  # share of the communication that overlaps with computation, from 0 to 1
+    hidden_in_loops: float  # the same, for the collectives inside loops
+    flops: float  # of one device, including recomputation for backward
 
     def to_dict(self) -> dict[str, Any]:
         """The totals, for JSON."""
@@ -41,7 +41,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateRange:
-    """Estimates over ranges of assumptions: as given, and where all that is not known turns out well, or badly."""
+    """Estimates over ranges of assumptions: as stated, and with all unknowns at their best or worst."""
 
     stated: Estimate
     fastest: Estimate
@@ -53,13 +53,13 @@ class EstimateRange:
         return self.stated, self.fastest, self.slowest
 
     def span(self, name: str) -> tuple[float, float]:
-        """Smallest and largest value of a number of the cases."""
+        """The smallest and largest value of a quantity over the cases."""
         values = [getattr(case, name) for case in self.cases]
         return min(values), max(values)
 
 
 def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
-    """Plays a schedule (`jshard.inspect.hlo.walk.read_schedule`) under assumptions."""
+    """Replays a schedule (`jshard.inspect.hlo.walk.read_schedule`) under assumptions."""
     replay = Replay(schedule, assumptions)
     times = list(zip(replay.communication_s, replay.exposed_s, strict=True))
     by_kind = dict.fromkeys((window.kind for window in schedule.windows), 0.0)
@@ -86,7 +86,7 @@ _DELAYS = "contention", "straggling", "latency_s", "launch_s", "fast_hop_s", "sl
 def estimate_range(
     schedule: Schedule, assumptions: Assumptions, ranges: Mapping[str, tuple[float, float]]
 ) -> EstimateRange:
-    """Estimates over ranges of what is least known: the lowest and highest value of some of the assumptions."""
+    """Estimates over ranges of the least certain assumptions, given by their lowest and highest value."""
     well = {name: min(ends) if name in _DELAYS else max(ends) for name, ends in ranges.items()}
     badly = {name: max(ends) if name in _DELAYS else min(ends) for name, ends in ranges.items()}
     return EstimateRange(
@@ -99,7 +99,7 @@ def _hidden(times: Sequence[tuple[float, float]]) -> float:
     return 1.0 - sum(exposed_s for _, exposed_s in times) / total if total else 1.0
 
 
-# A cluster as an estimate sees it: the facts about its devices, and ranges of what nobody knows beforehand.
+# A cluster for an estimate: facts about its devices, and ranges for what is not known in advance.
 
 _CPU = Assumptions(  # a guess, to be corrected by measured steps
     name="CPU",
@@ -112,29 +112,29 @@ _CPU = Assumptions(  # a guess, to be corrected by measured steps
     host_bytes_per_s=1e10,  # the same memory
 )
 _FP8 = "f8e4m3fn", "f8e5m2"
-# Of GPUs. A TPU sends by engines of its own, and nobody has published how its chips differ.
-# A collective takes multiprocessors and memory bandwidth of what is computed beside it: arXiv 2507.03114, abstract, has
-# 18.9 % in the mean and 40 % at most, on A100, H100, MI210 and MI250.
+# For GPUs. A TPU has separate engines for communication, and the variation between chips is not published.
+# A collective takes multiprocessors and memory bandwidth from concurrent computation: arXiv 2507.03114, abstract, has
+# 18.9 % on average and 40 % at most, on A100, H100, MI210 and MI250.
 _CONTENTION, _CONTENTIONS = 0.19, (0.0, 0.4)
 # All wait for the slowest device: "5% and higher differences on an 8-gpu node" (ml-engineering, compute/accelerator).
 _STRAGGLING, _STRAGGLINGS = 0.05, (0.0, 0.1)
-# Of a collective, and of a step of its ring by NVLink and by network: NCCL, src/graph/tuning.cc, ring with LL128.
+# Latency of a collective, and of its ring steps over NVLink and network: NCCL, src/graph/tuning.cc, ring with LL128.
 _NCCL = {"latency_s": 14e-6, "fast_hop_s": 1.9e-6, "slow_hop_s": 4e-6}
 _LAUNCH_S = 1e-6  # developer.nvidia.com/blog/cuda-graphs: 3.8 us a kernel that runs for 2.9 us
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices as an estimate sees them."""
+    """The facts about devices that an estimate uses."""
 
     num_devices: int
-    capacity_bytes: int | None  # memory of one of them; None where it is not known
-    near: int  # neighbouring devices that the fast links join
+    capacity_bytes: int | None  # memory of one device; None if unknown
+    near: int  # neighbouring devices joined by the fast links
     assumptions: Assumptions
 
 
 def machine_here(mesh: Mesh) -> Machine:
-    """The devices of a run. What is not known of their kind is taken from an H100, or for a CPU guessed."""
+    """The devices of a run. Unknown figures are taken from an H100, or guessed for a CPU."""
     first = mesh.local_devices[0]
     near = len(mesh.local_devices)
     if first.platform == "cpu":
@@ -144,18 +144,18 @@ def machine_here(mesh: Mesh) -> Machine:
 
 
 def _device_bytes(mesh: Mesh) -> int | None:
-    """Memory of one device of a mesh; of simulated ones their share of the host's. None where it is not known."""
+    """Memory of one device of a mesh; for simulated devices, their share of the host's. None if unknown."""
     local: list[Any] = list(mesh.local_devices)
     if local[0].platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
     try:
         return (local[0].memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # devices of a cluster that is not there
+    except jax.errors.JaxRuntimeError:  # devices of a cluster that does not exist here
         return None
 
 
 def assumptions_of(topology: Topology) -> Assumptions:
-    """What an estimate takes for granted about a cluster."""
+    """The assumptions of an estimate about a cluster."""
     return _assumed(topology.device, topology.fast_group)
 
 
@@ -182,39 +182,39 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
 
 
 Known = float | tuple[float, float]
-"""A value, or the lowest and highest that it may have."""
+"""A value, or its lowest and highest possible value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCluster:
-    """A cluster that is not here, and what is known of it beyond its data sheets."""
+    """A cluster you do not have, and what is known about it beyond data sheets."""
 
     topology: Topology
-    known: Mapping[str, Known] = dataclasses.field(default_factory=dict)  # by fields of `Assumptions`
+    known: Mapping[str, Known] = dataclasses.field(default_factory=dict)  # by field of `Assumptions`
 
     @property
     def assumptions(self) -> Assumptions:
-        """What an estimate takes for granted."""
+        """The assumptions of an estimate."""
         stated = {name: sum(value) / 2 if isinstance(value, tuple) else value for name, value in self.known.items()}
         return dataclasses.replace(assumptions_of(self.topology), **stated)
 
     @property
     def assume(self) -> tuple[str, ...]:
-        """What is known as `parse_known` reads it."""
+        """The known values in the form that `parse_known` reads."""
         ends = lambda value: value if isinstance(value, tuple) else (value,)
         return tuple(f"{name}={'..'.join(f'{end:g}' for end in ends(value))}" for name, value in self.known.items())
 
     @property
     def machine(self) -> Machine:
-        """The cluster as a search sees it."""
+        """The cluster for a search."""
         topology = self.topology
         return Machine(topology.num_devices, topology.device.hbm_bytes, topology.fast_group, self.assumptions)
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """What is least known: how fast the links are that bind the cluster, what kernels reach, who waits for whom.
+        """The least certain assumptions: the limiting links' rates, the kernels' efficiency, and waiting.
 
-        Where a cluster is larger than what fast links join, its adapters bind it; else the fast links do.
+        In a cluster larger than a fast-link group, the adapters are the limiting links; otherwise the fast links are.
         """
         device, num_devices = self.topology.device, self.topology.num_devices
         is_wide = num_devices > self.topology.fast_group
@@ -228,15 +228,15 @@ class PlannedCluster:
         return {name: ends for name, ends in found.items() if name not in self.known} | given
 
     def estimate(self, schedule: Schedule) -> EstimateRange:
-        """Estimates of a compiled step, over the ranges of what is least known."""
+        """Estimates of a compiled step, over the ranges of the least certain assumptions."""
         return estimate_range(schedule, self.assumptions, self.ranges)
 
 
 def parse_known(texts: Sequence[str]) -> dict[str, Known]:
-    """What a command line knows of a cluster: texts such as `slow_bytes_per_s=25e9` or `slow_bytes_per_s=10e9..14e9`.
+    """Parses known values of a cluster, such as `slow_bytes_per_s=25e9` or `slow_bytes_per_s=10e9..14e9`.
 
     Raises:
-        ShardingError: it is no assumption, cannot have the value, or is given twice.
+        ShardingError: it is not an assumption, cannot have the value, or is given twice.
     """
     names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int, float | None)]
     found = dict[str, Known]()
@@ -247,10 +247,10 @@ def parse_known(texts: Sequence[str]) -> dict[str, Known]:
         is_right = len(numbers) == len(ends) <= 2 and numbers == sorted(numbers)
         if name not in names or name in found or not is_right:
             raise ShardingError(
-                "An assumption is given twice." if name in found else "The assumption about a cluster is not known.",
+                "An assumption is given twice." if name in found else "The assumption about the cluster is unknown.",
                 where=f"--assume {text}",
-                why=f"the assumptions are {', '.join(names)}, each a positive number, or two of them as 10e9..14e9, and"
-                " given once; an efficiency is at most 1, and fast_group and multiprocessors whole.",
+                why=f"the assumptions are {', '.join(names)}, each a positive number, or a range such as 10e9..14e9,"
+                " given once; efficiencies are at most 1, and fast_group and multiprocessors are integers.",
                 do="--assume slow_bytes_per_s=25e9",
             )
         found[name] = numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
@@ -258,7 +258,7 @@ def parse_known(texts: Sequence[str]) -> dict[str, Known]:
 
 
 def _number(name: str, text: str) -> float | None:
-    """The value of an assumption; None if it cannot have that one."""
+    """The value of an assumption; None if it is not valid."""
     try:
         number = int(text) if name in ("fast_group", "multiprocessors") else float(text)
     except ValueError:

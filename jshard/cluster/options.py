@@ -21,18 +21,18 @@ from jshard.facts.devices import DEVICES, device_of
 
 GPU, TPU = "gpu", "tpu"
 Value = bool | int | str
-Options = dict[str, Any]  # as jax takes them, which names no int
-# An entry of a profile: one thing under the names that it has had, of which the compiler knows one.
+Options = dict[str, Any]  # as jax accepts them
+# An entry of a profile: one option under its successive names, of which the compiler knows one.
 Entry = Mapping[str, Value]
 
-# As many as a unit has matrices, whose gathers begin together, and one reduce-scatter: seven and one in Llama.
+# The number of a unit's matrices, whose gathers start together, plus one reduce-scatter: seven and one in Llama.
 IN_FLIGHT = 8
 _LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
 _COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
-# Where more than 8 GPUs share links, XLA of jaxlib 0.12 compiles an all-reduce of one number, as that of a loss, to
-# a kernel of its own, and ends the process: "size mismatch when packing elements for LLVM struct". NCCL's is taken.
+# If more than 8 GPUs share links, XLA of jaxlib 0.12 compiles an all-reduce of one number, such as a loss, to its own
+# kernel, and aborts: "size mismatch when packing elements for LLVM struct". So NCCL's is used.
 _NCCL_ALONE: Entry = {"xla_gpu_experimental_use_collective_kernels": ""}
-_NOT_MISSED = frozenset(_NCCL_ALONE)  # where the name is unknown there are no such kernels
+_NOT_MISSED = frozenset(_NCCL_ALONE)  # if the name is unknown, there are no such kernels
 _DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 _PIPELINED: tuple[Entry, ...] = tuple(
     {f"xla_gpu_enable_pipelined_{kind}": True, f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
@@ -53,10 +53,10 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = (
     {"xla_tpu_use_tc_device_shape_on_sc": True},
 )
 
-# XLA's own model of how long kernels and collectives take is for Hopper and Blackwell alone (SolLatencyEstimator::
-# IsSupportedForModule), and without one it leaves its latency-hiding scheduler out. An older one serves Ampere; that of
-# jaxlib 0.12 ends the process ("Check failed: buffer != nullptr" in AnalyticalLatencyEstimator::NodeCost), and without
-# one collectives are to begin as early as they can.
+# XLA's latency model of kernels and collectives supports only Hopper and Blackwell (SolLatencyEstimator::
+# IsSupportedForModule), and without one XLA disables its latency-hiding scheduler. An older one serves Ampere; that of
+# jaxlib 0.12 aborts ("Check failed: buffer != nullptr" in AnalyticalLatencyEstimator::NodeCost), and without a model
+# collectives start as early as possible.
 _ESTIMATOR: Entry = {"xla_gpu_enable_analytical_latency_estimator": True}
 _EARLY: Entry = {"xla_gpu_experimental_collective_start_as_early_as_possible": True}
 _AMPERE: tuple[Entry, ...] = (
@@ -65,7 +65,7 @@ _AMPERE: tuple[Entry, ...] = (
 )
 _HOPPER = 9  # its compute capability
 
-# No entry: nothing was shown to help.
+# No entry: no option was shown to help.
 PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
     "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
     "memory": {GPU: (_LIMIT, *_PIPELINED)},
@@ -144,14 +144,14 @@ def _chosen(entries: Sequence[Entry], refused: frozenset[str]) -> Options:
             chosen[name] = entry[name]
     if dropped:
         warnings.warn(
-            f"This version of the compiler does not know these options, and runs without them: {', '.join(dropped)}.",
+            f"This version of the compiler does not know these options and runs without them: {', '.join(dropped)}.",
             stacklevel=4,
         )
     return chosen
 
 
 def _refused_names(family: str, entries: Sequence[Entry], try_compile: Callable | None) -> frozenset[str]:
-    """Names that the compiler does not know."""
+    """The names that the compiler does not know."""
     asked = tuple((name, value) for entry in entries for name, value in entry.items())
     if try_compile is not None:
         return _refused(asked, try_compile)
@@ -222,6 +222,6 @@ def _check(profile: str | None, platform: str) -> None:
         raise OptionError(
             f"There is no platform {platform!r}.",
             where=f"js.compiler_options(platform={platform!r})",
-            why=f"it is one of gpu, tpu, cpu, or a device: {', '.join(DEVICES)}.",
+            why=f"it must be gpu, tpu, cpu, or a device: {', '.join(DEVICES)}.",
             do='js.compiler_options(platform="gpu")',
         )

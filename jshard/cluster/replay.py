@@ -12,13 +12,13 @@ from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import item_bytes
 from jshard.inspect.hlo.work import EqualProducts, OpWork
 
-# Every device of a host brings its own link to other hosts, and these kinds use all of them together.
+# Every device of a host has its own link to other hosts; these kinds use all of them together.
 _SHARED_LINKS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
-# Output tiles of one multiprocessor, as cuBLAS and CUTLASS have them; a product takes whole waves of them.
+# Output tiles of one multiprocessor, as in cuBLAS and CUTLASS; a product takes whole waves of them.
 _TILES, _SPLITS = ((128, 256), (256, 128), (128, 128)), (1, 2, 4, 8)
-# Contracted elements whose time a tile takes to fill its pipeline and to write its result: two of its steps.
+# Overhead of a tile for filling its pipeline and writing its result, in contracted elements: two of its steps.
 _FILL = 128
 
 
@@ -29,21 +29,21 @@ class Assumptions:
     name: str
     flops_per_s: float  # peak of dense matrix products of 16-bit numbers
     memory_bytes_per_s: float  # peak of the device memory
-    fast_bytes_per_s: float  # what a collective reaches within a host, each way (NVLink, ICI)
-    fast_group: int  # devices that those links join: consecutive ones in the order of the mesh
-    slow_bytes_per_s: float  # what a device's link to other hosts reaches (NIC)
+    fast_bytes_per_s: float  # rate of a collective within a host, each way (NVLink, ICI)
+    fast_group: int  # number of devices joined by those links, consecutive in mesh order
+    slow_bytes_per_s: float  # rate of a device's link to other hosts (NIC)
     latency_s: float = 15e-6  # of one collective
-    fast_hop_s: float = 0.0  # what each step of its ring to a neighbour adds
-    slow_hop_s: float = 0.0  # what each step to another host adds
-    matmul_efficiency: float = 0.7  # part of the peak that large products reach; tiles and waves come on top
-    attention_efficiency: float = 0.45  # part of it that attention in one kernel reaches
-    memory_efficiency: float = 0.8  # part of the memory's peak that other operations reach
-    multiprocessors: int = 0  # over which tiles are dealt; 0 to leave tiles and waves out
-    launch_s: float = 0.0  # from the end of one kernel to the beginning of the next
-    contention: float = 0.0  # how much longer computing takes beside a collective
-    straggling: float = 0.0  # how much longer the slowest device computes, for which all wait
-    host_bytes_per_s: float | None = None  # what copies from or to the host reach, each way; None if not known
-    # Peaks of other dtypes, by HLO name; those not named go by their width (TF32 half, FP8 twice).
+    fast_hop_s: float = 0.0  # added by each ring step to a neighbour
+    slow_hop_s: float = 0.0  # added by each step to another host
+    matmul_efficiency: float = 0.7  # share of the peak that large products reach, before tiles and waves
+    attention_efficiency: float = 0.45  # share of the peak that attention in one kernel reaches
+    memory_efficiency: float = 0.8  # share of the memory's peak that other operations reach
+    multiprocessors: int = 0  # over which tiles are distributed; 0 to ignore tiles and waves
+    launch_s: float = 0.0  # gap between the end of a kernel and the start of the next
+    contention: float = 0.0  # slowdown of computation beside a collective
+    straggling: float = 0.0  # slowdown of the slowest device, for which all wait
+    host_bytes_per_s: float | None = None  # rate of copies from or to the host, each way; None if unknown
+    # Peaks of other dtypes, by HLO name; the others follow from their width (TF32 half, FP8 twice).
     flops_per_s_of: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
@@ -52,18 +52,18 @@ class Assumptions:
             f" (attention {self.attention_efficiency:.0%}),"
             f" memory {self.memory_bytes_per_s / 1e12:g} TB/s x {self.memory_efficiency:.0%},"
             f" {self.fast_bytes_per_s / 1e9:g} GB/s among {self.fast_group},"
-            f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us a collective,"
-            f" computing {self.contention:.0%} longer beside one and {self.straggling:.0%} on the slowest device"
+            f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us per collective,"
+            f" computation {self.contention:.0%} longer beside one and {self.straggling:.0%} on the slowest device"
         )
 
     def compute_s(self, work: OpWork) -> float:
-        """Time of an operation: bound by its products or by its memory traffic, whichever takes longer."""
+        """Time of an operation, bound by its products or by its memory traffic."""
         products_s = sum(one.flops / self._reached(one) for one in work.products)
         traffic_s = work.memory_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
         return self.launch_s + max(products_s, traffic_s) * (1 + self.straggling)
 
     def _reached(self, product: EqualProducts) -> float:
-        """Operations a second."""
+        """Operations per second."""
         peaks = dict(self.flops_per_s_of)
         by_width = self.flops_per_s * 2 / max(item_bytes(product.dtype), 0.5)
         peak = peaks.get(product.dtype, by_width)
@@ -72,10 +72,10 @@ class Assumptions:
         return peak * self.matmul_efficiency * _shape_part(product.sizes, self.multiprocessors)
 
     def transfer_s(self, kind: str, full_bytes: float, group: Sequence[int]) -> float:
-        """Time of a collective of a group, by the places of its devices in the mesh, alone on the links.
+        """Time of a collective of a group, given its devices' positions in the mesh, alone on the links.
 
-        Between hosts the slower of two rings counts: the one over all devices by the fast links, and the one over
-        hosts, in which each device of the group carries its share by its own link.
+        Between hosts, the slower of two rings determines it: the ring over all devices on the fast links, and the
+        ring over hosts, in which each device of the group carries its share over its own link.
         """
         sent = ring_bytes(kind, full_bytes, len(group))
         hosts = len({position // self.fast_group for position in group})
@@ -90,7 +90,7 @@ class Assumptions:
 
 @functools.cache
 def _shape_part(sizes: tuple[float, ...], multiprocessors: int) -> float:
-    """What a product of these sizes reaches of what a large one does: of the best tile, and the best split along K."""
+    """The efficiency of a product of these sizes relative to a large one, with the best tile and split along K."""
     if not sizes or not multiprocessors:
         return 1.0
     batch, rows, columns, contracted = sizes
@@ -104,24 +104,24 @@ def _shape_part(sizes: tuple[float, ...], multiprocessors: int) -> float:
     return best
 
 
-WORKS: tuple[str, ...] = ("products", "attention", "elementwise", "update")  # the last: after the last product
-_SAME = 1e-9  # of a round's time: two rounds that begin so alike go alike
+WORKS: tuple[str, ...] = ("products", "attention", "elementwise", "update")  # `update`: after the last product
+_SAME = 1e-9  # of a round's time: rounds that start this similarly are equal
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that takes time."""
+    """A time span of one operation."""
 
-    lane: str  # `matmul` or `other` of the computing stream; `exposed` where it stands still; `communication`
-    begin_s: float  # since the replay began
+    lane: str  # `matmul` or `other` of the computing stream; `exposed` if it waits; `communication`
+    begin_s: float  # since the start of the replay
     end_s: float
     name: str  # of the instruction
-    window: int | None = None  # place of the collective in `Schedule.windows`; None if it computes
+    window: int | None = None  # index of the collective in `Schedule.windows`; None for computation
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A part of the replay that stands for `rounds` such parts of the step: the steady round of a loop."""
+    """A part of the replay that represents `rounds` such parts of the step: the steady round of a loop."""
 
     begin_s: float
     end_s: float
@@ -137,15 +137,15 @@ class Replay:
         self._windows = schedule.windows
         self._takes = [assumptions.transfer_s(w.kind, w.full_bytes, w.group) for w in schedule.windows]
         self._links_free_s = 0.0
-        self._under_way: dict[str, tuple[float, int]] = {}  # by token: when it ends, which one
-        self._segment = Segment(0.0, 0.0)  # the one that is being made
+        self._under_way: dict[str, tuple[float, int]] = {}  # by token: end time and index
+        self._segment = Segment(0.0, 0.0)  # the current segment
         self.clock_s = 0.0  # when the step ended
         self.split_s = dict.fromkeys(WORKS, 0.0)  # time that the computing stream worked
         # Time of each collective over all its executions, and time that the computing stream stood still for it.
         self.communication_s = [0.0] * len(schedule.windows)
         self.exposed_s = [0.0] * len(schedule.windows)
-        self.spans: list[Span] = []  # what ran when; of a loop a few rounds
-        self.segments: list[Segment] = []  # the parts of `spans` that are to be looked at, in order
+        self.spans: list[Span] = []  # what ran when; only a few rounds of a loop
+        self.segments: list[Segment] = []  # the parts of `spans` to show, in order
         products = [place for place, step in enumerate(schedule.steps) if _multiplies(step)]
         update = products[-1] + 1 if products else 0
         self._other = "elementwise"
@@ -176,7 +176,7 @@ class Replay:
         return sum(self.split_s.values())
 
     def _work_of(self, step: Compute) -> str:
-        """Which of `WORKS` it is."""
+        """The entry of `WORKS` that an operation belongs to."""
         if not step.work.products:
             return self._other
         return "attention" if any(one.is_attention for one in step.work.products) else "products"
@@ -190,7 +190,7 @@ class Replay:
         self.split_s[work] += seconds
 
     def _send(self, window: int) -> float:
-        """Queues a collective; when it will be through."""
+        """Queues a collective; returns its end time."""
         begin = max(self.clock_s, self._links_free_s)
         self._links_free_s = begin + self._takes[window]
         self.communication_s[window] += self._takes[window]
@@ -239,7 +239,7 @@ class Replay:
         return found
 
     def _repeat(self, rounds: int, period_s: float, before: list[float]) -> None:
-        """Adds rounds that go like the last one, of which the sums before it are given."""
+        """Adds rounds equal to the last one, given the sums before it."""
         now = self._sums()
         added = [rounds * (a - b) for a, b in zip(now, before, strict=True)]
         n = len(self._windows)
@@ -258,7 +258,7 @@ class Replay:
         return [*self.communication_s, *self.exposed_s, *self.split_s.values()]
 
     def _state(self) -> dict[str, float]:
-        """What is still to come of the collectives under way, by token; that of the links under no name."""
+        """The remaining time of the collectives in flight, by token; that of the links under ""."""
         ends = {token: end_s for token, (end_s, _) in self._under_way.items()} | {"": self._links_free_s}
         return {token: max(0.0, end_s - self.clock_s) for token, end_s in ends.items()}
 
@@ -267,7 +267,7 @@ class Replay:
         self._under_way |= moved
 
     def _cut(self) -> None:
-        """Ends the segment that is being made."""
+        """Ends the current segment."""
         if self.clock_s > self._segment.begin_s:
             self.segments.append(dataclasses.replace(self._segment, end_s=self.clock_s))
         self._segment = dataclasses.replace(self._segment, begin_s=self.clock_s)

@@ -27,10 +27,10 @@ _BACKWARD_TIP = ", backward"
 
 
 def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
-    """The computing and the communicating stream of one step, as bars to be drawn.
+    """The computing and the communicating stream of one step, as bars to draw.
 
-    A loop is drawn as one steady round with the number of rounds above it, so lengths are true within a part, and
-    between parts of the picture, but the picture is shorter than the step.
+    A loop is drawn as one steady round, labelled with the number of rounds. Lengths are to scale within and between
+    parts, but the picture is shorter than the step.
     """
     replay = Replay(schedule, assumptions)
     bars = []
@@ -67,13 +67,13 @@ def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
 # One step.
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
-_CLOSE, _HALF = 0.85, 0.5  # of the memory, and of the communication
-_PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by default
+_CLOSE, _HALF = 0.85, 0.5  # shares of the memory, and of the communication
+_PREALLOCATED = 0.75  # share of a GPU's memory that JAX allocates at startup by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ClusterPlan(Printed):
-    """A train step as compiled for a cluster, and what it may take there."""
+    """A train step as compiled for a cluster, and its estimated time there."""
 
     name: str
     cluster: PlannedCluster
@@ -84,46 +84,46 @@ class ClusterPlan(Printed):
 
     @classmethod
     def of(cls, step: CompiledStep, *, cluster: PlannedCluster, name: str) -> ClusterPlan:
-        """Reads a compiled step, and plays it under the assumptions about the cluster."""
+        """Reads a compiled step, and replays it under the assumptions about the cluster."""
         found = audit(step.text, plan=step.plan, memory=step.memory, accumulate=step.accumulate)
         estimates = cluster.estimate(found.schedule)
         return cls(name=name, cluster=cluster, step=step, audit=found, estimates=estimates, notes=step.notes)
 
     @property
     def topology(self) -> Topology:
-        """Of the cluster."""
+        """The mesh of the cluster."""
         return self.cluster.topology
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled peak is within the memory of a device."""
+        """Whether the compiled peak fits into a device's memory."""
         return self.step.memory.peak_bytes <= self.topology.device.hbm_bytes
 
     @property
     def verdict(self) -> str:
-        """The peak against the memory of a device, in words."""
+        """The peak compared with a device's memory, as text."""
         peak, capacity = self.step.memory.peak_bytes / 2**30, self.topology.device.hbm_bytes / 2**30
         return f"{'fits' if self.fits else 'does not fit'}: {peak:.1f} GiB of {capacity:.1f}"
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What the estimates leave out, in a line: the replay follows no copies between device and host."""
+        """A line on what the estimates leave out: the replay does not model copies between device and host."""
         away, rate = self.step.memory.host_bytes, self.cluster.assumptions.host_bytes_per_s
         if not away:
             return ()
-        once = f"; to move that once takes {duration(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
+        once = f"; moving that once takes {duration(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
         return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} are{once}",)
 
     def mfu(self, estimate: Estimate) -> float:
-        """The model's arithmetic as a part of the peak, if a step takes as long as in an estimate."""
+        """MFU: the model's arithmetic as a share of the peak, for the time of an estimate."""
         return self._flops_per_s(estimate) / self.topology.device.flops_per_s["bf16"]
 
     def hfu(self, estimate: Estimate) -> float:
-        """The same of the arithmetic of the compiled step, with what is computed again."""
+        """HFU: the same for the arithmetic of the compiled step, including recomputation."""
         return estimate.flops / estimate.step_s / self.topology.device.flops_per_s["bf16"]
 
     def _flops_per_s(self, estimate: Estimate) -> float:
-        """The model's arithmetic on one device, in a second."""
+        """The model's arithmetic per device and second."""
         return self.step.flops / estimate.step_s / self.topology.num_devices
 
     def __rich__(self) -> Group:
@@ -134,7 +134,7 @@ class ClusterPlan(Printed):
         return Group(*parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON, the compiled and the estimated apart."""
+        """Everything, for JSON, with compiled and estimated figures separate."""
         step, device = self.step, self.topology.device
         compiled = {
             "fits": self.fits,
@@ -164,9 +164,9 @@ class ClusterPlan(Printed):
         }
 
     def to_html(self, report: str, others: Sequence[ClusterPlan] = ()) -> str:
-        """One page that needs nothing else: a report and the timeline of the step, those of others below it."""
+        """A self-contained page: a report and the timeline of the step, with those of others below."""
         assumed = self.estimates.stated.assumptions
-        subtitle = f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. {assumed}"
+        subtitle = f"The timeline is an estimate; nothing was run. A loop is drawn as one round. {assumed}"
         return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(others), report)
 
     def to_chrome_trace(self, others: Sequence[ClusterPlan] = ()) -> str:
@@ -188,7 +188,7 @@ class ClusterPlan(Printed):
         return cases | {"flops_per_step": self.step.flops, "flops_formula": self.step.flops_formula}
 
     def _rates(self, estimate: Estimate) -> dict[str, float]:
-        """What is published of runs."""
+        """Published figures of runs."""
         per_s = self.step.batch_size * self.step.sequence_length / estimate.step_s
         return {
             "mfu": self.mfu(estimate),
@@ -215,15 +215,15 @@ class ClusterPlan(Printed):
         device, peak = self.topology.device, self.step.memory.peak_bytes
         if device.platform != "gpu" or not self.fits:
             return []
-        lines = ["NCCL, CUDA and fragmentation come on top: leave several GiB."]
+        lines = ["NCCL, CUDA and fragmentation need more: leave several GiB free."]
         if peak > _PREALLOCATED * device.hbm_bytes:
-            lines.append("JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
+            lines.append("JAX uses three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
         hidden = self.estimates.stated.hidden
         if peak > _CLOSE * device.hbm_bytes and hidden < _HALF:
             more = f"--set accumulate={2 * self.step.accumulate}"
             lines.append(
-                f"So close to the limit the compiler overlaps less: {hidden:.0%} of the communication is hidden."
-                f" --unit remat=full, or {more}, leaves it room."
+                f"This close to the limit, the compiler overlaps less: {hidden:.0%} of the communication is hidden."
+                f" --unit remat=full, or {more}, frees memory."
             )
         return lines
 
@@ -236,9 +236,9 @@ class ClusterPlan(Printed):
             ("  communication not hidden", lambda e: e.exposed_s, duration),
             ("communication hidden", lambda e: e.hidden, "{:.1%}".format),
             ("communication in loops hidden", lambda e: e.hidden_in_loops, "{:.1%}".format),
-            ("TFLOP/s by device (the model's)", lambda e: self._flops_per_s(e) / 1e12, three_digits),
+            ("TFLOP/s per device (the model's)", lambda e: self._flops_per_s(e) / 1e12, three_digits),
             ("MFU, of dense bf16", self.mfu, "{:.1%}".format),
-            ("HFU, with what is computed again", self.hfu, "{:.1%}".format),
+            ("HFU, with recomputation", self.hfu, "{:.1%}".format),
         )
         for name, value, written in rows:
             if "loops" in name and not self.audit.schedule.in_loops:
@@ -254,47 +254,47 @@ class ClusterPlan(Printed):
             "slow_bytes_per_s": rate("adapters at {} GB/s"),
             "fast_bytes_per_s": rate("fast links at {} GB/s"),
             "matmul_efficiency": percent("matrix products at {} of their peak"),
-            "attention_efficiency": percent("attention at {} of it"),
-            "contention": percent("computing {} longer beside a collective"),
+            "attention_efficiency": percent("attention at {}"),
+            "contention": percent("computation {} longer beside a collective"),
             "straggling": percent("{} longer on the slowest device"),
         }
         other = lambda name: lambda ends: f"{name} {ends[0]:g} to {ends[1]:g}"
         varied = [words.get(name, other(name))(ends) for name, ends in self.cluster.ranges.items()]
         lines = (
             f"stated: {self.cluster.assumptions}",
-            f"from, to: {', '.join(varied) or 'the same, as nothing is left to vary'}",
+            f"from, to: {', '.join(varied) or 'the same, as all assumptions are known'}",
             f"flops of a step: {self.step.flops_formula}",
         )
         return "\n".join(lines)
 
 
-# Several ways to train a recipe on one cluster, compiled side by side.
+# Several configurations of a recipe on one cluster, compiled side by side.
 
 _COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. step>", "hidden>", "MFU>"
 _CAPTION = (
-    "Compiled: GiB at the peak; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces by the number of"
-    " parameters; loops: collectives in loops with matrix products beside them. Estimated: step, hidden, MFU, as stated"
-    " and below it the range of the assumptions above, the quickest first and marked *; nothing is estimated of what"
-    " does not fit, as the compiler then saves memory instead of time."
+    "Compiled: peak GiB; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces relative to the number of"
+    " parameters; loops: collectives in loops that overlap matrix products. Estimated: step, hidden, MFU, as stated,"
+    " and below it the range of the assumptions above; the fastest is first and marked *. Configurations that do not"
+    " fit have no estimate, as the compiler then trades speed for memory."
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One way, and what came of it."""
+    """A configuration and its result."""
 
     variant: Variant
-    command: str  # the command line that asks for it, if one does
-    plan: ClusterPlan | None = None  # None where it was not compiled
-    error: FourPartError | None = None  # then why
+    command: str  # the command line for it, if there is one
+    plan: ClusterPlan | None = None  # None if it was not compiled
+    error: FourPartError | None = None  # the reason, in that case
 
     @property
     def fits(self) -> bool:
-        """Whether it compiles into the memory of a device."""
+        """Whether it compiles and fits into a device's memory."""
         return self.plan is not None and self.plan.fits
 
     def to_dict(self) -> dict[str, Any]:
-        """Its figures, the compiled and the estimated apart."""
+        """Its figures, with compiled and estimated ones separate."""
         given = {"name": self.variant.name, "mesh": dict(self.variant.mesh), "command": self.command or None}
         if self.plan is None:
             return given | {"error": str(self.error)}
@@ -303,13 +303,13 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Printed):
-    """Ways side by side."""
+    """Configurations side by side."""
 
     rows: tuple[Compared, ...]
 
     @property
     def ranked(self) -> list[Compared]:
-        """What fits first, the quickest before the others."""
+        """Those that fit first, fastest first."""
         return sorted(self.rows, key=_rank)
 
     def __rich__(self) -> Group:
@@ -321,23 +321,23 @@ class Comparison(Printed):
 
 
 def compare(asked: CompileRequest, variants: Sequence[Variant], bench: VariantCompiler) -> Comparison:
-    """Compiles ways to train a recipe, one after another."""
+    """Compiles configurations of a recipe, one after another."""
     count = len(variants)
     return Comparison(rows=tuple(bench.compiled(asked, v, f"{i} of {count}") for i, v in enumerate(variants, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantCompiler:
-    """Where ways are compiled. It says which is at work and for how long, and keeps what came of them."""
+    """Compiles configurations, shows progress, and keeps the results."""
 
     cluster: PlannedCluster
-    timeout_s: float = 3600  # for each way
+    timeout_s: float = 3600  # for each configuration
     say: Callable[[str], object] = lambda line: None  # prints a line
-    stream: TextIO | None = None  # on which it does; see `at_work`
-    rows: list[Compared] = dataclasses.field(default_factory=list)  # what is done, also of an interrupted command
+    stream: TextIO | None = None  # for progress; see `at_work`
+    rows: list[Compared] = dataclasses.field(default_factory=list)  # results so far, also after an interrupt
 
     def compiled(self, asked: CompileRequest, variant: Variant, place: str) -> Compared:
-        """Compiles one way."""
+        """Compiles one configuration."""
         request = variant.of(asked)
         found = Compared(variant=variant, command=command_line(request, assume=self.cluster.assume))
         with at_work(f"[{place}] {variant.name}: {variant.command}", say=self.say, stream=self.stream) as work:
@@ -352,7 +352,7 @@ class VariantCompiler:
 
 
 def _rank(row: Compared) -> tuple[bool, bool, float]:
-    """What fits first, the quickest by the stated estimate before the others; what was not compiled last."""
+    """Those that fit first, fastest first by the stated estimate; those not compiled last."""
     if row.plan is None:
         return True, True, 0.0
     return False, not row.fits, row.plan.estimates.stated.step_s if row.fits else 0.0

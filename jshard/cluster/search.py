@@ -1,4 +1,4 @@
-"""Chooses among configurations of a recipe, by estimates and then by compiling; and what to try if none fits."""
+"""Chooses among configurations of a recipe by estimates, then by compiling, and suggests others if none fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jshard.plans.mesh import FSDP, REPLICA, data_shards
 from jshard.recipes.overrides import SettingError
 
 ROOM = 0.92
-"""Part of a device's memory that a way may take, by the estimate."""
+"""Share of a device's memory that a configuration may use, by the estimate."""
 
 _REMATS = "none", "dots", "full"
 _MOST_SPLITS = 16
@@ -31,26 +31,26 @@ _HAIR = 0.002  # times that differ by less are equal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """Every way that was looked at."""
+    """Every configuration considered."""
 
-    default: Cost  # what was asked for
-    ranked: tuple[Cost, ...]  # what fits by the estimate, the quickest first; of equal times the one that holds least
-    too_large: tuple[Cost, ...]  # what does not, the smallest first
+    default: Cost  # the requested one
+    ranked: tuple[Cost, ...]  # those that fit by the estimate, fastest first; among equal times the smallest first
+    too_large: tuple[Cost, ...]  # those that do not fit, smallest first
     refused: Mapping[str, str]  # meshes that cannot be annotated, with the reason
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What some estimates have no price for, a line for each thing."""
+        """The costs that some estimates do not model, one line each."""
         found = (self.default, *self.ranked, *self.too_large)
         return tuple(dict.fromkeys(f"not in the estimate: {one}" for cost in found for one in cost.left_out))
 
     @property
     def counted(self) -> str:
-        """How many ways there are, and how many of them fit."""
-        return f"{len(self.ranked)} of {len(self.ranked) + len(self.too_large)} ways fit by the estimate"
+        """The number of configurations, and how many of them fit."""
+        return f"{len(self.ranked)} of {len(self.ranked) + len(self.too_large)} configurations fit by the estimate"
 
     def finalists(self, count: int) -> tuple[Cost, ...]:
-        """The first of the ranking whose times differ."""
+        """The first configurations of the ranking with different times."""
         found: list[Cost] = []
         for cost in self.ranked:
             if len(found) < count and not (found and _is_equal(cost, found[-1])):
@@ -59,7 +59,7 @@ class Search:
 
 
 def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
-    """Estimates every way."""
+    """Estimates every configuration."""
     default = costs.of(Variant(name="as asked", mesh=mesh))
     found, refused = [default], {}
     for variant in _ways(costs, mesh):
@@ -67,7 +67,7 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
             continue
         try:
             cost = costs.of(variant)
-        except SettingError:  # a recipe that refuses so many microbatches
+        except SettingError:  # the recipe refuses this number of microbatches
             continue
         except AnnotationError as error:
             refused[variant.mesh_text] = error.what
@@ -84,7 +84,7 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
 
 
 def _ranked(found: Iterable[Cost]) -> Iterator[Cost]:
-    """The quickest first; those that take as long as the first of them are sorted by what they hold."""
+    """Fastest first; configurations of equal time are sorted by memory."""
     rest = sorted(found, key=lambda cost: cost.step_s)
     while rest:
         equal = [cost for cost in rest if cost.step_s <= (1 + _HAIR) * rest[0].step_s]
@@ -93,7 +93,7 @@ def _ranked(found: Iterable[Cost]) -> Iterator[Cost]:
 
 
 def is_same(cost: Cost, other: Cost) -> bool:
-    """Whether two ways are one, however their settings are written."""
+    """Whether two configurations are the same, however their settings are written."""
     return (cost.variant.mesh, cost.memory, cost.step_s) == (other.variant.mesh, other.memory, other.step_s)
 
 
@@ -118,7 +118,7 @@ def _ways(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
 
 
 def name_of(mesh: Mapping[str, int], units: Mapping[str, Any], accumulate: int) -> str:
-    """A way in a few words."""
+    """A short description of a configuration."""
     kept = {True: "zero3", False: "zero2"}.get(units["reshard_after_forward"], "hpz")
     kept = "replicate" if mesh[FSDP] == 1 else f"hsdp {kept}" if mesh[REPLICA] > 1 else kept
     return f"{kept}, {units['remat']}" + (f", {accumulate} parts" if accumulate > 1 else "")
@@ -127,13 +127,13 @@ def name_of(mesh: Mapping[str, int], units: Mapping[str, Any], accumulate: int) 
 def _splits(devices: int) -> list[int]:
     """Degrees of sharding, the largest first."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    if len(divisors) > _MOST_SPLITS:  # halves of halves
+    if len(divisors) > _MOST_SPLITS:  # only repeated halves of `devices`, and 1
         divisors = [n for n in divisors if n == 1 or (devices // n) & (devices // n - 1) == 0]
     return divisors[::-1]
 
 
 def _microbatches(batch_size: int, shards: int) -> list[int]:
-    """Numbers of microbatches that divide evenly over the shards; of many powers of two and what leaves a sequence."""
+    """Numbers of microbatches that divide evenly over the shards; of many, powers of two and one-sequence batches."""
     rows = batch_size // shards
     if rows * shards != batch_size:
         return []
@@ -142,7 +142,7 @@ def _microbatches(batch_size: int, shards: int) -> list[int]:
 
 
 def why_lost(cost: Cost, best: Cost) -> str:
-    """Why a way that fits was not chosen, in words; "" for one that is no other."""
+    """Why a configuration that fits was not chosen, as text; "" for the chosen one."""
     slower = cost.step_s / best.step_s - 1
     computes, waits = cost.compute_s - best.compute_s, cost.exposed_s - best.exposed_s
     if _is_equal(cost, best):
@@ -150,23 +150,23 @@ def why_lost(cost: Cost, best: Cost) -> str:
     return f"+{slower:.1%}: {'computes' if computes > waits else 'waits'} more"
 
 
-# `jshard plan --auto`: the best of many ways by the estimates, settled by compiling the first of them.
+# `jshard plan --auto`: ranks many configurations by estimates, and decides by compiling the first of them.
 
-_FINALISTS, _MORE = 3, 3  # ways that are compiled; and again so many while none of them fits
+_FINALISTS, _MORE = 3, 3  # configurations to compile; and this many more while none of them fits
 _SHOWN, _LARGE = 12, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Chosen(Printed):
-    """What a search has found."""
+    """The result of a search."""
 
     search: Search
-    compiled: tuple[Compared, ...]  # the way that was asked for, and the finalists
-    best: Compared | None  # the chosen one of them; None if none fits
+    compiled: tuple[Compared, ...]  # the requested configuration, and the finalists
+    best: Compared | None  # the chosen one; None if none fits
 
     @property
     def fits(self) -> bool:
-        """Whether a way was found."""
+        """Whether a configuration was found."""
         return self.best is not None
 
     def __rich__(self) -> Group:
@@ -177,16 +177,16 @@ class Chosen(Printed):
 
     def _verdict(self) -> str:
         if self.best is None:
-            return "None of the compiled ways fits: it needs more devices, or a smaller batch."
+            return "No compiled configuration fits: it needs more devices, or a smaller batch."
         lines = [f"chosen: {self.best.variant.name}", broken_line(self.best.command)]
         default = self.compiled[0]
         if not default.fits:
-            lines.append("what was asked for does not fit.")
+            lines.append("the requested configuration does not fit.")
         elif self.best is default:
-            lines.append("what was asked for is the best that was found.")
+            lines.append("the requested configuration is the best found.")
         else:
             gain = _step_s(default) / _step_s(self.best)
-            lines.append(f"by the estimate {gain:.2f}x as fast as what was asked for.")
+            lines.append(f"by the estimate {gain:.2f}x as fast as the requested configuration.")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Chosen(Printed):
 
 
 def _step_s(row: Compared) -> float:
-    """Estimated seconds of a step, by the compiled schedule."""
+    """Estimated seconds of a step, from the compiled schedule."""
     assert row.plan is not None
     return row.plan.estimates.stated.step_s
 
@@ -216,8 +216,8 @@ def choose(
     plan: ClusterPlan,
     bench: VariantCompiler,
 ) -> Chosen:
-    """Searches, compiles the first of the ranking, and takes the quickest that fits of them and what was asked for."""
-    with at_work("estimating every way", say=bench.say, stream=bench.stream) as work:
+    """Searches, compiles the first of the ranking, and takes the fastest that fits, including the requested one."""
+    with at_work("estimating every configuration", say=bench.say, stream=bench.stream) as work:
         found = search(costs, mesh)
         work.result = found.counted
     line = command_line(asked, assume=bench.cluster.assume)
@@ -238,11 +238,11 @@ def _ranking(found: Search) -> Any:
     best, asked = found.ranked[0] if found.ranked else None, found.default
     all_ways = len({id(cost) for cost in (asked, *found.ranked, *found.too_large)})
     caption = (
-        "Estimated from the plan, before anything is compiled, to choose what is compiled. way: what is kept from"
-        " forward to backward, remat, microbatches. waits: for collectives. Of ways that take the same time the one"
-        f" that holds least is shown. {all_ways} ways were looked at, of which {len(found.too_large)} do not fit."
+        "Estimated from the plan, before compiling, to choose what to compile. way: what is kept from forward to"
+        " backward, remat, microbatches. waits: for collectives. Of configurations with equal times, the one with the"
+        f" least memory is shown. {all_ways} configurations were considered; {len(found.too_large)} do not fit."
     )
-    table = made_table("Ways, by the estimate", *columns, caption=caption)
+    table = made_table("Configurations, by the estimate", *columns, caption=caption)
     others = [cost for cost in (*found.finalists(_SHOWN), *found.too_large[:_LARGE]) if cost is not asked]
     for cost in (asked, *others):
         is_large = any(cost is one for one in found.too_large)
@@ -261,10 +261,10 @@ def _way(cost: Cost) -> dict[str, Any]:
     return what | {name: getattr(cost, name) for name in ("step_s", "compute_s", "exposed_s")}
 
 
-# What to try when a step does not fit: ways that hold less, each compiled before it is named.
+# Suggestions when a step does not fit: configurations with less memory, each compiled before it is suggested.
 
 _TRIES = 4  # compiled at most
-_MARGIN = 0.95  # of the memory, by the estimate
+_MARGIN = 0.95  # share of the memory, by the estimate
 _STRONGER = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
 
 
@@ -276,18 +276,18 @@ def suggestions(
     bench: VariantCompiler,
     peak_bytes: int,
 ) -> tuple[Compared, ...]:
-    """Ways that hold less than what was asked for and does not fit, the quickest by the estimate first.
+    """Configurations with less memory than the requested one that does not fit, fastest by the estimate first.
 
-    Compiles until one fits, and returns what it tried. The batch of a step stays as it is. The estimates are corrected
-    by what the step that was asked for needs, as compiled: `peak_bytes`.
+    Compiles until one fits, and returns those it tried. The batch of a step does not change. The estimates are
+    corrected by the compiled peak of the requested step, `peak_bytes`.
     """
     now = costs.of(Variant(name="asked", mesh=mesh))
-    wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # the estimate was at least that much too low
+    wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # factor by which the estimate was too low
     room = _MARGIN * bench.cluster.topology.device.hbm_bytes / wrong
     tried: list[Compared] = []
     for cost in sorted(_less(costs, mesh), key=lambda cost: cost.step_s):
         if cost.memory.step_bytes <= room:
-            room = cost.memory.step_bytes - 1  # if it does not fit, only what holds less is worth another try
+            room = cost.memory.step_bytes - 1  # if it does not fit, only smaller ones are worth trying
             tried.append(bench.compiled(asked, cost.variant, f"{len(tried) + 1} of at most {_TRIES}"))
             if tried[-1].fits or len(tried) == _TRIES:
                 break
@@ -295,7 +295,7 @@ def suggestions(
 
 
 def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
-    """The ways that can hold less: layers computed again, microbatches, parameters spread wider and let go."""
+    """Configurations that can reduce memory: remat, microbatches, wider sharding, and resharding after forward."""
     devices, recipe = mesh[REPLICA] * mesh[FSDP], costs.recipe
     rows = recipe.batch_size // recipe.accumulate // data_shards(mesh)
     microbatches = [n for n in range(1, rows + 1) if rows % n == 0]
@@ -310,5 +310,5 @@ def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
             accumulate=None if n == 1 else recipe.accumulate * n,
             units=units,
         )
-        with contextlib.suppress(AnnotationError):  # on the wider mesh a large parameter may not divide
+        with contextlib.suppress(AnnotationError):  # a large parameter may not divide over the wider mesh
             yield costs.of(variant)

@@ -24,39 +24,37 @@ from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
 from jshard.kernels.backend import TracedDevice, planned_for
 
 CUDNN = 9, 10
-"""The version that a GPU which is not there has."""
+"""The cuDNN version assumed for a GPU that is not present."""
 
 _HOPPER = 9  # compute capability
-_CUDNN_ASSUMED = (
-    f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is taken to be there, as JAX's own check needs a GPU."
-)
+_CUDNN_ASSUMED = f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is assumed, as JAX's own check needs a GPU."
 
 
 class TopologyError(ShardingError):
-    """A topology that cannot be read, or that cannot be built."""
+    """A topology that cannot be parsed or built."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """A cluster of one kind of device."""
 
-    text: str  # as it was asked for, e.g. "h100:64x8"
+    text: str  # as requested, e.g. "h100:64x8"
     device: DeviceFacts
-    extents: tuple[int, ...]  # of GPUs slices, hosts by slice and GPUs by host; of TPUs those of the slice
+    extents: tuple[int, ...]  # for GPUs: slices, hosts per slice and GPUs per host; for TPUs: those of the slice
 
     @property
     def num_devices(self) -> int:
-        """Devices in all."""
+        """The total number of devices."""
         return math.prod(self.extents)
 
     @property
     def fast_group(self) -> int:
-        """Neighbouring devices that the fast links join."""
+        """The number of neighbouring devices joined by the fast links."""
         spans = self.device.dims or self.device.hosts_share_links
         return min(self.num_devices, self.device.fast_group if spans else self.extents[-1])
 
     def describe(self) -> str:
-        """One line: how many of what, and how they stand."""
+        """One line: the number and kind of devices, and their arrangement."""
         count = f"{self.num_devices} x {self.device.title}"
         if self.device.dims:
             return f"{count}, a slice of {'x'.join(map(str, self.extents))}"
@@ -68,12 +66,12 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """Reads `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs.
 
-    The devices are those of `jshard.facts.devices.DEVICES`, machines of its `CLOUDS`, and what a file describes:
+    Devices are those of `jshard.facts.devices.DEVICES`, machines of its `CLOUDS`, and those described by a file:
     `h20.toml:64x8`, see `jshard.facts.device_files`.
 
     Raises:
-        TopologyError: it is none, its device is not known, or its extents do not fit the device.
-        ShardingError: the file describes no device.
+        TopologyError: it is not a topology, its device is unknown, or its extents do not fit the device.
+        ShardingError: the file does not describe a device.
 
     Example:
         >>> parse_topology("h100:64x8").num_devices
@@ -96,10 +94,10 @@ def parse_topology(text: str) -> Topology:
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:
-    """The devices of a cluster that is not there, for a mesh to compile for.
+    """The devices of a cluster you do not have, as a mesh to compile for.
 
-    Only in a process of its own: JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1 must have been set before jax was
-    imported, or looking for the devices reaches out for real ones.
+    Only in a separate process: JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1 must be set before jax is imported, or the
+    look-up of devices contacts real ones.
 
     Raises:
         MissingExtraError: its compiler is not installed.
@@ -109,21 +107,21 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     target = topology.device.target
     if target is not None:  # a GPU
         slices, hosts, each = topology.extents
-        if not topology.device.hosts_share_links:  # XLA takes the hosts of a slice to be joined by NVLink, since 0.12
+        if not topology.device.hosts_share_links:  # since 0.12, XLA assumes NVLink between the hosts of a slice
             slices, hosts = slices * hosts, 1
         shape = f"{slices}x{hosts}x{each}"
         return _described("cuda", topology, target_config=target_config_text(target), topology=shape)
-    # Another process of ours may hold libtpu's lock; nothing here touches a TPU.
+    # Another jshard process may hold libtpu's lock; this one does not use a TPU.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     return _described("tpu", topology, topology_name=topology.text)
 
 
 @contextlib.contextmanager
 def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Inside, what is traced is for such a device, which is not there; gives what that takes for granted, in words.
+    """A context in which tracing targets such an absent device; yields the assumptions of that as text.
 
-    Attention by cuDNN is: JAX asks for the library and for a GPU as it traces it. Without a device, what is traced is
-    for those that are here, and only the question about cuDNN is answered.
+    cuDNN attention is such an assumption: JAX checks for the library and a GPU while tracing. Without a device, tracing
+    targets the present devices, and only the check for cuDNN is answered.
     """
     target = device and device.target
     if device is not None and target is None:
@@ -146,39 +144,39 @@ def require_compiler(platform: str, *, where: str = "jshard plan --topology") ->
     """Checks that the compiler of a platform is installed, without loading it.
 
     Raises:
-        MissingExtraError: it is not, or not in the version of jaxlib.
+        MissingExtraError: it is not installed, or not in jaxlib's version.
     """
     problem = None
     if platform == "gpu":
         problem = _gpu_problem()
     elif importlib.util.find_spec("libtpu") is None:
-        problem = "needed is libtpu; no TPU.", "pip install 'jshard[plan-tpu]'"
+        problem = "it needs libtpu, but no TPU.", "pip install 'jshard[plan-tpu]'"
     if problem:
         why, do = problem
         raise MissingExtraError(f"The {platform.upper()} compiler is not installed.", where=where, why=why, do=do)
 
 
 def _gpu_problem() -> tuple[str, str] | None:
-    """Why there is no GPU compiler, and what to install; None where there is one."""
-    for cuda in _compat.CUDA_VERSIONS:  # the first that is installed is used
+    """Why there is no GPU compiler, and what to install; None if there is one."""
+    for cuda in _compat.CUDA_VERSIONS:  # the first installed one is used
         found = _compat.plugin_versions(cuda)
         if found is None:
             continue
         jaxlib, plugin = found
         if plugin != jaxlib:
             exact = f"jax-{cuda}-plugin=={jaxlib} jax-{cuda}-pjrt=={jaxlib}"
-            return f"jax-{cuda}-plugin is of version {plugin}, jaxlib of {jaxlib}.", f"pip install {exact}"
+            return f"jax-{cuda}-plugin has version {plugin}, jaxlib {jaxlib}.", f"pip install {exact}"
         if not _ptxas():
-            return "ptxas is missing: the assembler of CUDA.", "pip install nvidia-cuda-nvcc-cu12"
+            return "ptxas, CUDA's assembler, is missing.", "pip install nvidia-cuda-nvcc-cu12"
         return None
     return (
-        "needed are jax[cuda12-local] and nvidia-cuda-nvcc-cu12; no GPU, driver or CUDA.",
+        "it needs jax[cuda12-local] and nvidia-cuda-nvcc-cu12, but no GPU, driver or CUDA.",
         "pip install 'jshard[plan-gpu]'",
     )
 
 
 def _ptxas() -> bool:
-    """Whether there is an assembler where XLA looks: in the wheel, in the path, in CUDA's usual folder."""
+    """Whether XLA finds an assembler: in the wheel, on the path, or in CUDA's usual folder."""
     wheels = (Path(folder) for folder in sys.path if folder)
     found = (wheel / "nvidia" / part / "bin" / "ptxas" for wheel in wheels for part in ("cuda_nvcc", "cu13"))
     return bool(shutil.which("ptxas")) or Path("/usr/local/cuda/bin/ptxas").exists() or any(p.exists() for p in found)
@@ -192,13 +190,13 @@ def _described(platform: str, asked: Topology, **description: str) -> Sequence[A
             "The compiler refuses the topology.",
             where=asked.text,
             why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            do=f"take a shape that is sold, such as {_example(asked.device)}.",
+            do=f"use an available shape, such as {_example(asked.device)}.",
         ) from error
     if len(devices) != asked.num_devices:
         raise RunError(
-            "The compiler sees another number of devices.",
+            "The compiler has another number of devices.",
             where=asked.text,
-            why=f"{asked.num_devices} are asked for, it gives {len(devices)}.",
+            why=f"{asked.num_devices} were requested, it has {len(devices)}.",
             do="report this with your versions of jax and jaxlib.",
         )
     return devices
@@ -210,8 +208,7 @@ def _unknown(text: str, name: str) -> TopologyError:
     return TopologyError(
         f"There is no device {name!r}.",
         where=f"--topology {text}",
-        why=f"the devices are {', '.join(DEVICES)}; with adapters of their own {', '.join(CLOUDS)}; and files, "
-        f"*{SUFFIX}.",
+        why=f"the devices are {', '.join(DEVICES)}; with their own adapters {', '.join(CLOUDS)}; and files, *{SUFFIX}.",
         do="  # or ".join(f"--topology {_example(DEVICES[known])}" for known in near),
     )
 
@@ -223,7 +220,7 @@ def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
     return TopologyError(
         "The topology cannot be read.",
         where=f"--topology {text}",
-        why=f"after {device.name}: comes {form}, whole numbers from 1; this is {shape or 'nothing'!r}.",
+        why=f"{device.name}: must be followed by {form}, integers from 1, not {shape or 'nothing'!r}.",
         do=f"--topology {_example(device)}",
     )
 
@@ -233,10 +230,10 @@ def _example(device: DeviceFacts) -> str:
     return f"{device.name}:{'128x4' if device.name == 'gb200' else shape}"
 
 
-# The text that XLA's GPU compiler takes for a GPU that is not there (a `GpuTargetConfigProto`), made from facts.
+# The description of an absent GPU for XLA's GPU compiler (a `GpuTargetConfigProto`), made from facts.
 
-# In a run XLA schedules for what JAX's allocator has, and here, where there is none, for 80 % of the memory described
-# (GetSchedulerMemoryLimit). Described is so much that it schedules as with XLA_PYTHON_CLIENT_MEM_FRACTION=.95.
+# In a run, XLA schedules for the memory of JAX's allocator; here, without one, for 80 % of the described memory
+# (GetSchedulerMemoryLimit). The described memory makes it schedule as with XLA_PYTHON_CLIENT_MEM_FRACTION=.95.
 _ALLOCATED, _UNSTATED = 0.95, 0.80
 
 _TEXT = """\

@@ -24,7 +24,7 @@ from jshard.plans.mesh import batch_sharding, data_degree
 
 _ENDLESS = sys.maxsize  # the length of `dataset.repeat()`
 
-# Sequences that a lane has given, and the state of its iterator behind them.
+# Number of sequences taken from a lane, and the state of its iterator after them.
 Position = tuple[int, Any]
 Pack = Callable[[Any], Any]
 
@@ -111,7 +111,7 @@ class GlobalBatches:
     ) -> None:
         self.dataset = _numbered(dataset)
         self.batch_size, self.rows = batch_size, _checked_rows(batch_size, rows)
-        _check_least("start", start, 0, "it counts what is left out at the front.")
+        _check_least("start", start, 0, "it counts the samples to skip.")
         if len(self.dataset) < batch_size:
             raise ShardingError(
                 "The data do not fill a batch.",
@@ -164,9 +164,9 @@ class GlobalBatches:
             raise CheckpointError(
                 "The position in the data does not fit the data.",
                 where=misfits,
-                why="it counts samples: in another order some would repeat and some never come.",
+                why="it counts samples: in another order some would repeat and others would be skipped.",
                 do="build the batches from the data, the seed and the settings of the saved run;\n"
-                f"or leave the position out, and begin where you say: {type(self).__name__}(..., start=4096).",
+                f"or leave the position out, and choose the start: {type(self).__name__}(..., start=4096).",
             )
 
     def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
@@ -178,7 +178,7 @@ class GlobalBatches:
             yield f"       here  {'; '.join(self.order)}"
 
     def _reader(self, num_batches: int) -> Any:
-        """An iterator over so many batches from the position on; their samples are read ahead, in parallel."""
+        """An iterator over this many batches from the position on; their samples are read ahead, in parallel."""
         import grain
 
         first, size, rows = self.samples, self.batch_size, self.rows
@@ -198,14 +198,14 @@ class GlobalBatches:
                 "A sample cannot be read.",
                 where=f"sample {number} of the run",
                 why=f"{type(cause).__name__}: {cause}",
-                do="make that sample readable, or leave it out of the source.",
+                do="make that sample readable, or remove it from the source.",
             ) from cause
         if sample is None:
             raise RunError(
                 "A sample is missing.",
                 where=f"sample {number} of the run",
-                why="the dataset has none with that number: .filter() leaves such gaps.",
-                do="filter before: grain.MapDataset.source([x for x in data if good(x)]); or let each lane skip them:\n"
+                why="the dataset has no sample of that number: .filter() leaves such gaps.",
+                do="filter first: grain.MapDataset.source([x for x in data if good(x)]); or let each lane skip them:\n"
                 "PackedBatches(dataset.repeat(), pack=lambda samples: samples, ...)",
             )
         return sample
@@ -222,7 +222,7 @@ class GlobalBatches:
 
 def _numbered(dataset: Any) -> Any:
     """The dataset as a `grain.MapDataset`: samples by number, in any order, any number of times."""
-    import grain  # here: programs that save no data position do not need it
+    import grain  # imported here: not needed without a data position
 
     if isinstance(dataset, grain.MapDataset):
         return dataset
@@ -230,8 +230,8 @@ def _numbered(dataset: Any) -> Any:
         raise ShardingError(
             "The samples of the data have no numbers.",
             where=f"a {type(dataset).__name__}",
-            why="a position that any mesh can continue from counts samples; this can only be read from the start.",
-            do="give the grain.MapDataset before .to_iter_dataset(), or a list of samples.",
+            why="a position for any mesh counts samples, but this data can only be read from the start.",
+            do="pass the grain.MapDataset before .to_iter_dataset(), or a list of samples.",
         )
     return grain.MapDataset.source(dataset)
 
@@ -242,7 +242,7 @@ def _checked_rows(batch_size: int, rows: Sequence[int] | Mesh) -> tuple[int, ...
         raise ShardingError(
             "These are not rows of a global batch.",
             where=f"rows={list(found)}",
-            why=f"rows are some of the numbers 0 to {batch_size - 1}, in order, each once, and at least one.",
+            why=f"rows are one or more of the numbers 0 to {batch_size - 1}, in order, without repeats.",
             do=f"rows=jshard.data.local_rows({batch_size}, mesh), or rows=mesh.",
         )
     return found
@@ -305,27 +305,27 @@ class PackedBatches(GlobalBatches):
         self.samples = 0  # sequences, which `start` does not count
         if len(self.dataset) < _ENDLESS:
             raise ShardingError(
-                "Packed batches need documents without an end.",
+                "Packed batches need endless documents.",
                 where=f"a dataset of {len(self.dataset)} documents",
-                why="lanes come to the end of their documents at different steps, and then processes would.",
+                why="lanes, and so processes, would reach the end of their documents at different steps.",
                 do="PackedBatches(dataset.repeat(), ...), and stop after a number of steps.",
             )
         if lanes is not None:
-            _check_least("lanes", lanes, 1, "documents are dealt to lanes.")
+            _check_least("lanes", lanes, 1, "documents are distributed over lanes.")
         self.order = [*self.order, *([f"from document {start}"] if start else [])]
         self.lanes = lanes or batch_size
         self._pack = _cut_to(pack) if isinstance(pack, int) else pack
         self._asked_lanes, self._start, self._read_ahead = lanes, start, read_ahead
-        self._looks: dict[str, str] | None = None  # of a sequence
-        self._restored: dict[int, Position] = {}  # known to every process
-        self._moved: dict[int, Position] = {}  # since then, here
+        self._looks: dict[str, str] | None = None  # shape and dtype of a sequence
+        self._restored: dict[int, Position] = {}  # known on every process
+        self._moved: dict[int, Position] = {}  # changed since, on this process
 
     def _reader(self, num_batches: int) -> Any:
         first, known = self.samples, {**self._restored, **self._moved}
         begun: dict[int, _Lane] = {}
 
         def batch(step: int) -> tuple[Any, dict[int, Position]]:
-            """The sequences of the rows, stacked, and where the lanes are that they came from."""
+            """The sequences of the rows, stacked, and the positions of their lanes."""
             places = [divmod(first + step * self.batch_size + row, self.lanes) for row in self.rows]
             for _, lane in places:
                 if lane not in begun:
@@ -340,7 +340,7 @@ class PackedBatches(GlobalBatches):
         import grain
 
         documents = self.dataset[self._start + lane :: self.lanes]
-        here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # not threads for every lane
+        here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # no threads per lane
         return self._pack(documents.to_iter_dataset(here))
 
     def _handed_out(self, read: Any) -> Any:
@@ -350,7 +350,7 @@ class PackedBatches(GlobalBatches):
         return batch
 
     def _position(self) -> dict[str, Any]:
-        """Each process knows the positions of its rows' lanes: together they know all."""
+        """Merges the lane positions that each process knows for its rows."""
         mine = {"at": (self.samples, self.lanes), "looks": self._looks, "moved": self._moved}
         parts = [from_text(text) for text in gather_texts(to_text(mine))]
         if len({part["at"] for part in parts}) > 1:
@@ -359,8 +359,8 @@ class PackedBatches(GlobalBatches):
                 where=[
                     f"process {i}: {part['at'][0]} sequences, {part['at'][1]} lanes" for i, part in enumerate(parts)
                 ],
-                why="a position is that of the run: every process has taken the same number of batches.",
-                do="save between two steps, on every process at the same step.",
+                why="a position is that of the run: every process must have taken the same number of batches.",
+                do="save between steps, at the same step on every process.",
             )
         found = dict(self._restored)
         for part in parts:
@@ -370,9 +370,9 @@ class PackedBatches(GlobalBatches):
             known = found.get(lane, (0, None))[0]
             if known != given:
                 raise RunError(
-                    "Rows of the global batch are read by no process.",
-                    where=f"lane {lane}: {given} sequences are handed out, the processes know of {known}",
-                    why=f"this process reads {len(self.rows)} rows of {self.batch_size}, and none reads the others.",
+                    "No process reads some rows of the global batch.",
+                    where=f"lane {lane}: {given} sequences are returned, the processes know of {known}",
+                    why=f"this process reads {len(self.rows)} rows of {self.batch_size}; no process reads the others.",
                     do="rows=mesh on every process, with the mesh of the model.",
                 )
         states = [found[lane][1] if lane in found else None for lane in range(self.lanes)]
@@ -432,11 +432,11 @@ class _Lane:
         return self._given, copy.deepcopy(self._iterator.get_state())
 
     def _failed(self, what: str, cause: Exception) -> RunError:
-        why, do = f"{type(cause).__name__}: {cause}", "make the documents of that lane readable, and `pack` the one of"
+        why, do = f"{type(cause).__name__}: {cause}", "make the documents of that lane readable, and use the `pack` of"
         do += " the saved run."
         if isinstance(cause, StopIteration):
-            why = "it ended; lanes have no end, or processes would end at different steps."
-            do = "let `pack` give sequences as long as there are documents, and repeat the dataset: .repeat()."
+            why = "it ended; lanes must be endless, or processes would end at different steps."
+            do = "let `pack` return sequences as long as there are documents, and repeat the dataset: .repeat()."
         return RunError(what, where=f"lane {self._number}, sequence {self._given}", why=why, do=do)
 
 

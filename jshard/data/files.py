@@ -1,4 +1,4 @@
-"""Data files: found, checked, and read as texts, as documents with one text each, or as token ids in place."""
+"""Finds, checks and reads data files: texts, documents with one text each, or token ids in place."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 _SHOWN = 10
 _TOKENS = (".bin", ".npy")
-_STRINGS = ("str", "string", "large_string")  # as Python and Arrow call their types
+_STRINGS = ("str", "string", "large_string")  # type names in Python and Arrow
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-# How to make files that can be read of some that cannot; {} is the file.
+# How to convert unreadable files into readable ones; {} is the file.
 _INSTEAD = {
     ".zst": "zstd -d {}",
     ".xz": "xz -dk {}",
@@ -36,11 +36,11 @@ _INSTEAD = {
     ".zip": "unzip {}",
     ".tar": "tar -xf {}",
     ".tgz": "tar -xf {}",
-    ".arrow": "give the folder that `save_to_disk` wrote, and not a file in it: {}",
+    ".arrow": "give the folder written by `save_to_disk`, not a file in it: {}",
     ".npz": "python -c 'import numpy as np, sys; f = np.load(sys.argv[1]); np.save(\"tokens.npy\", f[f.files[0]])' {}",
 }
-# Parts of the standard library that are not there everywhere (packagers split them off), or that
-# are tables and tests and not code that people read.
+# Parts of the standard library that are not installed everywhere (packagers split them off), or that
+# are tables and tests rather than readable code.
 _STDLIB_SKIPPED = frozenset(
     "__pycache__ distutils encodings ensurepip idlelib lib2to3 pydoc_data site-packages "
     "dist-packages test tests tkinter turtledemo turtle.py".split()
@@ -65,9 +65,9 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
         found.append(Path(path))
     if weights and len(weights) < len(found):
         raise DataError(
-            "Some of the data have a weight and some have none.",
+            "Only some of the data have a weight.",
             where=f"--data {shlex.join(map(str, paths))}",
-            why=f"{len(weights)} of {len(found)} have one: how often the others come is not said.",
+            why=f"{len(weights)} of {len(found)} have one: the share of the others is unknown.",
             do=f"--data {' '.join(shlex.quote(f'{path}=1') for path in found)}",
         )
     return found, weights
@@ -93,23 +93,23 @@ def read_texts(paths: Sequence[Path], text_key: str) -> tuple[dict[str, bytes], 
             continue
         skipped |= others
         for path, found in read.items():
-            if path.resolve() not in places:  # a file that is given twice is read once
+            if path.resolve() not in places:  # a file given twice is read once
                 texts[_name(path, root, texts)] = found
                 places.add(path.resolve())
     if bad:
         tools = [_INSTEAD[path.suffix].format(path) for path in bad if path.suffix in _INSTEAD and path.is_file()]
         iconv = "iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8."
         raise DataError(
-            f"{len(bad)} of the files and folders given cannot be trained on.",
+            f"{len(bad)} of the given files and folders cannot be trained on.",
             where=[f"{path}: {why}" for path, why in bad.items()],
             why=f"--data takes text in UTF-8, {', '.join(_JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
             f"Hugging Face datasets; seen from {Path.cwd()}.",
-            do="\n".join(tools) or f"correct or leave out those paths; {iconv}",
+            do="\n".join(tools) or f"correct or remove those paths; {iconv}",
         )
     if skipped:
         listed = [f"\n  {path}: {why}" for path, why in skipped.items()]
         more = f"\n  ... and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        warnings.warn(f"{len(skipped)} file(s) are left out of the text:{''.join(listed[:_SHOWN])}{more}", stacklevel=4)
+        warnings.warn(f"{len(skipped)} file(s) are skipped:{''.join(listed[:_SHOWN])}{more}", stacklevel=4)
     flat = {
         name if len(found) == 1 else f"{name}:{number}": text
         for name, found in sorted(texts.items())
@@ -131,7 +131,7 @@ def _texts_in(root: Path, text_key: str) -> tuple[dict[Path, list[bytes]], dict[
     for folder, folders, names in os.walk(root, onerror=unreadable) if root.is_dir() and not is_saved else ():
         visible = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
-        others |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
+        others |= {Path(folder, name): "a link to a folder, not followed; give the folder itself" for name in links}
         folders[:] = [name for name in visible if name not in links]
         files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     for path in files if root.is_dir() and not is_saved else [root]:
@@ -158,7 +158,7 @@ def _text_of(path: Path) -> bytes:
 
 
 def _name(path: Path, root: Path, taken: Mapping[str, Any]) -> str:
-    # The last part of what was given stays in the name, so that two folders may hold equal names.
+    # The last part of the given path stays in the name, so that two folders may contain equal names.
     name = Path(Path(os.path.abspath(root)).name, path.relative_to(root)).as_posix()
     return path.as_posix() if name in taken else name
 
@@ -198,9 +198,9 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
             try:
                 entry = json.loads(line)
             except ValueError as error:
-                entry, why = None, f"it is no JSON: {error}."
+                entry, why = None, f"it is not JSON: {error}."
             else:
-                why = f"it is no object of keys and values, but a {type(entry).__name__}."
+                why = f"it is not a JSON object, but a {type(entry).__name__}."
             if not isinstance(entry, dict):
                 where, do = f"{path}, line {number}", f"sed -n {number}p {shlex.quote(str(path))}  # shows the line"
                 raise DataError("A line cannot be read as a document.", where=where, why=why, do=do)
@@ -212,7 +212,7 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[Any]:
-    """Tables of at most some thousand rows, the first of them without any: it has all columns."""
+    """Tables of at most some thousand rows; the first has all columns but no rows."""
     file = _pyarrow(path).parquet.ParquetFile(path)
     yield file.schema_arrow.empty_table()
     yield from file.iter_batches(columns=[text_key])
@@ -226,7 +226,7 @@ def _dataset(path: Path) -> Iterator[Any]:
             raise DataError(
                 "The dataset has no split to train on.",
                 where=str(path),
-                why=f"its splits are {', '.join(splits)}; 'train' is read by itself.",
+                why=f"its splits are {', '.join(splits)}; only 'train' is chosen automatically.",
                 do=f"--data {shlex.quote(str(path / splits[0]))}",
             )
         path = path / "train"
@@ -249,7 +249,7 @@ def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]
 def _no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
     strings = [key for key, kind in kinds.items() if kind in _STRINGS]
     near = difflib.get_close_matches(text_key, strings, n=1, cutoff=0.0)
-    why = f"it has {', '.join(map(repr, kinds)) or 'nothing'}, and no {text_key!r}."
+    why = f"it has {', '.join(map(repr, kinds)) or 'nothing'}, but no {text_key!r}."
     if text_key in kinds:
         why = f"its {text_key!r} is of type {kinds[text_key]}."
     do = f"--text-key {shlex.quote(near[0])}" if near else "write the texts as strings; token ids as .npy or .bin."
@@ -272,18 +272,18 @@ def _pyarrow(path: Path) -> Any:
 
 # Token ids.
 
-_PIECE = 1 << 16  # tokens of a file that are read at once
-_PIECES = 256  # of a large file, spread evenly, that are looked at beforehand
+_PIECE = 1 << 16  # tokens of a file read at a time
+_PIECES = 256  # evenly spread pieces of a large file that are checked beforehand
 
 
 def is_tokens(path: Path) -> bool:
-    """Whether a file is one of token ids, by its name."""
+    """Whether a file contains token ids, by its name."""
     return path.suffix.lower() in _TOKENS and not path.is_dir()
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """The ids `start` to `stop` of a file, which stay on the disk; ids beyond `vocab_size` are an error when read."""
+    """The ids `start` to `stop` of a file, which stay on disk; ids beyond `vocab_size` are an error when read."""
 
     path: Path
     dtype: np.dtype
@@ -305,14 +305,14 @@ class TokenFile:
             raise DataError(
                 "A token id is beyond the vocabulary.",
                 where=f"{self.path}: token {self.start + start + at}",
-                why=f"read as {self.dtype} it is {ids[at]}; the vocabulary has the ids 0 to {self.vocab_size - 1}.",
+                why=f"read as {self.dtype} it is {ids[at]}; the vocabulary has ids 0 to {self.vocab_size - 1}.",
                 do=f"--set model.vocab_size={max(int(ids.max()) + 1, 1)}\nor another --dtype, or the --tokenizer that "
                 "made the file, if text is read beside it.",
             )
         return ids
 
     def part(self, start: int, stop: int) -> TokenFile:
-        """Some of them."""
+        """A slice of the ids."""
         return dataclasses.replace(self, start=self.start + start, stop=self.start + stop)
 
     def pieces(self) -> Iterator[np.ndarray]:
@@ -346,12 +346,12 @@ def token_file(path: Path, dtype: Dtype | None, vocab_size: int | None) -> Token
 def _bin(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:
     size = path.stat().st_size
     if dtype is None:
-        why = f"a .bin file of {size} bytes does not say in which dtype its ids are."
-        raise _no_tokens(str(path), why, "--dtype uint16  # as nanoGPT writes them; or uint8, uint32, int32, int64")
+        why = f"a .bin file, here of {size} bytes, does not record the dtype of its ids."
+        raise _no_tokens(str(path), why, "--dtype uint16  # as nanoGPT writes it; or uint8, uint32, int32, int64")
     count, rest = divmod(size, np.dtype(dtype).itemsize)
     if rest or not count:
-        why = f"{size} bytes are no whole number of ids of {np.dtype(dtype).itemsize} bytes each, and at least one."
-        raise _no_tokens(f"{path} --dtype {dtype}", why, "--dtype uint8  # or the one that the file was written in")
+        why = f"{size} bytes are not one or more ids of {np.dtype(dtype).itemsize} bytes each."
+        raise _no_tokens(f"{path} --dtype {dtype}", why, "--dtype uint8  # or the dtype that the file was written in")
     return TokenFile(path, np.dtype(dtype), 0, count, vocab_size=vocab_size)
 
 
@@ -359,9 +359,9 @@ def _npy(path: Path, vocab_size: int | None) -> TokenFile:
     try:
         array = np.load(path, mmap_mode="r")
     except ValueError as error:
-        raise _no_tokens(str(path), f"it is no .npy file of numbers: {error}.", "numpy.save(path, ids)") from error
+        raise _no_tokens(str(path), f"it is not a .npy file of numbers: {error}.", "numpy.save(path, ids)") from error
     if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
-        why = f"it has the shape {array.shape} and the dtype {array.dtype}; ids are whole numbers in one dim."
+        why = f"it has the shape {array.shape} and the dtype {array.dtype}; ids are integers in one dim."
         raise _no_tokens(str(path), why, 'numpy.save(path, ids.ravel().astype("uint16"))')
     return TokenFile(path, array.dtype, 0, array.size, array.offset, vocab_size)
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from jshard.data.text import Tokenizer
 
 Sample = dict[str, np.ndarray]
-Spec = dict[str, str]  # key -> shape and dtype in words
+Spec = dict[str, str]  # key -> shape and dtype as text
 
-_SEEDS = 2**32  # those that Grain takes
+_SEEDS = 2**32  # Grain's range
 _LONGEST_PERIOD = 100_000
 _NOT_NUMBERS = "OUSMm"  # numpy's kinds of objects, texts and dates
 
@@ -72,10 +72,10 @@ class Data:
         empty = [part for part in ("train", "held_out") if not len(getattr(self, part))]
         if empty:
             raise DataError(
-                "There is nothing to read.",
+                "The data are empty.",
                 where=[f"Data.{part}, a {type(getattr(self, part)).__name__}" for part in empty],
                 why="it has 0 samples.",
-                do="give every part at least one sample; len(data.train) and len(data.held_out) count them.",
+                do="give every part at least one sample; check len(data.train) and len(data.held_out).",
             )
 
 
@@ -105,14 +105,14 @@ class Mixture:
         ):
             why = "each source has a weight above 0, and at least one sample."
         elif period > _LONGEST_PERIOD:
-            why = f"the proportions repeat after {period} samples; after {_LONGEST_PERIOD} at the latest they have to."
+            why = f"the proportions repeat only after {period} samples; the limit is {_LONGEST_PERIOD}."
         else:
             return
         raise DataError(
             "The sources cannot be mixed.",
             where=f"weights {', '.join(map(str, self.weights))} of sources of {self._lengths} samples",
             why=why,
-            do="give each a weight of few digits, such as 0.7 and 0.3.",
+            do="use weights with few digits, such as 0.7 and 0.3.",
         )
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class Mixture:
 
     @functools.cached_property
     def _whole(self) -> list[int]:
-        """The weights as whole numbers without a common divisor."""
+        """The weights as integers without a common divisor."""
         exact = list(map(Fraction, self.weights))
         unit = Fraction(math.gcd(*(f.numerator for f in exact)) or 1, math.lcm(*(f.denominator for f in exact)))
         return [int(weight / unit) for weight in exact]
@@ -153,8 +153,8 @@ class _Turns:
         self._weights, self._orders = weights, orders
         self._sources, self._before = [], []
         given = [0] * len(weights)
-        # Of those that would not be ahead of their part by one, the one that would first be behind by one (the earliest
-        # deadline, which meets all). Grain's mix rounds 0.7 and 0.3 to 233 and 100.
+        # Among sources that would not be ahead of their share by one, take the first that would fall behind by one (the
+        # earliest deadline, which meets all). Grain's mix rounds 0.7 and 0.3 to 233 and 100.
         for n in range(period := sum(weights)):
             due = (i for i, weight in enumerate(weights) if given[i] * period < (n + 1) * weight)
             source = min(due, key=lambda i: -(-(given[i] + 1) * period // weights[i]))
@@ -174,8 +174,8 @@ class Reader:
 
     source: Any
     part: str  # its name in `Data`, for messages
-    spec: Spec  # what every sample has to look like
-    error: type[FourPartError]  # a wrong request before training, failed work later
+    spec: Spec  # required form of every sample
+    error: type[FourPartError]  # the error class: of a request before training, of work later
 
     def batch(self, sample_ids: Sequence[int]) -> Sample:
         """The samples, stacked by key; a `FourPartError` if one cannot be read, or differs from the others."""
@@ -195,7 +195,7 @@ class Reader:
             why="\n".join(
                 f"{key!r} is {found.get(key, nothing)}, in data.train[0] {self.spec.get(key, nothing)}." for key in keys
             ),
-            do="pad, crop or convert in the source's __getitem__: a batch is a stack of samples that are alike.",
+            do="pad, crop or convert in the source's __getitem__: a batch stacks samples of equal form.",
         )
 
 
@@ -216,7 +216,7 @@ def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartErro
             "A sample cannot be read.",
             where=where,
             why=f"{type(cause).__name__}: {cause}",
-            do="make that sample readable, or leave it out of the source; --debug shows where it failed.",
+            do="make that sample readable, or remove it from the source; --debug shows where it failed.",
         ) from cause
     arrays: Sample = {}
     if isinstance(sample, dict) and sample and all(isinstance(key, str) for key in sample):
@@ -266,9 +266,9 @@ class Loader:
             )
         if self.workers < 0:
             raise DataError(
-                "There cannot be fewer than no worker processes.",
+                "The number of worker processes is negative.",
                 where=f"workers={self.workers}",
-                why="it counts processes; 0 reads in a thread of this one.",
+                why="it counts processes; 0 reads in a thread of this process.",
                 do="workers=0.",
             )
         # A few samples now, so that bad data fail before the model is built.
@@ -347,8 +347,8 @@ class Loader:
 
 
 def _shuffled(start: int, stop: int, seed: int) -> Any:
-    """These numbers endlessly, in a new order in each pass."""
-    import grain  # here: a model file that makes `Data`, or a dry run, does not need it
+    """These numbers, endlessly, in a new order in each pass."""
+    import grain  # imported here: not needed for a `Data` or a dry run
 
     return grain.MapDataset.range(start, stop).shuffle(seed % _SEEDS).repeat()
 

@@ -17,7 +17,7 @@ import numpy as np
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
 
-# What a tokenizer file may call the token between two texts, the likeliest first.
+# Possible names of the token between texts in a tokenizer file, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # An encoding takes some hundred times the bytes of its ids: this many pieces are about half a GB.
 _PIECE_CHARS = 1 << 18
@@ -163,7 +163,7 @@ def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
         do = "pip install 'jshard[hf]', or leave out the tokenizer to train on bytes."
     except Exception as error:  # the package raises bare Exception
         what, why, cause = (
-            "The file is no tokenizer.",
+            "The file is not a tokenizer.",
             f"`tokenizers` cannot read it: {error}.",
             error,
         )

@@ -27,17 +27,17 @@ from jshard.errors import RunError, ShardingError
 if TYPE_CHECKING:
     from jshard.data.loader import Reader, Sample
 
-MODEL_FILE = "jshard_model_file_"  # what the names of loaded model files in sys.modules begin with
-_AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
+MODEL_FILE = "jshard_model_file_"  # prefix of loaded model files in sys.modules
+_AHEAD = 2  # batches requested from a worker before the first is fetched; the requests must fit into a pipe
 _LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
-_DYING_S = 1.0  # from the end of its pipe to the end of a worker
+_DYING_S = 1.0  # from the end of its pipe to the exit of a worker
 
 
 class WorkerPool:
     """Worker processes with a copy of a reader each; they end with `close`, or with the process.
 
-    Workers leave SIGINT and SIGTERM to the run: it may still need batches to come to an end. The reader is sent by
-    pickle, objects of a model file included; `ids` are the samples of a step, of which so many will be asked for.
+    Workers leave SIGINT and SIGTERM to the run, which may still need batches to finish. The reader is sent by pickle,
+    including objects of a model file; `ids` gives the samples of a step, for the steps that will be requested.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class WorkerPool:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends the workers, in the middle of a sample if need be."""
+        """Ends the workers, even in the middle of a sample."""
         atexit.unregister(self.close)
         for worker in self._workers:
             worker.process.kill()
@@ -58,7 +58,7 @@ class WorkerPool:
             worker.joined()
 
     def batch(self, step: int) -> Sample:
-        """The batch of a step, called once per step, in order; an error if its worker died or cannot read a sample."""
+        """The batch of a step, called once per step, in order; raises if its worker died or cannot read a sample."""
         if self._pickled is not None:
             for worker in self._workers:
                 worker.send(self._pickled)
@@ -66,7 +66,7 @@ class WorkerPool:
         while self._asked < min(step + _AHEAD * len(self._workers), self._num_steps):
             self._worker_of(self._asked).send(pickle.dumps(list(self._ids(self._asked))))
             self._asked += 1
-        kind, value, cause = self._worker_of(step).receive(f"samples asked for: {list(self._ids(step))}")
+        kind, value, cause = self._worker_of(step).receive(f"requested samples: {list(self._ids(step))}")
         if kind == "batch":
             return value
         raise (_not_portable(self._reader, cause) if kind == "unpickled" else value) from cause
@@ -76,17 +76,17 @@ class WorkerPool:
 
 
 class _Worker:
-    """A process and this end of its pipe."""
+    """A process, and this end of its pipe."""
 
     def __init__(self, number: int, of: int):
-        # Not fork: jax and grain have threads by now.
+        # Not fork: jax and grain already have threads.
         context = multiprocessing.get_context("spawn")
         self._name = f"data worker {number + 1} of {of}"
         self._pipe, theirs = context.Pipe()
         self._joining = threading.Lock()
         self.process = context.Process(target=_work, args=(theirs, self._name), name=self._name, daemon=True)
-        resource_tracker.ensure_running()  # it would let the signals through when it starts
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)  # the worker is born with it
+        resource_tracker.ensure_running()  # it would unblock the signals when it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)  # inherited by the worker
         try:
             self.process.start()
         finally:
@@ -101,7 +101,7 @@ class _Worker:
 
     def receive(self, task: str) -> Any:
         try:
-            # The pipe alone would do, but a child of the worker may hold its other end open.
+            # Closing the pipe would suffice, but a child of the worker may hold its other end open.
             if self._pipe not in wait([self._pipe, self.process.sentinel]):
                 raise EOFError
             return pickle.loads(self._pipe.recv_bytes())
@@ -109,8 +109,8 @@ class _Worker:
             raise self._died(task) from error
 
     def joined(self, timeout_s: float | None = None) -> int | None:
-        """The exit code, or None when it has not ended in time."""
-        # The thread that reads and the one that closes: of two that wait at once, one would return too early.
+        """The exit code, or None if it has not ended in time."""
+        # Locked, because the reading and the closing thread may wait at once, and one would return too early.
         with self._joining:
             self.process.join(timeout_s)
             return self.process.exitcode
@@ -121,7 +121,7 @@ class _Worker:
         if code is not None and code < 0:
             why = f"it was killed by {signal.Signals(-code).name}."
             if code == -signal.SIGKILL:
-                why += " The system does that to a process when memory runs out."
+                why += " The system kills processes when memory runs out."
         return RunError(
             "A data worker died.",
             where=[f"{self._name} (pid {self.process.pid})", *([task] if task else [])],
@@ -131,10 +131,10 @@ class _Worker:
 
 
 def pickled(reader: Reader) -> bytes:
-    """A reader as it travels to a worker, with what a model file defines; a `ShardingError` if it cannot."""
-    import cloudpickle  # only where there are workers
+    """The pickled reader for a worker, with a model file's definitions; raises `ShardingError` if that fails."""
+    import cloudpickle  # only needed with workers
 
-    # A worker cannot import a model file by its name: its classes and functions travel with what uses them.
+    # A worker cannot import a model file by name, so its classes and functions are sent by value.
     model_files = [module for name, module in sys.modules.items() if name.startswith(MODEL_FILE)]
     for module in model_files:
         cloudpickle.register_pickle_by_value(module)
@@ -152,16 +152,16 @@ def _not_portable(reader: Reader, error: BaseException) -> ShardingError:
         "The data cannot be sent to worker processes.",
         where=f"data.{reader.part}, a {type(reader.source).__name__}",
         why=f"{type(error).__name__}: {error}",
-        do="open files, locks and connections in __getitem__ and not before; or read in this process: --workers 0.",
+        do="open files, locks and connections in __getitem__, not before; or read in this process: --workers 0.",
     )
 
 
 def _work(pipe: Connection, name: str) -> None:
-    """The life of a worker: a reader, then sample ids in and batches out, until the pipe ends."""
+    """The main loop of a worker: receives a reader, then sample ids, and sends batches until the pipe ends."""
     for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
-    # The accelerators belong to the run. Its main module has brought jax here already, or its samples will.
+    # The accelerators belong to the run. Its main module has already imported jax here, or its samples will.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
@@ -181,11 +181,11 @@ def _work(pipe: Connection, name: str) -> None:
                 reply = _failure("error", error, error.__cause__, name)
             pipe.send_bytes(reply)
     except (EOFError, OSError):
-        return  # the run has ended, however it did
+        return  # the run has ended
 
 
 def _failure(kind: str, error: Exception | None, cause: BaseException | None, name: str) -> bytes:
-    """An error of ours as it is, and what caused it as text: exceptions of others and tracebacks may not travel."""
+    """A jshard error, and its cause as text, because other exceptions and tracebacks may not be picklable."""
     plain = None
     if cause is not None:
         plain = RuntimeError(f"{type(cause).__name__}: {cause}")

@@ -1,4 +1,4 @@
-"""Devices that the table lacks, described in a file: a row of the table, and what differs."""
+"""Devices that the table lacks, described in a file: a row of the table, and the differences."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def read_device(path: Path) -> DeviceFacts:
     """The device that a TOML file describes.
 
     Args:
-        path: the file. `like` names the row of the table that the device has every other number of; `source` says where
-            the file's numbers are from, and `title` what the device is called. Each of these is optional:
+        path: the file. `like` names the row of the table with all other numbers of the device; `source` is the source
+            of the file's numbers, and `title` the name of the device. These are optional:
             `flops_per_s`, dense peaks by dtype (bf16, f32, tf32, fp8); `hbm_bytes`, `hbm_bytes_per_s`; `fast_group`,
-            the most devices that the fast links join; `core_count`, of a GPU; the links `fast`, `slow` and `host`, with
-            `gb_per_s` one way and in percent what collectives reach; what `matmul` and `attention` reach of the peak.
+            the most devices joined by the fast links; `core_count`, of a GPU; the links `fast`, `slow` and `host`, with
+            `gb_per_s` one way and the percentage that collectives reach; the percentages of `matmul` and `attention`.
 
     Raises:
-        ShardingError: there is no such file, or it says something that no device has.
+        ShardingError: the file does not exist, or has a value that no device can have.
 
     Example:
         >>> # h20.toml
@@ -53,10 +53,10 @@ def read_device(path: Path) -> DeviceFacts:
     try:
         found = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        _refuse(path, "it cannot be read", str(error), f'like = "h100"  # {path} is TOML, and begins with such a line')
+        _refuse(path, "it cannot be read", str(error), f'like = "h100"  # {path} is TOML, and starts with such a line')
     _known(path, "", found, _KEYS)
     for key in _TEXTS:
-        _check(path, key, found.get(key), isinstance(found.get(key), str), "a text in quotes, which is needed")
+        _check(path, key, found.get(key), isinstance(found.get(key), str), "a quoted string, which is required")
     base = DEVICES.get(found["like"])
     if base is None:
         near = difflib.get_close_matches(found["like"], DEVICES, n=1) or ["h100"]
@@ -69,7 +69,7 @@ def read_device(path: Path) -> DeviceFacts:
             changed[key] = int(found[key])
     if "flops_per_s" in found:
         peaks = found["flops_per_s"]
-        _check(path, "flops_per_s", peaks, isinstance(peaks, dict), "a table of dtypes and operations a second")
+        _check(path, "flops_per_s", peaks, isinstance(peaks, dict), "a table of dtypes and operations per second")
         _known(path, "flops_per_s.", peaks, ("bf16", "f32", "tf32", "fp8"))
         for dtype, peak in peaks.items():
             _check(path, f"flops_per_s.{dtype}", peak, _is_number(peak), "a number above 0")
@@ -80,12 +80,12 @@ def read_device(path: Path) -> DeviceFacts:
 
 
 def _described(path: Path, base: DeviceFacts, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes, with those of the description of a GPU that its compiler gets."""
+    """The changes, including those to a GPU's description for the compiler."""
     fields = {key: value for key, value in changed.items() if key != "core_count"}
     if base.target is None:
         if "core_count" in changed:
             _refuse(
-                path, "core_count", f"a {base.title} is not described to its compiler.", "# core_count: leave it out"
+                path, "core_count", f"a {base.title} has no description for its compiler.", "# core_count: remove it"
             )
         return fields
     names = {"hbm_bytes": "device_memory_size", "hbm_bytes_per_s": "memory_bandwidth", "core_count": "core_count"}
@@ -94,14 +94,14 @@ def _described(path: Path, base: DeviceFacts, changed: Mapping[str, Any]) -> dic
 
 
 def _table(path: Path, key: str, given: Any, base: Any, source: str) -> Any:
-    """A link, or what kernels reach: the numbers that are given, and the others of the table's row."""
+    """A link, or kernel efficiencies: the given numbers, and the others from the table's row."""
     cls = _TABLES[key]
     names = [field.name for field in dataclasses.fields(cls)]
     _check(path, key, given, isinstance(given, dict), f"a table of {', '.join(names)}")
     _known(path, f"{key}.", given, names)
     for name, value in given.items():
         is_text = name in ("name", "source")
-        wanted = "a text in quotes" if is_text else "a number above 0"
+        wanted = "a quoted string" if is_text else "a number above 0"
         _check(path, f"{key}.{name}", value, isinstance(value, str) if is_text else _is_number(value), wanted)
     of = "source" if cls is Reached else "name"
     values = ({} if base is None else vars(base)) | given | {of: f"{given[of]}, {source}" if of in given else source}
@@ -156,9 +156,9 @@ def _known(path: Path, of: str, given: Mapping[str, Any], names: Iterable[str]) 
                 path,
                 f"{of}{key}",
                 f"the keys are {', '.join(names)}.",
-                f"{of}{near[0]}" if near else f"# {key}: leave it out",
+                f"{of}{near[0]}" if near else f"# {key}: remove it",
             )
 
 
 def _refuse(path: Path, where: str, why: str, do: str) -> NoReturn:
-    raise ShardingError("The file describes no device.", where=f"{path}, {where}", why=why, do=do)
+    raise ShardingError("The file does not describe a device.", where=f"{path}, {where}", why=why, do=do)

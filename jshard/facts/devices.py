@@ -1,7 +1,7 @@
 """The table of devices: one row each, every number with its source.
 
-Peaks, memory and the compiler's target description are facts. How fast collectives run is not: what they reach over
-a link depends on the fabric, the library and the message, so those rates are assumptions, and say so.
+Peaks, memory and the compiler's target description are facts. The rate of a collective over a link depends on the
+fabric, the library and the message, so those rates are assumptions, and are marked as such.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GIGA, GIB = 10**9, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLink:
-    """A link of a device: its own rate in GB/s one way, and what collectives are assumed to reach of it."""
+    """A link of a device: its rate in GB/s one way, and the share that collectives are assumed to reach."""
 
     gb_per_s: float
     name: str
@@ -26,16 +26,16 @@ class DeviceLink:
 
     @property
     def bytes_per_s(self) -> float:
-        """What collectives reach. An assumption."""
+        """The assumed rate of collectives."""
         return self.gb_per_s * GIGA * self.reached_percent / 100
 
     @property
     def range(self) -> tuple[float, float]:
-        """The lowest and highest rate that an estimate should look at; the highest is the link's own."""
+        """The lowest and highest rate for an estimate; the highest is the link's own."""
         return self.gb_per_s * GIGA * self.least_percent / 100, self.gb_per_s * GIGA
 
     def sources(self, name: str, *, ranged: bool = True) -> dict[str, str]:
-        """Where the rate, and its range, are from."""
+        """The sources of the rate and its range."""
         of = f"% of {self.gb_per_s:g} GB/s one way ({self.name})"
         found = {f"{name}_bytes_per_s": f"assumption: {self.reached_percent} {of}"}
         return found | ({f"{name}_range": f"assumption: {self.least_percent} to 100 {of}"} if ranged else {})
@@ -43,7 +43,7 @@ class DeviceLink:
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """What kernels reach of a device's peak, in percent: stated, and the lowest and highest that were measured."""
+    """The share of a device's peak that kernels reach, in percent: stated, lowest and highest measured."""
 
     least: float
     stated: float
@@ -52,19 +52,19 @@ class Reached:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The lowest and highest, as parts."""
+        """The lowest and highest, as fractions."""
         return self.least / 100, self.most / 100
 
 
-# What XLA calls the dtypes (xla_data.proto, PrimitiveType).
+# XLA's numbers of the dtypes (xla_data.proto, PrimitiveType).
 _F16, _F32, _F64, _BF16 = 10, 11, 12, 16
 _S32, _U32 = 4, 8
-_EIGHT_BITS = (2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)  # s8, u8 and the kinds of fp8
+_EIGHT_BITS = (2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)  # s8, u8 and the fp8 types
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Operations of one kind of unit: GHz, units by core, operations by unit and clock."""
+    """Operations of one kind of unit: GHz, units per core, operations per unit and clock."""
 
     clock_rate_ghz: float
     units_per_core: int
@@ -73,7 +73,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of the scalar and the matrix units, by the number that XLA gives a dtype."""
+    """Rates of the scalar and the matrix units, by XLA's number of the dtype."""
 
     scalar: Mapping[int, Rate]
     matrix: Mapping[int, Rate]
@@ -83,7 +83,7 @@ class Rates:
 class GpuTarget:
     """The description of a GPU for the compiler, in the proto's own names where they differ by device."""
 
-    description: str  # the name that the driver gives it
+    description: str  # the driver's name for it
     major: int  # of its compute capability; the minor is 0
     core_count: int
     clock_rate_ghz: float
@@ -94,15 +94,15 @@ class GpuTarget:
     shared_memory_per_core: int = 228 * 1024
     shared_memory_per_block_optin: int = 227 * 1024
     pcie_bandwidth: int = 32 * 2**30
-    rates: Rates | None = None  # None where no published description has them
+    rates: Rates | None = None  # None if no published description has them
     links: int = 0  # NVLinks
 
 
 def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int) -> Rates:
     """The units of a GPU since Hopper: scalar ones at `clock` GHz, and matrix ones.
 
-    `f32_ops` are half-precision operations of a float32 lane and clock, `f16` and `f64` multiply-adds of a matrix unit
-    and clock; on 8 bits there are twice as many as on 16, on TF32 half as many.
+    `f32_ops` are half-precision operations per float32 lane and clock, `f16` and `f64` multiply-adds per matrix unit
+    and clock; 8-bit types have twice as many as 16-bit ones, TF32 half as many.
     """
     scalar = {kind: Rate(clock, 64, 1) for kind in (_S32, _U32, _F64)}
     scalar |= {_F16: Rate(clock, 128, f32_ops), _F32: Rate(clock, 128, 1), _BF16: Rate(clock, 128, f32_ops)}
@@ -112,8 +112,8 @@ def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int
     return Rates(dict(sorted(scalar.items())), dict(sorted(matrix.items())))
 
 
-# Matrix products: the most is the highest of any shape, "MAMF" of github.com/stas00/ml-engineering; stated is what is
-# sustained at the power limit, "MSMF" there; and the least as far below that.
+# Matrix products: the highest is that of any shape, "MAMF" of github.com/stas00/ml-engineering; the stated one is
+# sustained at the power limit, "MSMF" there; the lowest is as far below that.
 _MAMF = "ml-engineering, compute/accelerator: at most {} TFLOP/s of {}, sustained {}"
 _BF16_HOPPER = Reached(66, 73, 80, _MAMF.format(794.5, 989, "as an H200, 755 of its 834"))
 _BF16_H200 = Reached(69, 76, 84, _MAMF.format(834, 989, 755))
@@ -137,24 +137,24 @@ class DeviceFacts:
     """One kind of accelerator, as JAX counts devices: a GPU, or a TPU chip."""
 
     name: str  # as in a topology, e.g. "h100"
-    title: str  # the device in words
-    kind: str  # pattern of the driver's name for it, which `name` matches too
-    # Dense peak of matrix products by dtype: "bf16" (and f16), "f32", and where the device has them "tf32" and "fp8".
-    # Of a TPU "f32" is the bf16 figure: JAX's default precision is one bf16 pass.
+    title: str  # the full name of the device
+    kind: str  # pattern of the driver's name, which also matches `name`
+    # Dense peak of matrix products by dtype: "bf16" (and f16), "f32", and if supported "tf32" and "fp8".
+    # For a TPU "f32" is the bf16 figure: JAX's default precision is one bf16 pass.
     flops_per_s: Mapping[str, float]
-    hbm_bytes: int  # memory that programs can have, before the runtime takes its own part
-    hbm_bytes_per_s: float  # peak bandwidth of it
+    hbm_bytes: int  # memory for programs, before the runtime takes its part
+    hbm_bytes_per_s: float  # its peak bandwidth
     fast: DeviceLink  # between neighbours, by device: NVLink, or all ICI links of a chip
-    fast_group: int  # most devices that such links join
+    fast_group: int  # most devices joined by such links
     slow: DeviceLink  # between groups, by device: network adapter, or data-center network
-    matmul: Reached  # what large matrix products reach of the peak
-    attention: Reached  # what attention in one kernel reaches of it
+    matmul: Reached  # share of the peak that large matrix products reach
+    attention: Reached  # share of the peak that attention in one kernel reaches
     sheet: str  # the data sheet, or the page about it
-    host: DeviceLink | None = None  # between the device and the host's memory; None where no rate is published
-    target: GpuTarget | None = None  # what the GPU compiler asks for; None for a TPU, whose compiler knows its devices
-    spec: str = ""  # where XLA has that from
+    host: DeviceLink | None = None  # between the device and the host's memory; None if no rate is published
+    target: GpuTarget | None = None  # for the GPU compiler; None for a TPU, whose compiler knows its devices
+    spec: str = ""  # XLA's source of it
     dims: int = 0  # extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU
-    # Where numbers are from that are not the table's.
+    # Sources of numbers that differ from the table's.
     stated_in: Mapping[str, str] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property
@@ -164,12 +164,12 @@ class DeviceFacts:
 
     @property
     def hosts_share_links(self) -> bool:
-        """Whether the fast links of a GPU go on beyond a host, as in a rack of GB200."""
+        """Whether the fast links of a GPU extend beyond a host, as in a GB200 rack."""
         return not self.dims and self.fast_group > 8
 
     @property
     def sources(self) -> dict[str, str]:
-        """For every number where it is from."""
+        """The source of every number."""
         if self.dims:
             found = {
                 "flops_per_s": f"{self.sheet}: peak compute per chip (bf16)",
@@ -192,7 +192,7 @@ class DeviceFacts:
     def product_flops_per_s(self, dtype: str) -> float:
         """Peak of matrix products over arrays of a dtype, by its name in numpy or XLA, at JAX's default precision.
 
-        float32 runs in TF32 where the device has it, as XLA:GPU allows; fp8 without units of its own in bf16.
+        float32 runs in TF32 if the device has it, as XLA:GPU allows; fp8 runs in bf16 without fp8 units.
         """
         peaks = self.flops_per_s
         if dtype.startswith(("float8", "f8")):
@@ -205,7 +205,7 @@ class DeviceFacts:
 def _gpu(
     name: str, title: str, kind: str, *, target: GpuTarget, spec: str, group: int = 8, **facts: Any
 ) -> DeviceFacts:
-    """A GPU; its memory is what its description for the compiler says, the rest as of an H100 where it is not given."""
+    """A GPU; its memory is that of its compiler description, and figures not given are those of an H100."""
     return DeviceFacts(
         name=name,
         title=title,
@@ -255,7 +255,7 @@ _NVLINK3, _NVLINK4, _NVLINK5 = (DeviceLink(rate, f"NVLink {n}", 82) for n, rate 
 _IB_200 = DeviceLink(25, "one 200 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
 _IB_400 = DeviceLink(50, "one 400 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
 
-# One way; the data sheets count both together. Google publishes no such rate for its TPUs.
+# One way; data sheets give the sum of both. Google does not publish such a rate for its TPUs.
 _PCIE_4 = DeviceLink(32, "PCIe 4 x16, half of the data sheet's 64 GB/s")
 _PCIE_5 = DeviceLink(64, "PCIe 5 x16, half of the data sheet's 128 GB/s")
 _C2C = DeviceLink(225, "NVLink-C2C, 900 GB/s both ways for the two GPUs of a superchip")
@@ -385,7 +385,7 @@ _ALL = (
     *(
         _tpu(*row)
         for row in (
-            # Name, the driver's, peak, GiB, GB/s, pod, dims of a slice; GB/s of its links, how many; of the network.
+            # Name, the driver's, peak, GiB, GB/s, pod, dims of a slice; GB/s and number of its links; network.
             ("v5e", "v5 ?(lite|e)", 197e12, 15.75, 819, 256, 2, 180, "four", 3.125, "6.4 Tb/s for a pod of 256 chips"),
             ("v5p", "v5p?", 459e12, 95.74, 2765, 8960, 3, 540, "six", 6.25, "200 Gb/s for a host of four chips"),
             ("v6e", "v6 ?(lite|e)", 918e12, 31.25, 1640, 256, 2, 360, "four", 12.5, "25.6 Tb/s for a pod of 256 chips"),
@@ -394,7 +394,7 @@ _ALL = (
 )
 DEVICES: Mapping[str, DeviceFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
 
-# Machines that clouds rent, by their own names: a device above, with the adapters that one of its hosts of 8 has.
+# Cloud machines, by their own names: a device above, with the adapters of one of its 8-GPU hosts.
 _EFA = "EFA"
 
 
@@ -418,8 +418,8 @@ CLOUDS: Mapping[str, DeviceFacts] = types.MappingProxyType(
     }
 )
 
-# Devices of which no cluster is planned: what the driver calls them, dense bf16 (of a V100 fp16) for each device as JAX
-# counts them, and the source. Where a sheet gives the figure with sparsity, half of it is taken.
+# Devices that clusters are not planned for: the driver's name, dense bf16 (fp16 for a V100) per device as JAX counts
+# them, and the source. If a data sheet gives the figure with sparsity, half of it is used.
 _PEAKS_ALONE = (
     (r"\bGH200\b", _HOPPER["bf16"], "GH200 data sheet"),
     (r"\bH[12]00 NVL\b", 835.5e12, "H100 NVL and H200 NVL data sheets"),
@@ -437,7 +437,7 @@ _PEAKS_ALONE = (
 def device_of(kind: str) -> DeviceFacts | None:
     """The row of a device by its driver's name for it, or by a name of this table, or the start of one.
 
-    A card or a part of a device has the row of the device. None if there is none.
+    A card or a part of a device has the row of the device. None if the device is unknown.
 
     Example:
         >>> device_of("NVIDIA A100-SXM4-40GB").name
@@ -449,7 +449,7 @@ def device_of(kind: str) -> DeviceFacts | None:
 def peak_of(kind: str) -> tuple[float, str] | None:
     """Dense peak of products of 16-bit numbers, in operations a second, and its source; by the driver's name.
 
-    None where it is not known: also for a slice of a GPU, whose size its name says only in part.
+    None if unknown, as for a slice of a GPU, whose name gives its size only in part.
     """
     if re.search(r"\bMIG\b", kind):
         return None

@@ -14,11 +14,11 @@ from jshard.facts.devices import DEVICES
 
 
 class OccupancyError(ShardingError):
-    """A GPU, a thread block or a footprint of communication that the model does not know, or that cannot be."""
+    """A GPU, a thread block or a communication footprint that is unknown to the model or impossible."""
 
 
 class OccupancyWarning(UserWarning):
-    """An answer for something near to what was asked for, and not for that itself."""
+    """An answer for something close to the request, not for the request itself."""
 
 
 KIB = 1024
@@ -30,7 +30,7 @@ _GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capab
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """One kind of GPU, as far as it decides which thread blocks run side by side.
+    """The limits of one kind of GPU that decide which thread blocks run side by side.
 
     Example:
         >>> gpu("h200").smem_per_block_bytes // 1024
@@ -38,27 +38,27 @@ class GpuFacts:
     """
 
     name: str  # as in `jshard occupancy --gpu`, e.g. "h200"
-    title: str  # the GPU in words
-    arch: str  # what code is compiled for, e.g. "sm_90"
+    title: str  # the full name of the GPU
+    arch: str  # the target architecture, e.g. "sm_90"
     num_sms: int  # multiprocessors
     smem_per_sm_bytes: int  # shared memory of a multiprocessor
-    smem_per_block_bytes: int  # the most that one block can ask for
+    smem_per_block_bytes: int  # the maximum per block
     threads_per_sm: int = 2048  # resident at once
     blocks_per_sm: int = 32  # resident at once
-    # The same for all of them:
-    smem_reserved_bytes: int = KIB  # what the driver takes of shared memory for every block
-    smem_unit_bytes: int = 128  # what a block takes is rounded up to this
-    threads_per_block: int = 1024  # the most in one block
+    # The same for all GPUs:
+    smem_reserved_bytes: int = KIB  # shared memory reserved by the driver per block
+    smem_unit_bytes: int = 128  # a block's shared memory is rounded up to this
+    threads_per_block: int = 1024  # the maximum per block
     warp_size: int = 32
-    partitions: int = 4  # of a multiprocessor; each has a part of the registers and of the warps
+    partitions: int = 4  # of a multiprocessor; each has a share of the registers and warps
     registers_per_sm: int = 65536  # of 32 bits
-    registers_per_thread: int = 255  # the most of one thread
-    register_unit: int = 256  # the registers of a warp are rounded up to this
-    sources: Mapping[str, str] = dataclasses.field(compare=False)  # where all of this is from
+    registers_per_thread: int = 255  # the maximum per thread
+    register_unit: int = 256  # a warp's registers are rounded up to this
+    sources: Mapping[str, str] = dataclasses.field(compare=False)  # the sources of these numbers
 
     @property
     def warps_per_sm(self) -> int:
-        """Warps that are resident at once."""
+        """The number of warps resident at once."""
         return self.threads_per_sm // self.warp_size
 
     @property
@@ -100,7 +100,7 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
 
 
 def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
-    """A GPU that `jshard plan` knows: its description for the compiler is there already."""
+    """A GPU that `jshard plan` knows, built from its description for the compiler."""
     facts = DEVICES[device or name]
     target = facts.target
     assert target is not None and target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
@@ -140,14 +140,14 @@ _OTHERS = {"pcie": "a PCIe card", "mig": "a part of a GPU (MIG)"}
 
 
 def gpu(name: str) -> GpuFacts:
-    """The facts of a GPU, by its name here, in a topology, or as the driver says it ("NVIDIA A100-SXM4-80GB").
+    """The limits of a GPU, by its name here, in a topology, or from the driver ("NVIDIA A100-SXM4-80GB").
 
     Raises:
-        OccupancyError: the GPU is not known; the error names those that are.
+        OccupancyError: the GPU is unknown; the error lists the known ones.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
     found = [GPUS[word] for word in words if word in GPUS]
-    # An A100 on a PCIe card is a whole one.
+    # An A100 on a PCIe card has all multiprocessors.
     odd = [word for word in words if word in _OTHERS and not (word == "pcie" and found and found[0].name == "a100")]
     if not found or odd:
         raise _unknown(name, words, odd)

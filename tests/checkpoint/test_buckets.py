@@ -126,7 +126,7 @@ def test_a_file_is_written_in_parts_and_read_in_ranges_while_requests_fail(
     do_all(reads(folder, "f", wanted, sums=index.sums, end=index.index_begin), threads=folder.threads)
     np.testing.assert_array_equal(read, values)
     assert num_bytes < 8 << 20 or (server.count("PUT", "partNumber=") >= 7 and server.count("GET") > 10)
-    with pytest.raises(OSError, match=f"it ends 1 bytes too early.*{place}"):
+    with pytest.raises(OSError, match=f"the file is 1 bytes too short.*{place}"):
         folder.read("f", size - 63, [memoryview(tail)])
 
 

@@ -189,7 +189,7 @@ def test_a_save_whose_folder_was_taken_is_not_sealed(tmp_path, gate):
     ckpt.save_async(1, state(1))
     (tmp_path / "1.owner").write_text('{"host": "other", "process_id": 5}')
     gate.open.set()
-    with pytest.raises(RunError, match="another save took the folder while this one wrote: process 5 on other"):
+    with pytest.raises(RunError, match="another save took the folder during this one: process 5 on other"):
         ckpt.wait()
     assert ckpt.steps() == []
 
@@ -223,9 +223,9 @@ def test_a_program_that_ends_completes_its_saves_or_says_that_they_are_lost(tmp_
     assert ended.returncode == 1 and "KeyError: 'mine'" in ended.stderr
     assert checkpoint.restore(tmp_path / "whole", {"w": jnp.zeros(4), "step": 0})["step"] == 7
     reported = (
-        f"it began to save.\nThe checkpoint could not be written.\n  where: {tmp_path}/full\n  why:   No space left"
+        f"save of a checkpoint.\nThe checkpoint could not be written.\n  where: {tmp_path}/full\n  why:   No space left"
     )
-    assert ended.stderr.count("ends without") == 1 and reported in ended.stderr
+    assert ended.stderr.count("ends with an") == 1 and reported in ended.stderr
 
 
 def test_what_others_log_meanwhile_is_shown(caplog):
@@ -290,7 +290,7 @@ def test_falling_back_goes_to_the_newest_good_one_and_says_so(damaged):
     texts = [str(warning.message) for warning in reported]
     for step, text in zip((3, 2), texts, strict=True):
         assert text.startswith(f"checkpoint {damaged.path(step)} is damaged; going back to step {step - 1}.\n")
-    assert "are not those that were saved" in texts[0] and "safetensors  is missing" in texts[1]
+    assert "differ from the saved ones" in texts[0] and "safetensors  is missing" in texts[1]
 
 
 def test_without_it_the_damage_is_an_error_that_names_the_others(damaged):

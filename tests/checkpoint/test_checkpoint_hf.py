@@ -144,12 +144,12 @@ def test_the_way_out_is_the_inverse():
 
 def test_names_that_do_not_fit_are_told():
     theirs = {name: numbered(shape) for name, shape in THEIRS.items()} | {"wk.weight": numbered((4, 7))}
-    with pytest.raises(CheckpointError, match="What is stored of qkv does not fit together") as caught:
+    with pytest.raises(CheckpointError, match="The stored arrays of qkv do not fit together") as caught:
         NamedSource(Held(theirs), LLAMA)
     assert caught.value.where[1] == "wk.weight  (4, 7) float32"
-    with pytest.raises(CheckpointError, match=r"fused is not 3 parts(.|\n)*fused.weight  \(6, 13\)"):
+    with pytest.raises(CheckpointError, match=r"fused does not have 3 parts(.|\n)*fused.weight  \(6, 13\)"):
         NamedSource(Held({"fused.weight": numbered((6, 13))}), {"fused": LLAMA["fused"]})
-    with pytest.raises(ValueError, match="one array"):
+    with pytest.raises(ValueError, match="a single array"):
         Stored("fused.weight", parts=3, transpose=True)
     with pytest.raises(CheckpointError, match="qkv cannot be cut into 3 arrays"):
         ForeignSource(Held({"qkv": numbered((6, 17))}), LLAMA)

@@ -102,7 +102,7 @@ def test_a_file_of_another_checkpoint_is_found(saved, files, tmp_path):
     checkpoint.save(tmp_path / "c", other | {"large": other["large"] * 2})
     assert (tmp_path / "c" / "arrays" / DATA).stat().st_size == (saved / "arrays" / DATA).stat().st_size
     (saved / "arrays" / DATA).write_bytes((tmp_path / "c" / "arrays" / DATA).read_bytes())
-    with pytest.raises(RunError, match="it is of another checkpoint than the manifest"):
+    with pytest.raises(RunError, match="it belongs to another checkpoint than the manifest"):
         checkpoint.restore(saved, like=other)
 
 

@@ -197,9 +197,9 @@ def test_lines_to_paste_work(run):
     assert jax.tree.structure(nnx.state(restored["optimizer"])) == jax.tree.structure(nnx.state(chain["optimizer"]))
     model = checkpoint.restore(path, {"net": Net()}, rename={"net": "model"})["net"]
     np.testing.assert_array_equal(model.up.kernel, Net().up.kernel)
-    with pytest.warns(checkpoint.CheckpointWarning, match="6 leaves stay as `like` has them"):
+    with pytest.warns(checkpoint.CheckpointWarning, match="6 leaves keep their values in `like`"):
         checkpoint.restore(path, state(Net(tail=True)), missing="init")
-    with pytest.warns(checkpoint.CheckpointWarning, match="3 stored leaves are left out"):
+    with pytest.warns(checkpoint.CheckpointWarning, match="3 stored leaves are skipped"):
         checkpoint.restore(path, state(Net(bias=False)), extra="ignore")
     assert Checkpointer(run / "checkpoints").restore(state(), step=200)["step"] == 0
     assert checkpoint.restore(run / "checkpoints" / "100", state(), verify=False)["step"] == 0

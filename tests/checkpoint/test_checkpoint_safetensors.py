@@ -78,7 +78,7 @@ def test_the_package_reads_what_is_written_and_writes_what_is_read(tmp_path):
 
 def test_nothing_is_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     write_safetensors(tmp_path / "c", Held({"w": W}))
-    with pytest.raises(CheckpointError, match="there are such files already"):
+    with pytest.raises(CheckpointError, match="such files already exist"):
         write_safetensors(tmp_path / "c", Held({"w": W * 2}), max_shard_bytes=1)
     check_source(SafetensorsSource(tmp_path / "c"), {"w": W})
     monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -88,12 +88,12 @@ def test_nothing_is_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeyp
 
 
 def test_what_cannot_be_written_is_told_before(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no such dtype for 1 arrays.\n  where: w  complex128"):
+    with pytest.raises(CheckpointError, match=r"not support the dtypes of 1 arrays.\n  where: w  complex128"):
         write_safetensors(tmp_path / "c", Held({"w": W.astype(np.complex128), "x": W}))
     assert not (tmp_path / "c").exists()
     source = Held({"w": W})
     source.arrays["w"] = W[:2]
-    with pytest.raises(ValueError, match="was said to be"):
+    with pytest.raises(ValueError, match="was declared as"):
         write_safetensors(tmp_path / "c", source)
     assert list((tmp_path / "c").iterdir()) == []
     path = write_raw(tmp_path / "c.safetensors", {"w": entry("F4", [16], 0, 8), "x": entry("F99", [1], 0, 4)}, EIGHT)
@@ -108,9 +108,9 @@ EIGHT = bytes(8)
 DAMAGED = {
     "empty": (b"", "its header would have 0 bytes; the file has 0."),
     "huge": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes"),
-    "no json": (b"{nope", "its header is no JSON"),
-    "no table": (b"[]", "its header is no table"),
-    "deep": (b"[" * 100_000, "its header is no JSON"),
+    "no json": (b"{nope", "its header is not JSON"),
+    "no table": (b"[]", "its header is not a table"),
+    "deep": (b"[" * 100_000, "its header is not JSON"),
     "past the end": ({"w": entry("F32", [4], 0, 16)}, r"w cannot be F32 \[4\] at \[0, 16\]: the data has 8 bytes"),
     "backwards": ({"w": entry("F32", [2], 8, 0)}, "w cannot be F32"),
     "negative": ({"w": entry("F32", [-2], 0, 8)}, "w cannot be F32"),
@@ -173,10 +173,10 @@ def test_an_index_that_does_not_fit_is_told(tmp_path):
         (tmp_path / INDEX).write_text(json.dumps(index))
 
     for index, text in (
-        ({"weight_map": {"a": "../a.safetensors"}}, r"names what is no file beside it: \.\./a"),
+        ({"weight_map": {"a": "../a.safetensors"}}, r"names something that is not a file beside it: \.\./a"),
         ({"weight_map": {"a": "gone.safetensors"}}, "files that it names are missing: gone.safetensors"),
-        ({"weight_map": [1]}, "names what is no file"),
-        ({}, "no index with a weight_map"),
+        ({"weight_map": [1]}, "names something that is not a file"),
+        ({}, "not an index with a weight_map"),
     ):
         put(index)
         with pytest.raises(RunError, match=text):
@@ -188,7 +188,7 @@ def test_nothing_to_read(tmp_path):
         SafetensorsSource(tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"neither model.*json nor a file"):
         SafetensorsSource(tmp_path)
-    with pytest.raises(CheckpointError, match="Checkpoints cannot be there"):
+    with pytest.raises(CheckpointError, match="Checkpoints cannot be stored there"):
         SafetensorsSource("gs://bucket/model.safetensors")
 
 

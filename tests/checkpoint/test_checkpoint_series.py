@@ -99,10 +99,10 @@ def test_what_is_not_of_this_series_never_counts_and_stays(tmp_path):
         ckpt.save(step, {"step": step})
     assert ckpt.steps() == [2]
     assert set(names(tmp_path)) == {*others, "6", "2", "history.jsonl", "series.json"}
-    with pytest.raises(CheckpointError, match=r"at that path already, without commit_success\.txt"):
+    with pytest.raises(CheckpointError, match=r"that path already exists, without commit_success\.txt"):
         ckpt.save(7, {"step": 7})
     assert (tmp_path / "7" / "file").read_text() == "mine"
-    with pytest.raises(CheckpointError, match="something at that path already"):
+    with pytest.raises(CheckpointError, match="that path already exists"):
         ckpt.save(6, {"step": 6})
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_copied_in_by_hand_counts_and_stays(tmp_path):
 
 
 def test_at_least_one_is_kept(tmp_path):
-    with pytest.raises(CheckpointError, match="the last good one always stays"):
+    with pytest.raises(CheckpointError, match="the last good checkpoint always stays"):
         Checkpointer(tmp_path, keep=0)
 
 
@@ -285,7 +285,7 @@ def test_the_line_to_paste_leads_to_the_older_one(two, tmp_path):
     subprocess.run(re.search("mv .*", caught.value.do)[0], shell=True, check=True)
     assert raw(ckpt.restore(like=state(1, size=4096))) == raw(state(1, size=4096))
     max(ckpt.path(1).rglob("*"), key=lambda file: file.stat().st_size).unlink()
-    with pytest.raises(RunError, match=r"other complete checkpoints: none.\n.*start the run anew"):
+    with pytest.raises(RunError, match=r"other complete checkpoints: none.\n.*start the run again"):
         ckpt.restore(like=state(1, size=4096))
 
 
@@ -303,11 +303,11 @@ def test_a_run_that_went_back_saves_the_damaged_steps_again(tmp_path):
         with pytest.warns(CheckpointWarning, match=r"(?s)going back to step 1\..*at once by set_aside_newer\(1\)"):
             assert ckpt.restore(like=like, fall_back=True)["step"] == 1
         assert ckpt.should_save(2)
-        with pytest.warns(CheckpointWarning, match=r"/2 is now called 2\.damaged"):
+        with pytest.warns(CheckpointWarning, match=r"/2 is now named 2\.damaged"):
             ckpt.save(2, like)
         assert not ckpt.should_save(2) and names(ckpt.folder)[:3] == ["1", "2", "2.damaged"]
         assert raw(ckpt.restore(like=like)) == raw(like)
         ckpt.path(3).mkdir()  # copied by half
-        with pytest.warns(CheckpointWarning, match=r"/3 is now called 3\.damaged"):
+        with pytest.warns(CheckpointWarning, match=r"/3 is now named 3\.damaged"):
             ckpt.set_aside_newer(2)
         ckpt.save(3, like)

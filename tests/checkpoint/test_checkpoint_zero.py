@@ -138,7 +138,7 @@ def test_damage_is_found(folder, name):
 
 def test_other_stages_tensor_parallelism_and_code_are_refused(tmp_path):
     write(tmp_path / "two", stage=2)
-    with pytest.raises(CheckpointError, match="it is of ZeRO stage 2") as caught:
+    with pytest.raises(CheckpointError, match="it is from ZeRO stage 2") as caught:
         ZeroSource(tmp_path / "two")
     assert "zero_to_fp32.py" in str(caught.value)
     write(tmp_path / "cut", tensor_rank=1)

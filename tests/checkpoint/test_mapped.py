@@ -83,7 +83,7 @@ def test_a_changed_bit_and_a_file_that_is_cut_are_refused(saved):
     data = bytearray(file.read_bytes())
     data[300_000] ^= 1
     file.write_bytes(data)
-    with pytest.raises(RunError, match="another sum"):
+    with pytest.raises(RunError, match="do not match their checksum"):
         checkpoint.restore(saved, like(), map=True)
     checkpoint.restore(saved, like(), map=True, verify=False)
     file.write_bytes(data[: len(data) // 2])
@@ -94,7 +94,7 @@ def test_a_changed_bit_and_a_file_that_is_cut_are_refused(saved):
 
 def test_on_a_network_it_is_read(saved, monkeypatch):
     monkeypatch.setattr(file_io, "LOCAL", {})
-    with pytest.warns(checkpoint.CheckpointWarning, match="it was read, and not mapped: it is not on a disk of this"):
+    with pytest.warns(checkpoint.CheckpointWarning, match="it was read, not mapped: it is not on a local disk"):
         restored = checkpoint.restore(saved, like(), map=True)
     assert not in_file(restored["w"])
     assert_equal(restored)

@@ -108,7 +108,7 @@ def test_a_copy_on_a_disk_is_a_checkpoint(series: BucketPath, tmp_path: Path):
         (tmp_path / name).write_bytes((series / name).read_bytes())
     check(js.checkpoint.restore(tmp_path / "5", state(0)), 5)
     check(Checkpointer(tmp_path).restore(state(0)), 5)
-    with pytest.raises(CheckpointError, match="there is something at that path already"):
+    with pytest.raises(CheckpointError, match="that path already exists"):
         js.checkpoint.save(f"{series}/5", state(6))
 
 
@@ -155,14 +155,14 @@ def test_what_was_left_is_removed_and_what_is_damaged_does_not_count(server: Ser
         (series / "3/arrays/x.safetensors").write(b"of a process that died")
         (file,) = [name for name in series.objects() if name.startswith("2/arrays/")]
         (series / file).write(b"cut off")
-        with pytest.warns(CheckpointWarning, match="damaged and do not count"):
+        with pytest.warns(CheckpointWarning, match="damaged and ignored"):
             assert ckpt.latest() == 1
-        with pytest.warns(CheckpointWarning, match="its manifest is now called"):
+        with pytest.warns(CheckpointWarning, match="its manifest is now named"):
             ckpt.save(2, state(2))
         assert ckpt.steps() == [1, 2] and not any(name.startswith("3/") for name in series.objects())
         check(ckpt.restore(state(0)), 2)
     (series / "9/mine.txt").write(b"of somebody")
-    with pytest.raises(CheckpointError, match=r"at that path already, without jshard\.json"):
+    with pytest.raises(CheckpointError, match=r"that path already exists, without jshard\.json"):
         Checkpointer(str(series)).save(9, state(9))
     assert series.objects()["9/mine.txt"] == 11
 
@@ -172,7 +172,7 @@ def test_two_runs_cannot_write_one_series(series: BucketPath, monkeypatch: pytes
     first, second = Checkpointer(str(series)), Checkpointer(str(series))
     first.save(1, state(1))
     with (
-        pytest.warns(CheckpointWarning, match="may still write it; waiting for a sign"),
+        pytest.warns(CheckpointWarning, match="may still write to it; waiting up to"),
         pytest.raises(CheckpointError, match=rf"(?s)another run's.*process {os.getpid()} on .* has just renewed"),
     ):
         second.save(2, state(2))
@@ -202,7 +202,7 @@ def test_of_many_that_take_a_series_whose_run_is_silent_one_gets_it(
         except CheckpointError:
             pass
 
-    with pytest.warns(CheckpointWarning, match="waiting for a sign"), ThreadPoolExecutor(4) as pool:
+    with pytest.warns(CheckpointWarning, match="may still write to it; waiting"), ThreadPoolExecutor(4) as pool:
         list(pool.map(take, leases))
     # Others may come to it once more, as the winner is as silent: nobody has it who was not the last.
     assert taken

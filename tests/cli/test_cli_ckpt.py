@@ -140,7 +140,7 @@ def test_a_step_that_was_copied_by_half_is_listed_and_no_checkpoint(run, ckpt):
     folder = Path(shutil.copytree(run, "run")) / "checkpoints"
     (Path(shutil.copytree(folder / "200", folder / "300")) / "commit_success.txt").unlink()
     text = ckpt("ls", "run")[1]
-    assert "INCOMPLETE" in text and "300: a folder without commit_success.txt, copied by half" in text
+    assert "INCOMPLETE" in text and "300: a folder without commit_success.txt: an incomplete copy" in text
     code, reported = ckpt("verify", "run", "--all", "--json")
     assert (code, [verdict["is_good"] for verdict in reported]) == (1, [True, True, False])
     assert ckpt("verify", "run")[0] == 0  # the newest is that of step 200
@@ -346,7 +346,7 @@ def test_an_import_of_two_names_of_one_path_names_them_and_leaves_nothing(capsys
     written_by_the_package("c", {name: np.full(4, n, np.float32) for n, name in enumerate(["a/b", "a.b"])})
     assert cli.main(["ckpt", "import", "c", "new/out"]) == 2
     reported = capsys.readouterr().err
-    assert "a.b  and a/b: a/b" in reported and "make room" not in reported, reported
+    assert "a.b  and a/b: a/b" in reported and "free some space" not in reported, reported
     assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
@@ -367,7 +367,7 @@ def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
         monkeypatch.setattr(SafetensorsSource, "read", fails)
         assert cli.main(["ckpt", "import", "c", "new/out"]) == code
         reported = capsys.readouterr().err
-        assert why in reported and "make room" not in reported, reported
+        assert why in reported and "free some space" not in reported, reported
         assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 

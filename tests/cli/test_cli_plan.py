@@ -87,18 +87,18 @@ def test_a_crash_is_told_with_the_last_lines(folder, monkeypatch):
         compile_step(request())
     assert isinstance(error.value, RunError)
     assert str(error.value) == (
-        "The process that compiles has failed.\n"
+        "The compiling process failed.\n"
         "  where: my_model.py for h100:1x2\n"
         "  why:   signal 6; its last lines:\n"
         + "".join(f"         {n}\n" for n in range(14, 21))
         + "         F0000 check failed\n"
-        "  do:    --debug shows all of it; an error in the model file is to be corrected there."
+        "  do:    --debug shows all its output; correct errors in the model file there."
     )
 
 
 def test_a_killed_process_is_told_as_one_without_memory(folder, monkeypatch):
     interpreter(folder, monkeypatch, "kill -9 $$")
-    with pytest.raises(CompileError, match="signal 9, and it said nothing") as error:
+    with pytest.raises(CompileError, match="signal 9, without output") as error:
         compile_step(request())
     assert error.value.do.startswith("give it more memory")
 
@@ -107,7 +107,7 @@ def test_a_compiler_that_takes_too_long_is_stopped(folder, monkeypatch):
     interpreter(folder, monkeypatch, "exec sleep 600")
     with pytest.raises(CompileError) as error:
         compile_step(request(), timeout_s=0.05)
-    assert error.value.what == "Compiling takes too long."
+    assert error.value.what == "Compiling took too long."
     assert "stopped after 0.05 s" in error.value.why
 
 
@@ -127,7 +127,7 @@ def test_the_child_touches_no_accelerator_and_gets_no_flags():
     assert (found["JAX_PLATFORMS"], found["TPU_SKIP_MDS_QUERY"]) == ("cpu", "1")
     assert "XLA_FLAGS" not in found and found["PATH"] == "/bin"
     assert unused_flags(given) == (
-        "not used: --xla_gpu_x=1 of the environment; a plan is compiled with --options alone."
+        "not used: --xla_gpu_x=1 of the environment; a plan is compiled only with --options."
     )
     assert unused_flags({"XLA_FLAGS": "--xla_cpu_y=2 --xla_force_host_platform_device_count=8"}) is None
 

@@ -62,7 +62,7 @@ def test_what_is_unknown_is_dropped_with_one_warning():
         found = options_for("memory", platform="gpu", overrides={}, try_compile=compiler("xla_gpu_pipeline_all_gather"))
     assert found == {"xla_gpu_pipeline_all_gather": ON}
     assert [str(one.message) for one in caught] == [
-        "This version of the compiler does not know these options, and runs without them: "
+        "This version of the compiler does not know these options and runs without them: "
         f"{LIMIT}, xla_gpu_enable_pipelined_reduce_scatter or xla_gpu_pipeline_reduce_scatter."
     ]
 
@@ -106,7 +106,7 @@ def test_unknown_profile_and_platform():
     assert refused(platform="npu") == (
         "There is no platform 'npu'.\n"
         "  where: js.compiler_options(platform='npu')\n"
-        "  why:   it is one of gpu, tpu, cpu, or a device: "
+        "  why:   it must be gpu, tpu, cpu, or a device: "
         "h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
         '  do:    js.compiler_options(platform="gpu")'
     )

@@ -53,7 +53,7 @@ def test_a_file_that_changes_nothing_is_the_row(tmp_path):
 WRONG = {
     "no file": (None, "No such file"),
     "no TOML": ("like = ", "Invalid value"),
-    "no like": ('title = "x"\nsource = "y"\n', "it is missing, and should be a text"),
+    "no like": ('title = "x"\nsource = "y"\n', "it is missing, and should be a quoted string"),
     "other like": (H20.replace('"h200"', '"h20"'), 'like = "h200"'),
     "key": (H20.replace("hbm_bytes =", "hbm_byte ="), "do:    hbm_bytes"),
     "dtype": (H20.replace("bf16", "bf61"), r"do:    flops_per_s.bf16"),
@@ -61,7 +61,7 @@ WRONG = {
     "zero": (H20.replace("core_count = 78", "core_count = 0"), "it is 0, and should be"),
     "order": (H20.replace("least = 70", "least = 85"), "least <= stated <= most"),
     "percent": (H20.replace("most = 90", "most = 120"), "they are 70, 80, 120, in percent"),
-    "cores of a TPU": (H20.replace('"h200"', '"v5e"'), "is not described to its compiler"),
+    "cores of a TPU": (H20.replace('"h200"', '"v5e"'), "has no description for its compiler"),
     "host of a TPU": ('like = "v5e"\ntitle = "x"\nsource = "y"\nhost = { name = "PCIe" }\n', "has no gb_per_s either"),
 }
 
@@ -72,7 +72,7 @@ def test_what_describes_no_device_is_refused(tmp_path, case):
     path = tmp_path / "h20.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ShardingError, match="The file describes no device") as caught:
+    with pytest.raises(ShardingError, match="The file does not describe a device") as caught:
         parse_topology(f"{path}:1x8")
     assert said in str(caught.value) and str(path) in str(caught.value)
 

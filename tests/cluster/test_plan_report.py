@@ -72,8 +72,8 @@ def test_where_nothing_helps_it_says_so(tried, text):
 
 def test_close_to_the_limit_a_plan_says_that_overlap_is_gone():
     near, far = (" ".join(str(plan_of(peak)).split()) for peak in (0.95, 0.5))
-    assert "of the communication is hidden. --unit remat=full, or --set accumulate=2, leaves it room." in near
-    assert "leaves it room" not in far
+    assert "of the communication is hidden. --unit remat=full, or --set accumulate=2, frees memory." in near
+    assert "frees memory" not in far
 
 
 def test_the_json_has_what_is_published_of_runs_and_where_the_time_goes():
@@ -96,7 +96,7 @@ def test_a_replay_of_a_compiled_step_tells_that_it_follows_no_copies():
     (line,) = plans[1].left_out
     assert line == (
         "not in the estimate: copies to and from the host, where 3.00 GiB are;"
-        " to move that once takes 62.9 ms at 51.2 GB/s"
+        " moving that once takes 62.9 ms at 51.2 GB/s"
     )
     assert line in " ".join(str(plans[1]).split()) and plans[1].to_dict()["left_out"] == [line]
 
@@ -109,7 +109,7 @@ def test_strategies_side_by_side(monkeypatch):
 
     def compiled(asked):
         if asked.plain_flax:
-            raise RunError("The compiler has failed.", where="h100:1x8", why="it says no.", do="try again.")
+            raise RunError("The compiler failed.", where="h100:1x8", why="it says no.", do="try again.")
         return step_of(asked, peak_bytes=int(CAPACITY * (1.25 if asked.mesh["fsdp"] == 1 else 0.25)))
 
     compiler, said = Compiler(monkeypatch, compiled), []
@@ -127,7 +127,7 @@ def test_strategies_side_by_side(monkeypatch):
     assert any(row.startswith("zero3* fsdp=8 19.8 yes ") and "%" in row for row in rows)
     assert "gspmd fsdp=8 - - - - - - - - -" in rows
     assert rows[-4:] == [
-        "gspmd: The compiler has failed.",
+        "gspmd: The compiler failed.",
         "where: h100:1x8",
         "why: it says no.",
         "do: try again.",
@@ -178,11 +178,11 @@ def test_the_quickest_that_fits_of_three_and_what_was_asked_for(monkeypatch):
     times = [row.plan.estimates.stated.step_s for row in found.compiled]
     assert found.best is found.compiled[times.index(min(times))] is not found.compiled[0]
     assert found.fits and PlanReport(plan=plan_of(2.0), chosen=found).fits
-    reported = lines_from(found, "Ways, by the estimate")
+    reported = lines_from(found, "Configurations, by the estimate")
     at = reported.index(f"chosen: {found.best.variant.name}")
     assert " ".join(reported[at + 1 : -1]).replace(" \\", "") == found.best.command
     gain = times[0] / min(times)
-    assert reported[-1] == f"by the estimate {gain:.2f}x as fast as what was asked for."
+    assert reported[-1] == f"by the estimate {gain:.2f}x as fast as the requested configuration."
 
 
 def test_each_way_says_why_it_was_not_chosen(monkeypatch):
@@ -193,16 +193,16 @@ def test_each_way_says_why_it_was_not_chosen(monkeypatch):
     assert [way["name"] for way in ways if not way["lost"]] == [found.search.ranked[0].variant.name]
     assert {way["lost"].partition(": ")[2] or way["lost"] for way in ways[1:]} >= {"holds more", "waits more"}
     assert report["best"] == found.best.command and report["refused"] == {}
-    rows = lines_from(found, "Ways, by the estimate")
+    rows = lines_from(found, "Configurations, by the estimate")
     (asked,) = [row for row in rows if row.startswith("as asked fsdp=8 0.0 ")]
     assert ": waits" in asked
-    assert f"{len(ways)} ways were looked at, of which 0 do not fit." in " ".join(rows)
+    assert f"{len(ways)} configurations were considered; 0 do not fit." in " ".join(rows)
 
 
 def test_three_more_are_compiled_while_none_fits(monkeypatch):
     found, asked = chosen(monkeypatch, lambda asked: (1.5, 1), plan_of(2.0))
     assert len(asked) == 6 and found.best is None and not found.fits
-    assert str(found).rstrip().endswith("None of the compiled ways fits: it needs more devices, or a smaller batch.")
+    assert str(found).rstrip().endswith("No compiled configuration fits: it needs more devices, or a smaller batch.")
     assert json.loads(PlanReport(plan=plan_of(2.0), chosen=found).to_json())["chosen"]["best"] is None
 
     def third_fits(asked):
@@ -212,4 +212,4 @@ def test_three_more_are_compiled_while_none_fits(monkeypatch):
     seen = []
     found, asked = chosen(monkeypatch, third_fits, plan_of(2.0))
     assert len(asked) == 4 and found.best is found.compiled[4]
-    assert "what was asked for does not fit." in str(found)
+    assert "the requested configuration does not fit." in str(found)

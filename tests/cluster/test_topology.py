@@ -56,8 +56,8 @@ def test_unknown_device_names_the_nearest():
     assert refused("h10:64x8") == (
         "There is no device 'h10'.\n"
         "  where: --topology h10:64x8\n"
-        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e; with adapters of"
-        " their own a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100; and files, *.toml.\n"
+        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e; with their"
+        " own adapters a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100; and files, *.toml.\n"
         "  do:    --topology h100:64x8"
     )
     assert "do:    --topology a100-40:64x8  # or --topology a100-80:64x8" in refused("a100:2x8")
@@ -68,17 +68,17 @@ def test_unknown_device_names_the_nearest():
 def test_unreadable_extents_of_gpus(shape):
     said = refused(f"h100{shape}")
     assert said.startswith("The topology cannot be read.\n") and said.endswith("do:    --topology h100:64x8")
-    assert "HOSTSxGPUS or SLICESxHOSTSxGPUS, with at most 8 GPUs in a host, whole numbers from 1" in said
+    assert "HOSTSxGPUS or SLICESxHOSTSxGPUS, with at most 8 GPUs in a host, integers from 1" in said
 
 
 def test_unreadable_extents_of_tpus():
     assert refused("v5p:8x8") == (
         "The topology cannot be read.\n"
         "  where: --topology v5p:8x8\n"
-        "  why:   after v5p: comes XxYxZ, the extents of a slice, whole numbers from 1; this is '8x8'.\n"
+        "  why:   v5p: must be followed by XxYxZ, the extents of a slice, integers from 1, not '8x8'.\n"
         "  do:    --topology v5p:8x8x8"
     )
-    assert "comes XxY, the extents" in refused("v5e:2x2x2")
+    assert "followed by XxY, the extents" in refused("v5e:2x2x2")
 
 
 def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
@@ -89,7 +89,7 @@ def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
     assert str(error.value) == (
         "The GPU compiler is not installed.\n"
         "  where: jshard plan --topology\n"
-        "  why:   needed are jax[cuda12-local] and nvidia-cuda-nvcc-cu12; no GPU, driver or CUDA.\n"
+        "  why:   it needs jax[cuda12-local] and nvidia-cuda-nvcc-cu12, but no GPU, driver or CUDA.\n"
         "  do:    pip install 'jshard[plan-gpu]'"
     )
     with pytest.raises(MissingExtraError, match=r"pip install 'jshard\[plan-tpu\]'"):
@@ -100,14 +100,14 @@ def test_a_compiler_of_another_version_is_named_with_the_version_to_install(monk
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.12.0"))
     with pytest.raises(MissingExtraError) as error:
         require_compiler("gpu")
-    assert error.value.why == "jax-cuda12-plugin is of version 0.12.0, jaxlib of 0.10.2."
+    assert error.value.why == "jax-cuda12-plugin has version 0.12.0, jaxlib 0.10.2."
     assert error.value.do == "pip install jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2"
 
 
 def test_a_missing_assembler_is_named(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.10.2"))
     monkeypatch.setattr(module, "_ptxas", lambda: False)
-    with pytest.raises(MissingExtraError, match="ptxas is missing") as error:
+    with pytest.raises(MissingExtraError, match="ptxas, CUDA's assembler, is missing") as error:
         require_compiler("gpu")
     assert error.value.do == "pip install nvidia-cuda-nvcc-cu12"
 

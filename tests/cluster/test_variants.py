@@ -88,8 +88,8 @@ def test_a_name_that_is_no_strategy():
     assert str(error.value) == (
         "There is no strategy 'ddp'.\n"
         "  where: --compare zero3,ddp\n"
-        "  why:   the strategies are replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd: plain Flax under"
-        " jax.jit.\n"
+        "  why:   the strategies are replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd, which is plain"
+        " Flax under jax.jit.\n"
         "  do:    --compare replicate,zero2,zero3,hsdp,gspmd"
     )
 
@@ -164,7 +164,7 @@ def test_what_is_known_may_be_a_range_and_stated_is_its_middle():
 def test_what_cannot_be_assumed(text):
     with pytest.raises(ShardingError) as error:
         parse_known([text])
-    assert error.value.what == "The assumption about a cluster is not known." and error.value.where == (
+    assert error.value.what == "The assumption about the cluster is unknown." and error.value.where == (
         f"--assume {text}",
     )
 

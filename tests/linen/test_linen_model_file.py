@@ -224,7 +224,7 @@ def test_a_checkpoint_of_a_run_is_read_by_a_loop_of_ones_own(tmp_path):
     model = js.fully_shard(Decoder(**NOISY), mesh=js.mesh(), units=Block)
     create = lambda: model.init(jax.random.key(1), batches(1)[0]["inputs"])["params"]
     like = {"model": js.abstract_init(create, model)}
-    with pytest.warns(CheckpointWarning, match="4 stored leaves are left out"):
+    with pytest.warns(CheckpointWarning, match="4 stored leaves are skipped"):
         found = js.checkpoint.restore(whole.checkpoint, like=like, extra="ignore")["model"]
     assert found["block_0"]["Dense_0"]["kernel"].sharding.shard_shape((32, 128)) == (32, 16)
     trained = Checkpointer(whole.out / "checkpoints")

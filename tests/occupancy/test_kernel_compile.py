@@ -50,6 +50,6 @@ def test_without_the_extra():
     assert str(reported.value) == (
         "The GPU compiler is not installed.\n"
         "  where: registers and spills of a kernel\n"
-        "  why:   needed are jax[cuda12-local] and nvidia-cuda-nvcc-cu12; no GPU, driver or CUDA.\n"
+        "  why:   it needs jax[cuda12-local] and nvidia-cuda-nvcc-cu12, but no GPU, driver or CUDA.\n"
         "  do:    pip install 'jshard[plan-gpu]'"
     )

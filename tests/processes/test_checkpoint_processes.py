@@ -93,7 +93,7 @@ def what_both_hold_is_read_once(folder):
     size = sum(path.stat().st_size for path in (folder / "once" / "arrays").iterdir())
     for each in found:
         assert 0.45 * size < each["bytes"] < 0.55 * size and 0.45 * size < each["forecast"] < 0.55 * size, (size, found)
-        assert each["other leaves"]["type"] == "CheckpointError" and "do not ask for the same" in str(each)
+        assert each["other leaves"]["type"] == "CheckpointError" and "do not request the same" in str(each)
         assert "arrays/00001-000.safetensors\n         large" in each["a bit"]["text"]
         assert "ValueError: not foreseen" in each["one fails"]["text"]
 
@@ -104,8 +104,8 @@ def folders_that_are_not_shared(folder):
     assert texts == {
         "The folder for checkpoints is not shared between the processes.\n"
         f"  where: process 1 on {host}: {folder}/own-1\n"
-        f"  why:   process 0 on {host} wrote a file into {folder}/own-0, and these did not see it in 0 s.\n"
-        "  do:    name a folder on a file system that all hosts have, by the same path."
+        f"  why:   process 0 on {host} wrote a file into {folder}/own-0, and these did not see it within 0 s.\n"
+        "  do:    choose a folder on a file system that all hosts share under the same path."
     }
 
 
@@ -115,8 +115,8 @@ def what_fails_in_one_process(folder):
         found = read(folder, "apart", process)
         assert found["local"] and found["alone"] and found["equal"] and not found["afterwards"]
         assert found["kept"] == []  # no save leaves anything in the service that the processes share
-        assert "  where: key  of process 0 and of process 1\n" in found["other values"]["text"]
-        assert "1 leaves are no data.\n  where: f  a builtin_function" in found["no data"]["text"]
+        assert "  where: key  on process 0 and process 1\n" in found["other values"]["text"]
+        assert "1 leaves are not data.\n  where: f  a builtin_function" in found["no data"]["text"]
         assert {found[name]["type"] for name in ("other values", "no data")} == {"CheckpointError"}
         for name in ("_prepare", "__init__", "save_async"):
             assert found[name]["type"] == "RunError"

@@ -49,7 +49,7 @@ def test_a_column_of_parquet_and_of_a_saved_dataset(folder):
     (folder / "saved" / "dataset_info.json").write_text("{}")
     for path in ("web.parquet", "saved"):
         assert texts(load_text([path], sequence_length=16, text_key="body")).startswith(b"document ")
-        with pytest.raises(DataError, match=r"(?s)has 'body', 'id', and no 'text'.*--text-key body"):
+        with pytest.raises(DataError, match=r"(?s)has 'body', 'id', but no 'text'.*--text-key body"):
             load_text([path], sequence_length=16)
 
 
@@ -64,10 +64,10 @@ def test_token_ids_stay_as_they_are_and_another_file_is_held_out(folder):
 @pytest.mark.parametrize(
     ("path", "how", "said"),
     [
-        ("train.bin", {}, r"does not say in which dtype(.|\n)*--dtype uint16"),
+        ("train.bin", {}, r"does not record the dtype(.|\n)*--dtype uint16"),
         ("train.bin", {"dtype": "uint8"}, r"looks like uint16(.|\n)*--dtype uint16"),
         ("train.bin", {"dtype": "uint16", "vocab_size": 300}, r"token 300(.|\n)*it is 300(.|\n)*model.vocab_size=500"),
-        ("web.jsonl", {"text_key": "txt"}, r"line 1(.|\n)*'text', 'id', and no 'txt'(.|\n)*--text-key text"),
+        ("web.jsonl", {"text_key": "txt"}, r"line 1(.|\n)*'text', 'id', but no 'txt'(.|\n)*--text-key text"),
         ("web.jsonl.zst", {}, r"zstd -d web.jsonl.zst"),
         ("web.jsonl=x", {}, r"'x' is not a number above 0"),
     ],

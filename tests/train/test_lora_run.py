@@ -61,7 +61,7 @@ def test_adapters_are_trained_over_the_base_of_another_run(base, tmp_path):
     path, model = base
     mesh = js.mesh(replica=2)
     check_source(LORA, RECIPE, mesh, path)
-    with pytest.warns(CheckpointWarning, match="8 leaves stay as `like` has them"):
+    with pytest.warns(CheckpointWarning, match="8 leaves keep their values in `like`"):
         adapted, optimizer = create_from(LORA, RECIPE, mesh, path)
     assert equal(frozen(adapted), values(model)), "adapters begin as nothing"
     assert {key[-1] for key, x in nnx.to_flat_state(nnx.state(optimizer)) if x.ndim} == {"lora_a", "lora_b"}

@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_no_more(whole, data, tmp_path)
         again, lines = trained(data, out, resume=True)
     texts = [str(warning.message) for warning in warned]
     assert any("is damaged; going back to step 6" in text and "checkpoints/8" in text for text in texts)
-    assert any("is now called 8.damaged" in text for text in texts)
+    assert any("is now named 8.damaged" in text for text in texts)
     assert any(line == f"resumed from {out / 'checkpoints' / '6'}" for line in lines)
     for a, b in zip(state_of(again, js.mesh())[1], state_of(finished, js.mesh())[1], strict=True):
         np.testing.assert_array_equal(a, b)

@@ -120,7 +120,7 @@ def test_all_bad_paths_are_named_at_once(tmp_path, book):
     }
     error = refused([book, *(tmp_path / name for name in reasons)])
     assert error.where == tuple(f"{tmp_path / name}: {reason}" for name, reason in reasons.items())
-    assert error.what.startswith("6 of the files and folders given")
+    assert error.what.startswith("6 of the given files and folders")
 
 
 @pytest.fixture
@@ -146,13 +146,13 @@ def test_what_is_no_text_in_a_folder_is_left_out_with_one_warning(locked):
     (locked / "elsewhere").symlink_to(locked.parent)
     (locked / ".git").mkdir()
     (locked / ".git" / "blob").write_bytes(b"\0")
-    with pytest.warns(UserWarning, match="left out of the text") as caught:
+    with pytest.warns(UserWarning, match="are skipped:") as caught:
         data = load_text([locked], sequence_length=4)
     (warning,) = caught
     lines = str(warning.message).splitlines()
-    assert lines[0] == "3 file(s) are left out of the text:"
+    assert lines[0] == "3 file(s) are skipped:"
     assert sorted(lines[1:]) == [
-        f"  {locked}/elsewhere: a link to a folder, which is not followed; name it itself",
+        f"  {locked}/elsewhere: a link to a folder, not followed; give the folder itself",
         f"  {locked}/image.png: not text: 'utf-8' codec can't decode byte 0x89 in position 0: invalid start byte",
         f"  {locked}/locked.txt: permission denied",
     ]

@@ -127,7 +127,7 @@ def test_error_of_a_users_source_comes_back_from_a_worker(model_file, odd):
 
 
 @pytest.mark.parametrize(
-    ("act", "why"), [(kill_myself, r"killed by SIGKILL\. The system does that"), (leave, "ended with exit code 0")]
+    ("act", "why"), [(kill_myself, r"killed by SIGKILL\. The system kills"), (leave, "ended with exit code 0")]
 )
 def test_dead_worker_ends_the_run(act, why):
     batches = deadly_in_step(2, act).train(10)

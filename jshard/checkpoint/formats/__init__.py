@@ -1,8 +1,8 @@
-"""Checkpoints of other worlds: read box by box as if they were ours, and written for others to read.
+"""Checkpoints of other libraries: read box by box like jshard's, and written for other libraries.
 
 Example:
     source = foreign_source("gpt2/")                          # safetensors; a folder of PyTorch's DCP, of ZeRO-3
-    source = NamedSource(source, gpt.hf_names(config))        # under our names
+    source = NamedSource(source, gpt.hf_names(config))        # under jshard's names
     rows = source.read("tokens/embedding", (slice(0, 8), slice(None)))
 
     write_safetensors("out/", ForeignSource(ours, gpt.hf_names(config)))
@@ -27,8 +27,8 @@ from jshard.checkpoint.formats.zero import zero_folder as _zero_folder
 def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | ZeroSource | None:
     """Opens a checkpoint of another library.
 
-    None if there is none of a format that is known here. A `CheckpointError` if it cannot be read, or its pickle names
-    something that is not allowed, and a `RunError` if it is damaged.
+    Returns None if the path has no checkpoint of a known format. Raises `CheckpointError` if it cannot be read or its
+    pickle names something that is not allowed, and `RunError` if it is damaged.
     """
     path = Path(path)
     if (path / _METADATA).is_file():

@@ -1,8 +1,8 @@
 """PyTorch's distributed checkpoints (FSDP2, torchtitan), read box by box and without PyTorch.
 
-A folder holds `.metadata`, a pickle that says which tensor is in which chunks and where each chunk is; and files
-`__RANK_N.distcp` in which every chunk is a whole `torch.save` archive: a zip whose members are not compressed, so the
-numbers of a chunk are one run of bytes.
+A folder contains `.metadata`, a pickle with the chunks of each tensor and their locations, and files
+`__RANK_N.distcp`, in which every chunk is a complete `torch.save` archive: an uncompressed zip, so the numbers of a
+chunk are contiguous bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jshard.errors import printable
 METADATA = ".metadata"
 
 _DCP = "torch.distributed.checkpoint.metadata"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 and older had some of them
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # location of some of them in torch 2.2 and older
 _ALLOWED = {
     **torch_pickle.PLAIN,
     **records(_DCP, "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -75,11 +75,11 @@ class DcpSource:
         self.values = {name: places[name, None] for name in others if (name, None) in places}
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a tensor, as a new array, put together from the chunks it is in; threads may call it."""
+        """A box of a tensor, as a new array, assembled from its chunks; thread-safe."""
         return self._tensors[name].read(box)
 
 
-_Places = Mapping[tuple[str, tuple[int, ...] | None], Archive]  # by name and, of a chunk, where it begins
+_Places = Mapping[tuple[str, tuple[int, ...] | None], Archive]  # by name and, for a chunk, its start
 
 
 class _Tensor:
@@ -120,27 +120,27 @@ class _Tensor:
         return self._regions[chunk]
 
     def _check_cover(self, begin: np.ndarray, end: np.ndarray, size: int) -> None:
-        """Every number of a box is in one chunk, and in one only."""
+        """Checks that every number of a box is in exactly one chunk."""
         covered = int((end - begin).prod(axis=1).sum())
         overlap = any(
             ((begin[i] < end[i + 1 :]) & (begin[i + 1 :] < end[i])).all(axis=1).any() for i in range(len(begin) - 1)
         )
         if covered != size or overlap:
             why = (
-                f"{self._name}: of the {size} numbers asked for, the chunks hold {covered}" + ", some twice." * overlap
+                f"{self._name}: of the {size} requested numbers, the chunks hold {covered}" + ", some twice." * overlap
             )
             raise damaged(self._path / METADATA, why)
 
 
 def _metadata(path: Path) -> tuple[dict[str, Any], _Places]:
-    """What `.metadata` says of every item, and where each item, or chunk of it, is."""
+    """The metadata of every item in `.metadata`, and the location of each item or chunk."""
     file = path / METADATA
     if not file.is_file():
         raise CheckpointError(
             "There is no PyTorch distributed checkpoint to read.",
             where=str(path),
-            why=f"the folder holds no {METADATA}, which is written last.",
-            do="give the folder that torch.distributed.checkpoint.save was given.",
+            why=f"the folder has no {METADATA}, which is written last.",
+            do="give the folder passed to torch.distributed.checkpoint.save.",
         )
     with file.open("rb") as stream:
         metadata = torch_pickle.load(stream, _ALLOWED, file)
@@ -151,7 +151,7 @@ def _metadata(path: Path) -> tuple[dict[str, Any], _Places]:
         or not isinstance(stored, dict)
         or not all(isinstance(n, str) for n in described)
     ):
-        raise damaged(file, "it holds no description of a checkpoint.")
+        raise damaged(file, "it does not describe a checkpoint.")
     return described, _places(path, stored)
 
 
@@ -160,7 +160,7 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
     places = {}
     for index, info in stored.items():
         if not isinstance(index, Record) or not isinstance(info, Record):
-            raise damaged(file, "its storage_data is no table of places.")
+            raise damaged(file, "its storage_data is not a table of locations.")
         name, relative = index.get("fqn"), info.get("relative_path")
         if info.get("transform_descriptors"):
             raise CheckpointError(
@@ -173,7 +173,7 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
         numbers = (info.get("offset"), info.get("length"))
         known = isinstance(name, str) and (chunk is None or _are_sizes(chunk))
         if not known or not _is_inside(relative) or not _are_sizes(numbers):
-            raise damaged(file, f"{name} is said to be in {relative}, at {numbers}.")
+            raise damaged(file, f"it places {name} in {relative}, at {numbers}.")
         if relative not in sizes:
             if not (path / relative).is_file():
                 raise damaged(file, f"a file that it names is missing: {(path / relative).name}")
@@ -204,10 +204,10 @@ def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     chunks = chunks if isinstance(chunks, list) else []
     corners = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks if isinstance(chunk, Record)]
     if dtype is None or not _are_sizes(shape) or any(not _lies_in(shape, *corner) for corner in corners):
-        raise damaged(path / METADATA, f"{name} is said to be of shape {shape} in chunks {corners[:3]}.")
+        raise damaged(path / METADATA, f"it describes {name} as shape {shape} in chunks {corners[:3]}.")
     begins = [begin for begin, _ in corners]
     if gone := [begin for begin in begins if (name, begin) not in places]:
-        raise damaged(path / METADATA, f"it does not say where the chunks {gone[:3]} of {name} are.")
+        raise damaged(path / METADATA, f"it has no location for the chunks {gone[:3]} of {name}.")
     if len(set(begins)) < len(begins) or sum(math.prod(size) for _, size in corners) != math.prod(shape):
         raise damaged(path / METADATA, f"{len(begins)} chunks do not make up {name} of shape {shape}.")
     leaf = stored_array(shape, dtype)
@@ -220,8 +220,8 @@ def _lies_in(shape: tuple[int, ...], begin: Any, size: Any) -> bool:
     return all(a + b <= whole for a, b, whole in zip(begin, size, shape, strict=True))
 
 
-# Writes them without PyTorch: its pickles name classes of PyTorch, which need not be there. Names, and the calls that
-# rebuild its objects, are written as they are, by `_Global`, `_Call` and `_Object`.
+# Writes them without PyTorch: the pickles name PyTorch classes, which need not be installed. Names, and the calls that
+# rebuild objects, are written literally by `_Global`, `_Call` and `_Object`.
 
 _FILE = "__0_0.distcp"
 _CHUNK_BYTES = 64 << 20  # PyTorch reads whole chunks
@@ -237,10 +237,10 @@ def write_dcp(
     values: Mapping[str, int | float | str] | None = None,
     on_written: Callable[[int], object] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Writes arrays and values as a checkpoint of one rank, which any number of them can load.
+    """Writes arrays and values as a checkpoint of one rank, which any number of ranks can load.
 
-    Names get dots for slashes. A chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last: without it
-    there is no checkpoint.
+    Slashes in names become dots. One chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last:
+    without it there is no checkpoint.
     """
     folder, values = Path(folder).absolute(), values or {}
     names = [name.replace("/", ".") for name in (*source.leaves, *values)]
@@ -257,7 +257,7 @@ def _dotted(name: str) -> str:
 
 
 class _StoredItem(NamedTuple):
-    """Where an item, or a chunk of it, is in the file."""
+    """The location of an item, or of a chunk of it, in the file."""
 
     name: str
     begin: tuple[int, ...] | None
@@ -294,11 +294,11 @@ def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
         yield tuple(slice(a, min(a + step, n)) for a, step, n in zip(corner, steps, shape, strict=True))
 
 
-# What `torch.save` writes.
+# The format of `torch.save`.
 
 
 def _write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) -> int:
-    """A zip of a pickle and of the bytes of its tensors, which begin at multiples of 64; its length."""
+    """Writes a zip of a pickle and its tensors' bytes, aligned to 64; returns its length."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_STORED) as archive:
         members: dict[str, Any] = {"data.pkl": _pickled(value, protocol=2)}
@@ -310,7 +310,7 @@ def _write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...])
             padding = -(held.tell() + 30 + len(info.filename) + 4) % _ALIGNMENT
             info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
             archive.writestr(info, raw)
-            info.extra = b""  # the table at the end does not speak of the padding
+            info.extra = b""  # the central directory does not include the padding
     return stream.write(held.getbuffer())
 
 
@@ -370,7 +370,7 @@ def _size(shape: tuple[int, ...]) -> Any:
     return _Call(_Global("torch", "Size"), (tuple(shape),))
 
 
-# Pickles of objects that are not here.
+# Pickles of objects whose classes are not installed.
 
 
 class _Global(NamedTuple):
@@ -381,7 +381,7 @@ class _Global(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a function, or a class, gives for these arguments."""
+    """The result of calling a function or class with these arguments."""
 
     function: _Global
     args: tuple
@@ -389,28 +389,28 @@ class _Call(NamedTuple):
 
 @dataclasses.dataclass(eq=False)  # a key of a dict
 class _Object:
-    """An object that is made without arguments and is then given its state."""
+    """An object created without arguments, whose state is then set."""
 
     kind: _Global
     state: Any
 
 
 class _Persistent(NamedTuple):
-    """Something that is beside the pickle."""
+    """An object stored beside the pickle."""
 
     key: tuple
 
 
-_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]  # of Python: that of C asks for each name's object
+_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]  # the Python one: the C one imports each name's object
 
 
 class _Writer(_Pickler):
-    """Writes what is above as what it stands for."""
+    """Writes the classes above as the objects they stand for."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
     def persistent_id(self, obj: Any) -> Any:
-        """The key of what is beside the pickle."""
+        """The key of an object stored beside the pickle."""
         return obj.key if isinstance(obj, _Persistent) else None
 
     def _global(self, found: _Global) -> None:

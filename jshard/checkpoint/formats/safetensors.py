@@ -60,10 +60,10 @@ class SafetensorsSource:
         self.leaves: Mapping[str, StoredLeaf] = {
             name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
-        self.values: Mapping[str, Any] = {}  # the format has arrays alone
+        self.values: Mapping[str, Any] = {}  # the format only has arrays
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of an array, as a new array; threads may call it at the same time."""
+        """A box of an array, as a new array; thread-safe."""
         return read_region(self._regions[name], box)
 
 
@@ -79,7 +79,7 @@ def _files(path: Path) -> list[Path]:
             "There is no safetensors checkpoint to read.",
             where=str(path),
             why=f"the folder holds neither {INDEX} nor a file that ends in {SUFFIX}.",
-            do="give the path of such a file, or of the folder it is in.",
+            do="give the path of such a file, or of its folder.",
         )
     return files
 
@@ -88,11 +88,11 @@ def _read_index(path: Path) -> Mapping[str, str]:
     try:
         index = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(path, f"it is no index with a weight_map: {type(error).__name__}: {error}") from error
+        raise damaged(path, f"it is not an index with a weight_map: {type(error).__name__}: {error}") from error
     names = index.values() if isinstance(index, dict) else [None]
     odd = [str(file) for file in names if not isinstance(file, str) or Path(file).name != file or file in ("", "..")]
     if odd:
-        raise damaged(path, f"its weight_map names what is no file beside it: {odd[0]}")
+        raise damaged(path, f"its weight_map names something that is not a file beside it: {odd[0]}")
     gone = sorted({file for file in index.values() if not (path.parent / file).is_file()})
     if gone:
         raise damaged(path, f"files that it names are missing: {', '.join(gone)}")
@@ -104,7 +104,7 @@ def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
     for file in files:
         header, start = _header(file)
         if _may_hold_parts(file, header.pop("__metadata__", None) or {}):
-            raise _in_parts(file, "it says that its arrays are what one process held.")
+            raise _in_parts(file, "its metadata marks its arrays as one process's parts.")
         for name, region in _regions(file, header, start).items():
             if name in regions:
                 raise _in_parts(file, f"{printable(name)} is in {regions[name].path.name} too.")
@@ -113,7 +113,7 @@ def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
 
 
 def _may_hold_parts(path: Path, metadata: Mapping[str, Any]) -> bool:
-    """Whether arrays of a file by PyTorch may be parts: its name says so, or one of them begins at another place."""
+    """Whether a PyTorch file may hold parts of arrays: by its name, or because one starts at a nonzero offset."""
     if _PARTS_KEY not in metadata:
         return False
     try:
@@ -126,9 +126,9 @@ def _may_hold_parts(path: Path, metadata: Mapping[str, Any]) -> bool:
 
 def _in_parts(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        "The checkpoint holds parts of arrays, or two of a name.",
+        "The checkpoint holds parts of arrays, or two arrays of one name.",
         where=str(path),
-        why=f"{why}\nPyTorch's HuggingFaceStorageWriter leaves such files with save_distributed=True.",
+        why=f"{why}\nPyTorch's HuggingFaceStorageWriter writes such files with save_distributed=True.",
         do="save with enable_consolidation=True, or join the files with\n"
         "torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files;\n"
         "if two checkpoints are in the folder, give the path of one file.",
@@ -136,7 +136,7 @@ def _in_parts(path: Path, why: str) -> CheckpointError:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file, and where its data begins."""
+    """The header of a file, and the offset of its data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -146,9 +146,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"its header is no JSON: {error}") from error
+        raise damaged(path, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
-        raise damaged(path, "its header is no table of arrays.")
+        raise damaged(path, "its header is not a table of arrays.")
     return header, 8 + length
 
 
@@ -158,7 +158,7 @@ def _regions(path: Path, header: Mapping[str, Any], start: int) -> dict[str, Fil
         raise CheckpointError(
             f"The checkpoint holds {len(unknown)} arrays of a dtype that cannot be read.",
             where=[str(path), *unknown],
-            why=f"known are {', '.join(DTYPES)}.",
+            why=f"known dtypes: {', '.join(DTYPES)}.",
             do="convert them with the library that wrote them.",
         )
     size = path.stat().st_size - start
@@ -180,7 +180,7 @@ def _dtype(entry: Mapping[str, Any]) -> np.dtype | None:
 
 
 def _numbers(value: Any, count: int | None = None) -> list[int]:
-    """The value if it is a list of (so many) sizes; else one of -1, which fits nothing."""
+    """The value if it is a list of sizes (of this length); else one of -1, which fits nothing."""
     good = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
     return value if good and count in (None, len(value)) else [-1] * (count or 1)
 
@@ -190,7 +190,7 @@ def _fits(shape: list[int], dtype: np.dtype, begin: int, end: int, size: int) ->
 
 
 def _check_cover(path: Path, spans: list[tuple[int, int, str]], size: int) -> None:
-    """Arrays are end to end, as the format demands: nothing overlaps, nothing is left over."""
+    """Checks that arrays are contiguous, as the format requires: no overlap, no gaps."""
     at = 0
     for begin, end, name in spans:
         if begin != at:
@@ -213,10 +213,10 @@ def write_safetensors(
     beside: Mapping[str, str] = types.MappingProxyType({}),
     on_written: Callable[[int], object] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Writes arrays as `model.safetensors`; or, if they do not fit one file, as several with an index.
+    """Writes arrays as `model.safetensors` or, if they do not fit in one file, as several files with an index.
 
-    One array is in memory at a time; one that is larger than a file is to be has a file of its own. Files that are
-    there already are never replaced. `beside` are texts of further files, by their names.
+    One array is in memory at a time; one larger than the file size gets its own file. Existing files are never
+    replaced. `beside` has the texts of further files, by name.
     """
     folder, leaves = Path(folder).absolute(), source.leaves
     there = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX), *filter(Path.exists, map(folder.joinpath, beside))]
@@ -239,7 +239,7 @@ def write_safetensors(
 
 
 def _shards(leaves: Mapping[str, StoredLeaf], max_shard_bytes: float) -> list[list[str]]:
-    """The arrays of each file, in their order, as huggingface_hub divides them."""
+    """The arrays of each file, in order, divided as huggingface_hub does."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, leaf in leaves.items():
@@ -248,12 +248,12 @@ def _shards(leaves: Mapping[str, StoredLeaf], max_shard_bytes: float) -> list[li
             filled = 0
         shards[-1].append(name)
         filled += leaf.nbytes
-    # Within a file the widest elements come first, as the package has it: every array is then aligned.
+    # Within a file the widest elements come first, as in the package, so that every array is aligned.
     return [sorted(shard, key=lambda name: (-np.dtype(leaves[name].dtype).itemsize, name)) for shard in shards]
 
 
 def _write_file(stream: BinaryIO, source: ArraySource, names: list[str], on_written: Callable[[int], object]) -> None:
-    # transformers refuses files that do not say whose layout of arrays they hold
+    # transformers refuses files that do not name the framework of their arrays
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -271,6 +271,6 @@ def _write_file(stream: BinaryIO, source: ArraySource, names: list[str], on_writ
         leaf = source.leaves[name]
         array = source.read(name, whole(leaf))
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError(f"{name} was said to be {leaf.shape} {leaf.dtype} and is {array.shape} {array.dtype}")
+            raise ValueError(f"{name} was declared as {leaf.shape} {leaf.dtype} but is {array.shape} {array.dtype}")
         stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         on_written(array.nbytes)

@@ -1,6 +1,6 @@
-"""What every other library's checkpoint looks like from here: named leaves, any box of which can be read by itself.
+"""The common interface to other libraries' checkpoints: named leaves, any box of which can be read by itself.
 
-And leaves under other names: what a model's parameters are called elsewhere, and how they are there.
+Also maps names: the names and layouts of a model's parameters in other libraries.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jshard.errors import RunError, printable
 
 Limits = Sequence[tuple[int, int]]
 Box = tuple[slice, ...]
-"""A part of an array, a slice per dim: what `jax.make_array_from_callback` asks for."""
+"""A part of an array, a slice per dim, as `jax.make_array_from_callback` passes it."""
 
 
 class ArraySource(Protocol):
-    """A checkpoint that can be read. Nothing is read before `read` is called, and never more than it asks for."""
+    """A readable checkpoint. Only `read` reads data, and only what is requested."""
 
     @property
     def leaves(self) -> Mapping[str, StoredLeaf]:
@@ -36,29 +36,29 @@ class ArraySource(Protocol):
         ...
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a leaf, a slice without step for each dim, as a new array. Threads may call it at the same time."""
+        """A box of a leaf, a slice without step for each dim, as a new array. Thread-safe."""
         ...
 
 
 def stored_array(shape: Sequence[int], dtype: np.dtype) -> StoredLeaf:
-    """An array of which any box can be read, and nothing more is."""
+    """An array of which any box can be read by itself."""
     return StoredLeaf(shape=tuple(shape), dtype=dtype.name, chunk=(1,) * len(shape))
 
 
 def whole(leaf: StoredLeaf) -> Box:
-    """The box that is all of a leaf."""
+    """The box that covers a whole leaf."""
     return tuple(slice(0, size) for size in leaf.shape)
 
 
 def bounds(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where a box begins and ends in each dim of a leaf of this shape."""
+    """The start and stop of a box in each dim of a leaf of this shape."""
     if len(box) != len(shape) or any(part.step not in (None, 1) for part in box):
-        raise ValueError(f"{box} is no box of an array of shape {tuple(shape)}")
+        raise ValueError(f"{box} is not a box of an array of shape {tuple(shape)}")
     return tuple(part.indices(size)[:2] for part, size in zip(box, shape, strict=True))
 
 
 class FileRegion(NamedTuple):
-    """An array inside a file, little-endian, with no stride below zero. A tuple: nothing changes it behind a check."""
+    """An array inside a file, little-endian, without negative strides. A tuple, so it cannot change once checked."""
 
     path: Path
     offset: int
@@ -82,7 +82,7 @@ def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> np.ndarray:
     """A box of an array inside a file, as a new array or into `out`.
 
-    The file is mapped for as long as the copy takes: pages that were read do not stay in this process's memory.
+    The file is mapped only during the copy, so that its pages do not stay in this process's memory.
     """
     limits = bounds(box, region.shape)
     shape = tuple(max(stop - start, 0) for start, stop in limits)
@@ -93,14 +93,14 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
     part = region._replace(offset=region.offset + first, shape=shape)
     try:
         mapped = np.memmap(part.path, np.uint8, mode="r", offset=part.offset, shape=(part.span_bytes,))
-    except (OSError, ValueError) as error:  # numpy's words for a file that has become too short
+    except (OSError, ValueError) as error:  # numpy's errors for a file that has become too short
         raise damaged(part.path, str(error)) from error
     np.copyto(out, np.ndarray(part.shape, part.dtype, buffer=mapped, strides=part.strides))
     return out
 
 
 def existing(path: str | Path, kind: str) -> Path:
-    """The path of a checkpoint of another library on this machine; a `CheckpointError` if there is nothing."""
+    """The local path of another library's checkpoint; raises `CheckpointError` if it does not exist."""
     path = local_path(path)
     if not path.exists():
         what, do = f"There is no {kind} checkpoint to read.", "give the path of a checkpoint."
@@ -109,37 +109,37 @@ def existing(path: str | Path, kind: str) -> Path:
 
 
 def damaged(path: Path, why: str) -> RunError:
-    """The error for a file that is not what its format says."""
+    """The error for a file that violates its format."""
     return RunError(
-        "A file of the checkpoint is damaged.", where=str(path), why=printable(why), do="fetch or copy it again."
+        "A file of the checkpoint is damaged.", where=str(path), why=printable(why), do="download or copy it again."
     )
 
 
 def check_export(
     kind: str, files: Iterable[Path], source: ArraySource, names: Sequence[str], known: Collection[np.dtype]
 ) -> None:
-    """Raises a `CheckpointError` if files are there already, or these names or dtypes cannot be written."""
+    """Raises `CheckpointError` if files already exist, or these names or dtypes cannot be written."""
     if there := [str(file) for file in files if file.exists()]:
-        what, do = f"The {kind} checkpoint cannot be written.", "name a new folder."
-        raise CheckpointError(what, where=there, why="there are such files already.", do=do)
+        what, do = f"The {kind} checkpoint cannot be written.", "choose a new folder."
+        raise CheckpointError(what, where=there, why="such files already exist.", do=do)
     unknown = [f"{name}  {leaf.dtype}" for name, leaf in source.leaves.items() if np.dtype(leaf.dtype) not in known]
     if unknown:
         raise CheckpointError(
-            f"{kind} has no such dtype for {len(unknown)} arrays.",
+            f"{kind} does not support the dtypes of {len(unknown)} arrays.",
             where=unknown,
-            why=f"it has {', '.join(map(str, known))}.",
+            why=f"it supports {', '.join(map(str, known))}.",
             do="leave them out, or cast them to one of these.",
         )
     if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
-        why, do = "a name stands for one.", "name one of them differently."
-        raise CheckpointError("Two arrays or values would have one name.", where=twice, why=why, do=do)
+        why, do = "names must be unique.", "rename one of them."
+        raise CheckpointError("Several arrays or values would have the same name.", where=twice, why=why, do=do)
 
 
 @contextlib.contextmanager
 def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator[list[Path]]:
-    """Files under other names: when all are written, and on the disk, they get their own, in this order.
+    """Files under temporary names; once all are written and on disk, they get their own names, in this order.
 
-    A `RunError` if that fails; then nothing is left of them.
+    Raises `RunError` if that fails; no file is then left.
     """
     drafts = [folder / f".{name}.unfinished" for name in names]
     try:
@@ -163,14 +163,14 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
 
 @dataclass(frozen=True)
 class Stored:
-    """How a leaf of ours is stored elsewhere.
+    """The form of a jshard leaf in another library.
 
     Args:
-        names: of the arrays it is made of; several are joined along `dim`, in this order.
-        transpose: they are stored with the dims reversed, as the kernels of `torch.nn.Linear` are.
-        dim: of our leaf, along which they are joined.
-        sizes: of ours along `dim` that each gets when it is exported; equal parts by default.
-        parts: the last dim of the one array there is so many parts, which ours has in a dim of their own before it.
+        names: the stored arrays that it is made of; several are joined along `dim`, in this order.
+        transpose: whether they are stored with the dims reversed, like the kernels of `torch.nn.Linear`.
+        dim: the dim of the jshard leaf along which they are joined.
+        sizes: the size along `dim` of each array on export; equal parts by default.
+        parts: the number of parts in the last dim of the single stored array; here they are in a dim before it.
 
     Example:
         >>> Stored("lm_head.weight", transpose=True)
@@ -188,20 +188,20 @@ class Stored:
         self, *names: str, transpose: bool = False, dim: int = -1, sizes: tuple[int, ...] = (), parts: int = 1
     ) -> None:
         if parts > 1 and (transpose or len(names) > 1):
-            raise ValueError(f"parts={parts} are those of one array with its dims in our order")
+            raise ValueError(f"parts={parts} needs a single array that is not transposed")
         fields = {"names": names, "transpose": transpose, "dim": dim, "sizes": sizes, "parts": parts}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
 
 
 Names = Mapping[str, str | Stored]
-"""Our paths, layer by layer and without the name of the model, and what is stored there: a name alone is `Stored`."""
+"""From jshard paths, per layer and without the model's name, to what is stored; a string is a `Stored` name."""
 
 
 class NamedSource:
-    """A checkpoint of another library, under our paths.
+    """A checkpoint of another library, under jshard's paths.
 
-    Where no stored name begins with the word that names begin with, they are looked for without it: Hugging Face's
+    If no stored name has the common prefix of `names`, they are looked up without it: Hugging Face's
     `GPT2LMHeadModel` saves `transformer.wte.weight`, and its `GPT2Model` `wte.weight`.
     """
 
@@ -224,7 +224,7 @@ class NamedSource:
         self.unused = [name for name in source.leaves if name not in used and not _is_buffer(name, source.leaves[name])]
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of one of our leaves: reads what is in it of each stored part."""
+        """A box of a jshard leaf; reads the part of each stored array in it."""
         stored, parts = self._parts[name]
         limits = bounds(box, self.leaves[name].shape)
         if stored.parts > 1:
@@ -244,7 +244,7 @@ class NamedSource:
         return _turned(self._source.read(name, box[::-1] if stored.transpose else box), stored)
 
     def _in_parts(self, name: str, limits: Limits, width: int) -> np.ndarray:
-        """A box of our leaf whose last two dims are one there."""
+        """A box of a leaf whose last two dims are one dim in the stored array."""
         *lead, (first, last), (begin, end) = limits
         box = (*(slice(*limit) for limit in lead), slice(first * width, last * width))
         values = self._source.read(name, box)
@@ -252,7 +252,7 @@ class NamedSource:
 
 
 class ForeignSource:
-    """The inverse of `NamedSource`: our leaves under the names that another library gives them, to be exported."""
+    """The inverse of `NamedSource`: jshard leaves under another library's names, for export."""
 
     def __init__(self, source: ArraySource, names: Names) -> None:
         self._source = source
@@ -261,8 +261,8 @@ class ForeignSource:
             raise CheckpointError(
                 f"{len(nameless)} leaves have no name in the other format.",
                 where=nameless,
-                why=f"the table of names mentions {len(names)} leaves, and not these.",
-                do="export the parameters alone, or add the names to the table, hf_names(config) of the model file.",
+                why=f"the table of names has {len(names)} leaves, but not these.",
+                do="export only the parameters, or add the names to the table, hf_names(config) of the model file.",
             )
         self.leaves: dict[str, StoredLeaf] = {}
         self._origin: dict[str, tuple[str, Stored, int]] = {}
@@ -277,7 +277,7 @@ class ForeignSource:
                 self._origin[name] = path, stored, begin
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a leaf as the other library has it."""
+        """A box of a leaf in the other library's layout."""
         path, stored, begin = self._origin[name]
         limits = list(bounds(box, self.leaves[name].shape))
         if stored.parts > 1:
@@ -299,7 +299,7 @@ def _stored(value: str | Stored) -> Stored:
 
 
 def _dropped(table: Mapping[str, Stored], source: ArraySource) -> str | None:
-    """The word that most names begin with, if no stored name does: the file was written without it."""
+    """The prefix of most names, if no stored name has it, because the file was written without it."""
     names = [name for stored in table.values() for name in stored.names]
     words = collections.Counter(name.partition(".")[0] for name in names if "." in name)
     word, count = words.most_common(1)[0] if words else ("", 0)
@@ -315,7 +315,7 @@ def _find(name: str, source: ArraySource, dropped: str | None) -> str | None:
 def _joined(
     path: str, stored: Stored, names: list[str], source: ArraySource
 ) -> tuple[StoredLeaf, list[tuple[str, int, int]]]:
-    """Our leaf, and where each stored array begins and ends in it along the dim they are joined along."""
+    """The joined leaf, and the start and stop of each stored array in it along the joined dim."""
     leaves = [source.leaves[name] for name in names]
     shapes = [leaf.shape[::-1] if stored.transpose else leaf.shape for leaf in leaves]
     ours = lambda shape: stored_array(shape, np.dtype(leaves[0].dtype))
@@ -324,31 +324,31 @@ def _joined(
     alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1 and leaves[0].shape != ()
     if not alike or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
         raise CheckpointError(
-            f"What is stored of {path} does not fit together.",
+            f"The stored arrays of {path} do not fit together.",
             where=[f"{name}  {leaf.shape} {leaf.dtype}" for name, leaf in zip(names, leaves, strict=True)],
             why=f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal.",
-            do="mend the table of names.",
+            do="correct the table of names.",
         )
     ends = list(itertools.accumulate(shape[stored.dim] for shape in shapes))
     return ours(_resized(shapes[0], stored, ends[-1])), list(zip(names, [0, *ends], ends, strict=False))
 
 
 def _in_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
-    """Our shape for one that is stored, whose last dim may be several parts."""
+    """The jshard shape for a stored shape, whose last dim may contain several parts."""
     if stored.parts == 1:
         return shape
     if not shape or shape[-1] % stored.parts:
         raise CheckpointError(
-            f"What is stored of {path} is not {stored.parts} parts.",
+            f"The stored array of {path} does not have {stored.parts} parts.",
             where=f"{stored.names[0]}  {shape}",
             why=f"its last dim does not divide by {stored.parts}.",
-            do="mend the table of names.",
+            do="correct the table of names.",
         )
     return (*shape[:-1], stored.parts, shape[-1] // stored.parts)
 
 
 def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> list[tuple[str, int, int]]:
-    """Where each stored array begins and ends in our leaf."""
+    """The start and stop of each stored array in the jshard leaf."""
     count, size = len(stored.names), leaf.shape[stored.dim] if leaf.shape else 0
     sizes = stored.sizes if count > 1 and stored.sizes else (size // count,) * count
     if len(sizes) != count or sum(sizes) != size:
@@ -356,14 +356,14 @@ def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> list[tuple[str, int, i
             f"{path} cannot be cut into {count} arrays.",
             where=list(stored.names),
             why=f"their sizes {sizes} do not add up to the {size} of {leaf.shape}, dim {stored.dim}.",
-            do="mend the table of names.",
+            do="correct the table of names.",
         )
     ends = list(itertools.accumulate(sizes))
     return list(zip(stored.names, [0, *ends], ends, strict=False))
 
 
 def _resized(shape: tuple[int, ...], stored: Stored, size: int) -> tuple[int, ...]:
-    """A shape with another size along the dim that is joined along."""
+    """A shape with another size along the joined dim."""
     dim = stored.dim % len(shape) if shape else 0
     return (*shape[:dim], size, *shape[dim + 1 :]) if shape else shape
 
@@ -373,6 +373,6 @@ def _turned(values: np.ndarray, stored: Stored) -> np.ndarray:
 
 
 def _is_buffer(name: str, leaf: StoredLeaf) -> bool:
-    """The causal mask and its fill value, which older files of GPT-2 hold beside the parameters."""
+    """The causal mask and its fill value, which older GPT-2 files contain beside the parameters."""
     mask = name.endswith("attn.bias") and len(leaf.shape) == 4
     return mask or (name.endswith("attn.masked_bias") and leaf.shape == ())

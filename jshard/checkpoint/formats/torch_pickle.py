@@ -1,8 +1,8 @@
-"""What `torch.save` wrote, anywhere inside a file, read without PyTorch and without running anything that it names.
+"""Reads `torch.save` archives, anywhere inside a file, without PyTorch and without running anything they name.
 
-It is a zip of a pickle and the bytes of its tensors. A pickle is a program: it may call whatever can be imported. Here
-a name is looked up in a table and nowhere else, and what the tables hold are records, tuples and texts. Any other name
-ends the reading.
+An archive is a zip of a pickle and the bytes of its tensors. A pickle is a program that can call anything importable.
+Here names are only looked up in a table, which contains nothing but records, tuples and strings. Any other name stops
+the reading.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ DTYPES: dict[str, np.dtype] = {
     **{name: jnp.dtype(name) for name in "bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2".split()},
     **{name: jnp.dtype(name) for name in "float8_e5m2fnuz float8_e8m0fnu".split()},
 }
-"""PyTorch's names of dtypes. A pickle gets the name, not the dtype: numpy's have a state that a pickle could set."""
+"""PyTorch's names of dtypes. A pickle gets the name, not the dtype: a pickle could set the state of numpy's."""
 
 
 class Sealed(type):
-    """The kind of the classes that a pickle is given: it can make instances, and change nothing for the next pickle."""
+    """Metaclass of the classes that a pickle sees: it can create instances, but not modify the classes."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a pickle tried to set {cls.__name__}.{name}")
 
 
 class Record(metaclass=Sealed):
-    """Stands in for a class of PyTorch: what the pickle would have called it with, and its state."""
+    """Stands in for a PyTorch class: records the arguments and the state from the pickle."""
 
     args: tuple
     state: Any
 
     def __new__(cls, *args: Any) -> Record:
-        """Keeps what the class would have been called with."""
+        """Keeps the arguments for the class."""
         record = super().__new__(cls)
         record.args, record.state = args, {}
         return record
@@ -57,23 +57,23 @@ class Record(metaclass=Sealed):
         self.state = state
 
     def get(self, field: str) -> Any:
-        """A field of the dataclass that it stands for; None if it has none of that name."""
+        """A field of the dataclass it stands for; None if there is no such field."""
         return self.state.get(field) if isinstance(self.state, dict) else None
 
 
 class _Ordered(dict, metaclass=Sealed):
-    """`collections.OrderedDict`; what else PyTorch keeps at a state dict, the versions of its modules, is dropped."""
+    """`collections.OrderedDict`; the module versions that PyTorch attaches to a state dict are dropped."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 class _NotAllowed(Exception):
-    """A name that is in no table."""
+    """A name that no table contains."""
 
 
 def _sealed(call: Callable[..., Any]) -> Any:
-    """A class that a pickle may call in the place of a function: it gives what the function gives."""
+    """A class that a pickle may call in place of a function; returns the function's result."""
     return Sealed(call.__name__, (), {"__new__": lambda cls, *args: call(*args)})
 
 
@@ -85,7 +85,7 @@ def _size(dims: Any = ()) -> Any:
 
 @_sealed
 def _attribute(owner: Any, name: Any) -> Any:
-    """`getattr`, as early versions of Python 3.11 pickle the member of an enum; it gets nothing from anything else."""
+    """`getattr`, as early versions of Python 3.11 pickle an enum member; refuses anything else."""
     if owner is not MEMORY_FORMAT:
         raise _NotAllowed("builtins", "getattr")
     return str(name)
@@ -93,7 +93,7 @@ def _attribute(owner: Any, name: Any) -> Any:
 
 @_sealed
 def _encoded_bytes(text: Any = "", codec: Any = "latin1") -> Any:
-    """`_codecs.encode`, by which the older protocols write bytes; with that codec and no other."""
+    """`_codecs.encode`, with which older protocols write bytes; only with that codec."""
     if not isinstance(text, str) or codec != "latin1":
         raise _NotAllowed("_codecs", "encode")
     return text.encode("latin1")
@@ -101,7 +101,7 @@ def _encoded_bytes(text: Any = "", codec: Any = "latin1") -> Any:
 
 @_sealed
 def _no_bytes() -> Any:
-    """`bytes`, by which the older protocols write none at all; a number would ask for memory."""
+    """`bytes`, with which older protocols write empty bytes; takes no size, which would allocate memory."""
     return b""
 
 
@@ -127,11 +127,11 @@ PLAIN: dict[tuple[str, str], Any] = {
     **{(module, "complex"): complex for module in ("builtins", "__builtin__")},
     **records("torch", "device"),
 }
-"""What plain Python values and PyTorch's own small ones are pickled with."""
+"""The names in pickles of plain Python values and small PyTorch ones."""
 
 
 def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[..., Any] | None = None) -> Any:
-    """What a pickle holds, if every name in it is allowed."""
+    """The content of a pickle, if every name in it is allowed."""
     try:
         return _PickleReader(file, allowed, storage).load()
     except FourPartError:
@@ -140,17 +140,17 @@ def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[...
         raise CheckpointError(
             "The checkpoint was not read: its pickle names something that may run code.",
             where=str(path),
-            why=f"{'.'.join(map(str, error.args))} is not among the classes of a PyTorch checkpoint that are allowed "
+            why=f"{'.'.join(map(str, error.args))} is not among the classes allowed in a PyTorch checkpoint "
             "here. Nothing of it has run.",
-            do="do not load it with PyTorch, unless you trust who wrote it;\n"
-            "a program that does can save its tensors alone, with torch.distributed.checkpoint or safetensors.",
+            do="do not load it with PyTorch unless you trust its author;\n"
+            "if you do, save only its tensors, with torch.distributed.checkpoint or safetensors.",
         ) from None
     except Exception as error:  # a damaged pickle may raise anything
         raise damaged(path, f"its pickle cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 class _PickleReader(pickle.Unpickler):
-    """Looks names up in the table, and nowhere else."""
+    """Looks names up only in the table."""
 
     def __init__(self, file: IO[bytes], allowed: Allowed, storage: Callable[..., Any] | None) -> None:
         super().__init__(file)
@@ -163,7 +163,7 @@ class _PickleReader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None or not isinstance(pid, tuple):
-            raise pickle.UnpicklingError("a persistent object where there are none")
+            raise pickle.UnpicklingError("an unexpected persistent object")
         return self._storage(*pid)
 
 
@@ -177,11 +177,11 @@ STORAGES = {
     **{"FloatStorage": "float32", "DoubleStorage": "float64"},
     **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
 }
-"""PyTorch's classes of storages, and the dtypes of what is in them; those of other dtypes are bytes."""
+"""PyTorch's storage classes, and the dtypes of their elements; other dtypes are read as bytes."""
 
 
 class _Storage(NamedTuple):
-    """The bytes of a tensor: a run of them in a file."""
+    """The bytes of a tensor: a contiguous range of a file."""
 
     path: Path
     offset: int
@@ -195,19 +195,19 @@ def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Fi
 
 
 def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, _: Any, hooks: Any, dtype: Any, *__: Any) -> Any:
-    """`torch._utils._rebuild_tensor_v3`: the same over plain bytes."""
+    """`torch._utils._rebuild_tensor_v3`: the same, over untyped bytes."""
     return _region(storage, offset, size, stride, dtype)
 
 
 def _subclass(rebuild: Any, _: Any, args: Any, __: Any) -> Any:
-    """`torch._tensor._rebuild_from_type_v2`: a tensor that has attributes, or is of a class of its own."""
+    """`torch._tensor._rebuild_from_type_v2`: a tensor with attributes, or of a subclass."""
     if not isinstance(rebuild, Sealed):
         raise _NotAllowed("torch._tensor", "_rebuild_from_type_v2")
     return rebuild(*args)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
-    """`torch._utils._rebuild_parameter`: the tensor in it."""
+    """`torch._utils._rebuild_parameter`: returns its tensor."""
     return data
 
 
@@ -237,25 +237,25 @@ _VALUE = {  # the tensors themselves, among other values
 
 
 class Archive(NamedTuple):
-    """A `torch.save` archive: a run of bytes in a file."""
+    """A `torch.save` archive: a contiguous range of a file."""
 
     path: Path
     offset: int
     length: int
 
     def tensor(self) -> FileRegion:
-        """The tensor that it is an archive of: where its numbers are; they are not read."""
+        """The archived tensor as the location of its numbers, which are not read."""
         region = self._load(_TENSOR)
         if not isinstance(region, FileRegion):
-            raise damaged(self.path, f"the archive at byte {self.offset} holds no tensor.")
+            raise damaged(self.path, f"the archive at byte {self.offset} is not a tensor.")
         return region
 
     def value(self) -> Any:
-        """The value that it is an archive of: plain Python, with tensors as numpy arrays; raises as `tensor`."""
+        """The archived value: plain Python, with tensors as numpy arrays; raises as `tensor`."""
         return self._load(_VALUE)
 
     def regions(self, allowed: Allowed) -> Any:
-        """The value, with a `FileRegion` for each tensor, which is not read; these names are allowed, too."""
+        """The value, with an unread `FileRegion` for each tensor; the given names are also allowed."""
         return self._load({**_TENSOR, **allowed})
 
     @contextlib.contextmanager
@@ -284,7 +284,7 @@ class Archive(NamedTuple):
         def storage(kind: Any, dtype: Any, key: Any, location: Any, numel: Any, *_: Any) -> _Storage:
             member = members[f"data/{key}"]
             if kind != "storage" or dtype not in DTYPES or numel * DTYPES[dtype].itemsize > member.file_size:
-                raise ValueError(f"its storage {key} has {member.file_size} bytes and is said to hold {numel} {dtype}")
+                raise ValueError(f"its storage {key} has {member.file_size} bytes but should hold {numel} {dtype}")
             begin = self.offset + _data_offset(window, member)
             if begin + member.file_size > self.offset + self.length:
                 raise ValueError(f"its storage {key} reaches past its end")
@@ -295,19 +295,19 @@ class Archive(NamedTuple):
 
     def _check_members(self, members: dict[str, zipfile.ZipInfo]) -> None:
         if "data.pkl" not in members or members["data.pkl"].file_size > _MOST_PICKLE_BYTES:
-            raise damaged(self.path, f"the archive at byte {self.offset} holds no pickle, or one that is too large.")
+            raise damaged(self.path, f"the archive at byte {self.offset} has no pickle, or one that is too large.")
         packed = [m.filename for m in members.values() if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1]
         if packed:
             raise CheckpointError(
                 "The checkpoint holds compressed or encrypted tensors.",
                 where=str(self.path),
                 why=f"{packed[0]} of the archive at byte {self.offset}; PyTorch writes them plain.",
-                do="write the checkpoint again with torch.distributed.checkpoint.save.",
+                do="save the checkpoint again with torch.distributed.checkpoint.save.",
             )
 
 
 class _ArchiveWindow(io.RawIOBase):
-    """A run of bytes of a file, as a file of its own."""
+    """A range of a file as a file object."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -321,7 +321,7 @@ class _ArchiveWindow(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if start + offset < 0:
-            raise ValueError("a place before the beginning")
+            raise ValueError("an offset before the start")
         self._at = start + offset
         return self._at
 
@@ -337,7 +337,7 @@ class _ArchiveWindow(io.RawIOBase):
 
 
 def _data_offset(window: _ArchiveWindow, member: zipfile.ZipInfo) -> int:
-    """Where the bytes of a member begin; the header before them has a padding that the zip's table does not have."""
+    """The offset of a member's bytes; the local header before them has padding that the central directory lacks."""
     window.seek(member.header_offset)
     header = window.read(_LOCAL_HEADER_BYTES) or b""
     if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
@@ -355,7 +355,7 @@ def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Fi
     itemsize = DTYPES[dtype].itemsize
     strides = tuple(n * itemsize for n in stride)
     region = FileRegion(storage.path, storage.offset + offset * itemsize, tuple(size), DTYPES[dtype], strides)
-    # The second also keeps a stride of 0 from making much of little.
+    # The second check also stops a stride of 0 from expanding few bytes to a large array.
     if offset * itemsize + max(region.span_bytes, math.prod(region.shape) * itemsize) > storage.nbytes:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {offset} in {storage.nbytes} bytes")
     return region

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 checkpoints: the weights, read box by box and without DeepSpeed or PyTorch.
 
-Every rank has a file of flat float32 weights. Of each parameter, row-major, it holds the rank's piece of
-ceil(size / ranks) numbers, one parameter after the other in the order that the ranks' model files list them; numbers
-beyond a parameter's end are padding. DeepSpeed's own zero_to_fp32.py puts them together in the same way.
+Every rank has a file of flat float32 weights. For each parameter, row-major, it contains the rank's piece of
+ceil(size / ranks) numbers, in the order in which the ranks' model files list the parameters; numbers beyond a
+parameter's end are padding. DeepSpeed's own zero_to_fp32.py assembles them in the same way.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ALLOWED = {
 
 
 def zero_folder(path: Path) -> Path | None:
-    """The folder of a step that holds ZeRO's files: `path`, or the one that its file `latest` names; None if neither.
+    """The step folder with ZeRO's files: `path`, or the folder named by its file `latest`; None if neither.
 
-    `latest` may name a folder beside itself and no other.
+    `latest` may only name a folder beside itself.
     """
     named = path / _LATEST
     step = path / Path(named.read_text().strip()).name if named.is_file() else path
@@ -44,7 +44,7 @@ def zero_folder(path: Path) -> Path | None:
 class ZeroSource:
     """The weights of a DeepSpeed ZeRO-3 checkpoint, under the names of the PyTorch model.
 
-    Parameters are the float32 weights of the optimizer; frozen parameters and buffers are as they were stored. The
+    Parameters are the float32 weights of the optimizer; frozen parameters and buffers are as stored. The
     optimizer's moments and DeepSpeed's own values are not read.
     """
 
@@ -62,12 +62,12 @@ class ZeroSource:
         self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a tensor, as a new array: reads the rows that it is in. Threads may call it at the same time."""
+        """A box of a tensor, as a new array; reads the rows that contain it. Thread-safe."""
         return self._tensors[name].read(box)
 
 
 class _FlatTensor:
-    """A tensor, row-major, in runs of files: one after the other, the last perhaps longer than needed."""
+    """A row-major tensor in consecutive ranges of files; the last may be longer than needed."""
 
     def __init__(self, shape: tuple[int, ...], runs: Sequence[FileRegion]) -> None:
         self.leaf = stored_array(shape, runs[0].dtype)
@@ -95,20 +95,20 @@ class _FlatTensor:
 
 
 def _files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files of the ranks with optimizer state, and those with model state, in the order of the ranks."""
+    """The files with optimizer state and those with model state, by rank."""
     folder = zero_folder(path)
     found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}}
     for file in sorted((folder or path).iterdir()):
         if match := _FILE.fullmatch(file.name):
             rank, tensor_rank, kind = int(match[1]), int(match[2]), match[3]
             if tensor_rank:
-                raise _refused(file, "its matrices are cut by tensor parallelism, and the files do not say along what.")
+                raise _refused(file, "its matrices are cut by tensor parallelism, and their dims are not recorded.")
             found[kind][rank] = file
     optim, model = found["optim"], found["model"]
     if not optim:
-        raise _refused(folder or path, "no file of its optimizer, zero_pp_rank_N_mp_rank_00_optim_states.pt, is there.")
+        raise _refused(folder or path, "its optimizer file, zero_pp_rank_N_mp_rank_00_optim_states.pt, is missing.")
     if not model:
-        raise _refused(folder or path, "it is of another ZeRO stage: no rank has a file of model states.")
+        raise _refused(folder or path, "it is from another ZeRO stage: no rank has a file of model states.")
     ranks = list(range(len(optim)))
     if sorted(optim) != ranks or sorted(model) != ranks:
         there = f"optimizer states of the ranks {sorted(optim)}, model states of {sorted(model)}"
@@ -117,33 +117,33 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _loaded(file: Path) -> Mapping[str, Any]:
-    """What a file holds, with places in the file for tensors."""
+    """The content of a file, with locations for tensors."""
     found = Archive(file, 0, file.stat().st_size).regions(_ALLOWED)
     if not isinstance(found, dict):
-        raise damaged(file, "it holds no state of DeepSpeed.")
+        raise damaged(file, "it has no DeepSpeed state.")
     return found
 
 
 def _flat(file: Path) -> list[FileRegion]:
-    """The flat weights of a rank: one run of numbers for each group of parameters."""
+    """The flat weights of a rank: a contiguous run of numbers per parameter group."""
     state = _loaded(file).get("optimizer_state_dict")
     state = state if isinstance(state, dict) else {}
     stage = state.get("zero_stage")
     stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
     if stage != _STAGE:
-        raise _refused(file, f"it is of ZeRO stage {printable(str(stage))}.")
+        raise _refused(file, f"it is from ZeRO stage {printable(str(stage))}.")
     groups = state.get("fp32_flat_groups")
     groups = groups if isinstance(groups, list) else []
     runs = [run for run in groups if isinstance(run, FileRegion)]
     if not runs or len(runs) < len(groups) or any(len(run.shape) != 1 for run in runs):
-        raise damaged(file, "it holds no flat float32 weights.")
+        raise damaged(file, "it has no flat float32 weights.")
     if len({run.dtype for run in runs}) > 1:
         raise damaged(file, "its flat weights have several dtypes.")
     return runs
 
 
 def _shapes(file: Path, held: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The trained parameters in the order in which they are stored."""
+    """The trained parameters in stored order."""
     groups = held.get("param_shapes")
     groups = [groups] if isinstance(groups, dict) else groups
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -161,7 +161,7 @@ def _named_shapes(file: Path, shapes: Mapping[Any, Any]) -> Iterator[tuple[str, 
 def _trained(
     files: Sequence[Path], flat: Sequence[Sequence[FileRegion]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, _FlatTensor]]:
-    """Every trained parameter, of its pieces in the ranks' flat weights."""
+    """Every trained parameter, assembled from its pieces in the ranks' flat weights."""
     wanted = sum(-(-math.prod(shape) // len(flat)) for shape in shapes.values())
     for file, runs in zip(files, flat, strict=True):
         if (there := sum(run.shape[0] for run in runs)) < wanted:
@@ -176,7 +176,7 @@ def _trained(
 
 
 def _cut(runs: Sequence[FileRegion], first: int, last: int) -> list[FileRegion]:
-    """A stretch of a rank's numbers, in the runs that it is in."""
+    """A range of a rank's numbers, as parts of the runs that contain it."""
     found, begin = [], 0
     for run in runs:
         low, high = max(first, begin), min(last, begin + run.shape[0])
@@ -188,7 +188,7 @@ def _cut(runs: Sequence[FileRegion], first: int, last: int) -> list[FileRegion]:
 
 
 def _frozen(files: Sequence[Path], held: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _FlatTensor]]:
-    """Parameters that were not trained: a piece of each in every rank's model file."""
+    """Frozen parameters, with a piece of each in every rank's model file."""
     shapes = held[0].get("frozen_param_shapes")
     if not isinstance(shapes, dict):
         return
@@ -198,15 +198,15 @@ def _frozen(files: Sequence[Path], held: Sequence[Mapping[str, Any]]) -> Iterato
             pieces = state.get("frozen_param_fragments")
             piece = pieces.get(name) if isinstance(pieces, dict) else None
             if not isinstance(piece, FileRegion) or len(piece.shape) != 1:
-                raise damaged(file, f"it holds no piece of the frozen parameter {printable(name)}.")
+                raise damaged(file, f"it has no piece of the frozen parameter {printable(name)}.")
             runs.append(piece)
         if sum(run.shape[0] for run in runs) < math.prod(shape):
-            raise damaged(files[0], f"the pieces of {printable(name)} are fewer numbers than its shape {shape} has.")
+            raise damaged(files[0], f"the pieces of {printable(name)} have fewer numbers than its shape {shape}.")
         yield name, _FlatTensor(shape, runs)
 
 
 def _buffers(file: Path, held: Mapping[str, Any]) -> Iterator[tuple[str, _FlatTensor]]:
-    """Arrays of the model that are no parameters: whole in every rank's model file."""
+    """Model arrays other than parameters, whole in every rank's model file."""
     names, module = held.get("buffer_names"), held.get("module")
     if isinstance(names, list) and isinstance(module, dict):
         found = {name: module.get(name) for name in names}
@@ -214,7 +214,7 @@ def _buffers(file: Path, held: Mapping[str, Any]) -> Iterator[tuple[str, _FlatTe
 
 
 class _Whole(_FlatTensor):
-    """A tensor that is in one place, with any strides."""
+    """A tensor in a single region, with any strides."""
 
     def __init__(self, region: FileRegion) -> None:
         self.leaf, self._region = stored_array(region.shape, region.dtype), region
@@ -224,7 +224,7 @@ class _Whole(_FlatTensor):
 
 
 def _pairs(shared: Any) -> list[tuple[str, str]]:
-    """Names of tensors that are one with others: alias and name."""
+    """Names of tensors that share others' storage: alias and name."""
     pairs = shared.items() if isinstance(shared, dict) else shared if isinstance(shared, list) else ()
     return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and all(isinstance(x, str) for x in pair)]
 
@@ -233,6 +233,6 @@ def _refused(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         "The DeepSpeed checkpoint cannot be read.",
         where=str(path),
-        why=f"{why} What is read is ZeRO stage 3 without tensor parallelism.",
-        do="python zero_to_fp32.py . weights --safe_serialization  # in its folder; writes safetensors, which are read",
+        why=f"{why} Only ZeRO stage 3 without tensor parallelism can be read.",
+        do="python zero_to_fp32.py . weights --safe_serialization  # in its folder; writes safetensors, which is read",
     )
