@@ -74,7 +74,7 @@ def test_settings_that_are_gone_change_nothing():
     with pytest.warns(FutureWarning) as caught:
         found = planned(min_size=16, **OLD)
     gone, moved = (str(one.message) for one in caught)
-    assert gone.startswith(f"{', '.join(OLD)}: these settings of fully_shard are gone")
+    assert gone.startswith(f"{', '.join(OLD)}: these settings of fully_shard no longer have")
     assert all(f"\n  {name}: {GONE[name]}." in gone for name in OLD) and OLD.keys() == GONE.keys()
     assert moved.startswith("min_size: these settings of fully_shard have moved")
     assert found == planned(placement=js.ShardPlacement(min_size=16))
