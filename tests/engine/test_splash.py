@@ -105,7 +105,7 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads():
     [
         (arrays("float32"), "it needs bfloat16 or float16"),
         (arrays(width=72), "head dim must be a multiple of 64, and is 72"),
-        (arrays(length=200), "lengths in multiples of 128, and these are 200 and 200"),
+        (arrays(length=200), "the lengths must be multiples of 128, and are 200 and 200"),
     ],
 )
 def test_what_it_does_not_take_is_computed_in_plain_form(given, why):
