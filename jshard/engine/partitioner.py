@@ -1,8 +1,8 @@
 """Runs a program that was traced in global view on one data shard, inside a `jax.shard_map`.
 
 Every value has a state: whole on every shard, split along a dim, or partial (the sum over the shards is the value). The
-table in `jshard.engine.rules` says for each primitive how states flow. What has no rule, and what a rule turns down, is
-computed whole from gathered operands: slower, never wrong, and noted with its bytes and the user's line.
+table in `jshard.engine.rules` defines for each primitive how states flow. Operations without a rule, or rejected by
+theirs, are computed whole from gathered operands: slower, never wrong, and noted with the bytes and the user's line.
 """
 
 import contextlib

@@ -44,7 +44,7 @@ class Body:
             "A result of a function declared with js.per_example does not have a row for each example.",
             where=[self.name, *where],
             why=why,
-            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; they are combined outside",
+            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; combine them outside",
         )
 
 
@@ -258,11 +258,11 @@ class _Derivative:
         wrong = [x.shape for i, x in enumerate(residuals) if i in self.own and not fits(i, x)]
         if len(residuals) != self.num_residuals or wrong:
             raise CallError(
-                "A function declared with js.per_example keeps other residuals for fewer examples.",
+                "A function declared with js.per_example keeps different residuals for fewer examples.",
                 where=self.body.name,
                 why=f"arrays kept: {self.num_residuals} for the whole batch, {len(residuals)} for the examples of a "
-                f"shard, {len(wrong)} of these of another shape.",
-                do="js.per_example(jax.checkpoint(fn))  # keeps none: backward computes them again",
+                f"shard, {len(wrong)} of these with another shape.",
+                do="js.per_example(jax.checkpoint(fn))  # keeps none: backward recomputes them",
             )
 
     def _kept(self, jaxpr: Any, residuals: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
@@ -321,7 +321,7 @@ def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[l
         raise CallError(
             "js.per_example cannot match in_axes with the arguments.",
             where=name,
-            why=f"in_axes={in_axes!r} for {len(args)} arguments; each is 0 or None.",
+            why=f"in_axes={in_axes!r} for {len(args)} arguments; each must be 0 or None.",
             do=f"js.per_example(fn, in_axes={(0,) * len(args)})",
         )
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -343,14 +343,14 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
             "The arguments of a function declared with js.per_example do not have the same number of examples.",
             where=name,
             why=f"dim 0 of each array along in_axes 0 are the examples; these are {shapes}.",
-            do=f"js.per_example(fn, in_axes={guess})  # None for what is the same for all examples",
+            do=f"js.per_example(fn, in_axes={guess})  # None for arguments shared by all examples",
         )
     for x, d in zip(arrays, axes, strict=True):
         if d is None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise CallError(
                 "A function declared with js.per_example got one random key for all examples.",
                 where=name,
-                why="every data shard would draw the same numbers, other ones than one device draws.",
+                why="every data shard would draw the same numbers, which differ from those of one device.",
                 do="keys = jax.random.split(key, x.shape[0])  # and in_axes 0 for them",
             )
     return next(n for n in along if n is not None)

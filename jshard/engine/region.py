@@ -2,7 +2,7 @@
 
 The call is traced once, in global view, and differentiated there. Forward and backward are each a `jax.shard_map` over
 the data axes, automatic over the others, in which the program is interpreted on a shard. Parameters enter as their
-shards; everything else enters split along the batch, where it has one, or whole. All around the region the user's
+shards; everything else enters split along the batch, where it has one, or whole. Around the region the user's
 program stays in global view, so penalties, metrics and optimizers see whole parameters.
 """
 
@@ -50,7 +50,7 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
             raise CallError(
                 "A unit was annotated after the module around it.",
                 where=[f"{call.where}: {path}" for path in late],
-                why="the module around it took its parameters as its own, and would gather them a second time.",
+                why="the enclosing module already owns its parameters, and would gather them a second time.",
                 do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model,"
                 " mesh=mesh).",
             )
@@ -65,9 +65,8 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
             raise CallError(
                 "A unit that is never gathered was called inside the sharded region.",
                 where=f"{name}: {call.where}",
-                why="inside, a device has its shards of the parameters, and gathering them is what the annotation rules"
-                " out.",
-                do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
+                why="inside, a device has only its shards of the parameters; the annotation forbids gathering them.",
+                do="rows = model.tables(ids); model(rows, x)  # call it before the model, and pass its result",
             )
         settings = units.UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
         return units.call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
@@ -75,21 +74,21 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
         raise CallError(
             "An annotated module was called inside a shard_map that is not jshard's.",
             where=f"{call.where}, manual axes {sorted(manual)}",
-            why="the call opens a sharded region over the data axes, which are manual already.",
-            do="call it outside the shard_map, or leave the data axes out of its axis_names.",
+            why="the call opens a sharded region over the data axes, which are already manual.",
+            do="call it outside the shard_map, or remove the data axes from its axis_names.",
         )
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         raise CallError(
             "An annotated module was called under a mesh with Explicit axes.",
             where=f"{call.where}, jax.set_mesh with {', '.join(map(repr, explicit))}",
-            why="under it every array has its sharding in its type, and what the model computes has none.",
+            why="under it every array type has a sharding, and the arrays that the model computes have none.",
             do="with jax.set_mesh(jax.sharding.Mesh(mesh.devices, mesh.axis_names)): ...  # or without set_mesh",
         )
     if not isinstance(unit.mesh, Mesh) and not in_shapes_only():
         raise CallError(
             "The model was annotated for devices that are not here.",
             where=call.where,
-            why="its mesh is abstract (js.mesh(devices=<number>)): good for plans, not for calls.",
+            why="its mesh is abstract (js.mesh(devices=<number>)): usable for plans, not for calls.",
             do="mesh = js.mesh(fsdp=-1)",
         )
     return _open_region(call, unit) if unit.placement.gathered else units.run_ungathered(call, unit)
@@ -115,9 +114,9 @@ def _open_region(call: Call, unit: Unit) -> Any:
     ]
     if rows:
         raise CallError(
-            "A loop outside of the sharded region runs over layers that are stored padded.",
+            "A loop outside the sharded region runs over layers that are stored padded.",
             where=rows,
-            why="the layers of the padding are zeros, and the loop would run them, too.",
+            why="the padding consists of layers of zeros, and the loop would also run them.",
             do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
         )
     logical = [
@@ -218,7 +217,7 @@ class Region:
         raise CallError(
             "The arguments of a call have no sequence that splits over the context axis.",
             where=[f"{self.name}: {shapes}", f"mesh axis {CONTEXT!r} of degree {over}"],
-            why=f"the sequence is dim 1 of what has a batch, and none divides by {over}.",
+            why=f"the sequence is dim 1 of arguments with a batch, and none divides by {over}.",
             do="with js.global_view(): y = model(x)  # as one program\n"
             f"or pad the sequences to a multiple of {over}, or js.mesh() without {CONTEXT!r}.",
         )

@@ -2,8 +2,8 @@
 
 The carry holds both. The schedule inside a trip is that of any program; the units of the trips after it stand at its
 end. The gradients of a trip's last unit are reduced in the trip after it, beside all of that trip's products: in their
-own trip they would wait for the last one. The last trips stand outside the loop, and so does the first of backward:
-nothing is gathered or reduced in vain. What is stacked is written in place, row by row.
+own trip they would wait for the last one. The last trips, and the first of backward, are outside the loop, so that
+nothing is gathered or reduced in vain. Stacked results are written in place, row by row.
 """
 
 import functools

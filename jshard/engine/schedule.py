@@ -2,8 +2,8 @@
 
 The schedule is a property of the program. At the start of unit i its gathered parameters, its inputs, and the shards
 of the units to be gathered while it computes pass through one optimization barrier: those gathers run beside unit i,
-and no earlier. Every output of the barrier is used, so nothing of it is pruned. Forward and backward alike; in backward
-the reduction of unit i waits for that of the unit before.
+and no earlier. Every output of the barrier is used, so nothing is pruned. This holds for forward and backward; in
+backward the reduction of unit i waits for that of the unit before.
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ class ShardedPartitioner(Partitioner):
             return value
         placement = value.shard.placement
         if not placement.gathered and placement.dim is not None:
-            place = self.place(self.eqn) or "a line that is not known"
+            place = self.place(self.eqn) or "an unknown line"
             raise CallError(
                 "A parameter that is never gathered was read inside the sharded region.",
                 where=f"{value.parameter}  {placement.dtype}{list(placement.shape)}, read at {place}",
                 why=f"inside, a device has {placement.bytes_per_device} of its {placement.logical_bytes} bytes, and"
-                " gathering the rest is what the annotation rules out.",
-                do="read it before the model, and pass what comes of it: rows = model.tables(ids); model(rows, x)",
+                " the annotation forbids gathering the rest.",
+                do="rows = model.tables(ids); model(rows, x)  # read it before the model, and pass the result",
             )
         if value.parameter and self.trips > 1 and value.ndim < len(placement.shape):
             self.layers_read[value.parameter] = placement

@@ -1,9 +1,9 @@
 """A call as programs: traced once in global view, differentiated there.
 
 The user's method runs once, on abstract arrays, and becomes a `Program`. Its derivatives come from that program, never
-from the Python again: `Gradient` holds a forward with residuals and a backward. What depends on nothing but parameters
-and constants is no residual; backward computes it again from the parameters, which is what makes ZeRO-3 of any remat
-policy.
+from running the Python again: `Gradient` holds a forward with residuals and a backward. Values that depend only on
+parameters and constants are not residuals; backward recomputes them from the parameters, which makes any remat
+policy ZeRO-3.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class Call(Protocol):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """Something that is no array, among a custom derivative's residuals."""
+    """A value that is not an array, among a custom derivative's residuals."""
 
     value: Any
 
@@ -96,9 +96,9 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
         raise CallError(
             "The model has collectives over an axis that a vmap or pmap around it names.",
             where=f"{call.where}: {', '.join(map(repr, names))}",
-            why="an annotated model is called on the whole batch: its means are those of the batch already.",
-            do="call it without the vmap, and without the name: nn.BatchNorm(axis_name=None).\n"
-            "Where the vmap is inside of the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
+            why="an annotated model is called on the whole batch: its means already cover the batch.",
+            do="nn.BatchNorm(axis_name=None)  # and call it without the vmap\n"
+            "If the vmap is inside the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
         )
     consts = list(closed.consts)
     if consts:
@@ -108,16 +108,16 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
 
 
 def _warn_of_names(call: Call, jaxpr: Any, remat: Remat, attention_calls: int) -> None:
-    """Warns of a policy by names of which the program has none."""
+    """Warns of a policy by names if the program has none of them."""
     names, found = kept_names(remat), set(_names_in(jaxpr)) | ({CONTEXT} if attention_calls else set())
     if remat == ATTENTION_AGAIN and not attention_calls:
-        why, do = "all is kept, as it does not call js.kernels.attention", "y = js.kernels.attention(q, k, v)"
+        why, do = "everything is kept: it does not call js.kernels.attention", "y = js.kernels.attention(q, k, v)"
     elif names and not found & {*names}:
-        why = f"nothing is kept, as it names only {', '.join(sorted(found))}" if found else "nothing is kept by name"
+        why = f"nothing is kept: it names only {', '.join(sorted(found))}" if found else "nothing is kept by name"
         do = f"x = jax.ad_checkpoint.checkpoint_name(x, {names[0]!r})"
     else:
         return
-    _compat.warn_user(f"remat={remat!r} finds nothing of its kind in {call.where}: {why}. In the model: {do}")
+    _compat.warn_user(f"remat={remat!r} matches nothing in {call.where}: {why}. In the model: {do}")
 
 
 def _names_in(jaxpr: Any) -> Iterator[str]:

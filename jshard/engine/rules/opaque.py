@@ -38,7 +38,7 @@ def per_example(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | 
             where=[body.name, _compat.user_place(eqn)],
             why=f"{type(error).__name__}: {error}\nIt ran on all {sizes[0]} of the batch; each of the {p.degree} "
             "data shards runs it on its part.",
-            do="y = fn(x)  # in place of js.per_example(fn)(x): every device computes it for the whole batch\n"
+            do="y = fn(x)  # instead of js.per_example(fn)(x): every device computes it for the whole batch\n"
             "Or write fn for any number of examples.",
         ) from error
     _check_shapes(p, eqn, body, found)
@@ -154,7 +154,7 @@ class _Inner:
         if wrong := [f"{a} of degree {theirs[a]}" for a in params["newly_manual_axes"] if sizes.get(a) != theirs[a]]:
             ours = ", ".join(f"{a}={n}" for a, n in sizes.items())
             raise CallError(
-                "A shard_map inside the model is over another mesh than the model's.",
+                "A shard_map inside the model uses a different mesh than the model.",
                 where=_compat.user_place(eqn),
                 why=f"it is over {', '.join(sorted(wrong))}; the model is over {ours}.",
                 do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
@@ -164,8 +164,7 @@ class _Inner:
             raise CallError(
                 "A shard_map inside the model has an unreduced argument or result.",
                 where=_compat.user_place(eqn),
-                why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data"
-                " shards.",
+                why="an unreduced array is a sum not computed yet, and the engine cannot cut one into data shards.",
                 do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
             )
         manual = [a for a in params["newly_manual_axes"] if sizes[a] > 1]
@@ -182,7 +181,7 @@ class _Inner:
             data_first = tuple(sorted(dim, key=lambda a: a not in self.data))
             if [a in self.data for a in dim] != [a in self.data for a in data_first]:
                 raise CallError(
-                    "A shard_map inside the model splits a dim over a data axis inside of another axis.",
+                    "A shard_map inside the model splits a dim over a data axis inside another axis.",
                     where=_compat.user_place(self.eqn),
                     why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(self.data)}.",
                     do=f"jax.P({data_first!r})  # the data axes first",
