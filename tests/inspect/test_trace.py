@@ -121,7 +121,7 @@ def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
     assert {(r.kind, r.unit) for r in found.by_unit} == {("all-gather", None), ("reduce-scatter", None)}
     text = str(found)
     assert "By kind only" in text
-    assert "Units are not known" in text
+    assert "Units are unknown" in text
     assert "Steps are counted from 1" in text
     assert "less sure" in text
 
@@ -338,7 +338,7 @@ def test_text(name, tmp_path):
 def test_a_truncated_file(tmp_path):
     path = write(tmp_path / FILE, *gpu_planes(0))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RunError, match=f"{path.stat().st_size:,} bytes that are no profile, or only a part of one"):
+    with pytest.raises(RunError, match=f"{path.stat().st_size:,} bytes are not a profile, or only a part of one"):
         js.trace(path)
 
 

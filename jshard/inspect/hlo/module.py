@@ -1,7 +1,7 @@
 """The text of a compiled program as values: computations, and their instructions in the order of the text.
 
-Everything that reads compiled programs reads them through here. In a scheduled module the order of the text is
-the order of execution.
+All code that reads compiled programs uses this module. In a scheduled module the order of the text is the order of
+execution.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _ALIASES = frozenset("bitcast copy copy-start copy-done opt-barrier optimization
 
 
 class ProgramError(ShardingError):
-    """A compiled program holds something that this reader cannot count."""
+    """A compiled program contains something that this reader cannot count."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

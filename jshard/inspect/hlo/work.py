@@ -1,4 +1,4 @@
-"""What an instruction of a compiled program has to do: floating-point operations, and bytes of device memory."""
+"""The work of an instruction of a compiled program: floating-point operations, and bytes of device memory."""
 
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 
 @dataclasses.dataclass(frozen=True)
 class EqualProducts:
-    """Matrix products alike: what they multiply decides how much of the peak they reach."""
+    """Equal matrix products: their dtype and sizes decide how much of the peak they reach."""
 
     dtype: str  # of what is multiplied
     flops: float  # of all of them
@@ -45,7 +45,7 @@ class OpWork:
 
     products: tuple[EqualProducts, ...] = ()  # matrix products and convolutions
     memory_bytes: float = 0.0  # read from and written to device memory
-    # Custom calls whose operations are not known: they count as their memory traffic alone.
+    # Custom calls whose operations are unknown: only their memory traffic is counted.
     uncounted: tuple[str, ...] = ()
 
     @property

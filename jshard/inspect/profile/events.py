@@ -1,4 +1,4 @@
-"""The events of devices in a profile: what each of them did, and which part of its time is one run of the program.
+"""The events of devices in a profile: the work of each device, and which part of its time is one program run.
 
 Read with `jax.profiler.ProfileData`, JAX's own reader. What each platform writes:
 
@@ -34,7 +34,7 @@ _TICKS = 1000  # picoseconds of a nanosecond
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a device did."""
+    """An operation on a device."""
 
     op: str  # name of the operation in the program's text, or what stands for it: a kernel may come without
     label: str  # how the profile calls it, such as the name of a kernel
@@ -47,7 +47,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceEvents:
-    """What a profile has of one device."""
+    """The events of one device in a profile."""
 
     name: str  # such as `gpu:0`; as counted by the process
     platform: str  # `cpu`, `gpu` or `tpu`
@@ -56,7 +56,7 @@ class DeviceEvents:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEvents:
-    """What one file of a profile has."""
+    """The contents of one file of a profile."""
 
     devices: tuple[DeviceEvents, ...]  # those that did something
     # Numbers of the steps that the program marked with `jax.profiler.StepTraceAnnotation`, in order.
@@ -231,7 +231,7 @@ class Op:
 
 
 class Ops:
-    """Tells operations apart: by the text of their program if there is one, else by their names."""
+    """Identifies operations: by the text of their program if there is one, else by their names."""
 
     def __init__(self, text: str | None) -> None:
         self._known: dict[str, Op] = {}
@@ -253,7 +253,7 @@ class Ops:
         return frozenset(op.name for op in self._known.values() if op.place is not None)
 
     def of(self, event: Event) -> Op:
-        """What an event is about."""
+        """The operation of an event."""
         key = event.op, event.label, event.module, event.computes
         if key not in self._asked:
             self._asked[key] = self._of(event)
@@ -269,7 +269,7 @@ class Ops:
         return dataclasses.replace(op, contains=True) if not (event.computes or op.kind) else op
 
     def not_in_text(self, events: Iterable[Event]) -> set[str]:
-        """Names of collectives that the program's text should have, and does not."""
+        """Names of collectives that are missing from the program's text."""
         ours = {e.op for e in events if self.has_text and e.module == self.program and self.of(e).kind}
         return {name for name in ours if not _NCCL.match(name) and _one_name(name) not in self._known}
 
