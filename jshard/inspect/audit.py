@@ -373,7 +373,7 @@ def _copies(elements: float, plan: ShardPlan) -> str:
 
 
 def _memory_table(memory: CompiledMemory) -> FittedTable:
-    caption = "peak: the most in use at one time, by the compiler; the other rows are the totals it reserves."
+    caption = "peak: the most in use at once, by the compiler; other rows: all that it reserves."
     below = memory.peak_bytes < memory.arguments_bytes + memory.temporaries_bytes
     table = made_table("Memory of one device (compiled)", "", "bytes>", caption=caption * below)
     add_row(table, "arguments: state and batch", human_bytes(memory.arguments_bytes))

@@ -144,7 +144,7 @@ def _headline(plan: ShardPlan) -> str:
 
 def _units_table(plan: ShardPlan) -> FittedTable:
     caption = (
-        "dtypes: stored, gathered, reduced. kept: part of the copy kept until backward. ahead: prefetch. x<n>: each."
+        "dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one."
     )
     columns = "unit", "kind??", "parameters>", "per device>", "gathered>", "dtypes", "kept", "ahead?", "remat"
     table = made_table("Units: what is gathered together", *columns, caption=caption)

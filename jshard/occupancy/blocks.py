@@ -4,7 +4,7 @@ The rules of NVIDIA's `cuda_occupancy.h`, extended to blocks of two kernels. Sha
 not: they are allocated to whole warps, and a warp is in one partition of the multiprocessor. The warps of a block are
 assumed to be spread evenly over the partitions, as those of a warpgroup must be. So the registers left by a block are
 not one sum: if 17 warps are spread 5, 4, 4 and 4, four more warps have only what is left in the first partition. For
-one kernel this is what `cuda_occupancy.h` computes; for two it is an assumption, which `benchmarks.overlap` will measure.
+one kernel `cuda_occupancy.h` computes the same; for two it is an assumption, which `benchmarks.overlap` will measure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Block:
             raise OccupancyError(
                 "The thread block is not valid.",
                 where="Block",
-                why="\n".join(f"{name} is {value}, and must be at least {least[name]}." for name, value in wrong.items()),
+                why="\n".join(f"{name} is {value}, the minimum is {least[name]}." for name, value in wrong.items()),
                 do="Block(threads=128, registers=90, smem_bytes=90_176)",
             )
 
@@ -88,7 +88,7 @@ def refusals(gpu: GpuFacts, block: Block) -> tuple[str, ...]:
     slots = _register_slots(gpu, taken.warp_registers)
     if not found and taken.warps > slots:
         found.append(
-            f"{taken.warps} warps of {taken.warp_registers:,} registers, and {gpu.title} holds {slots} of these at once."
+            f"{taken.warps} warps of {taken.warp_registers:,} registers, and {gpu.title} holds {slots} of them at once."
         )
     return tuple(found)
 
@@ -135,8 +135,8 @@ def room_beside(gpu: GpuFacts, block: Block, comm: Block) -> int:
 def drain(gpu: GpuFacts, block: Block, comm: Block) -> int:
     """The number of blocks of a kernel that must end on a multiprocessor before a communication block can start there.
 
-    0: it need not wait. 1: with a higher priority it takes the place of the next block that ends. More: several must end
-    on the same multiprocessor, while others may take their places.
+    0: it need not wait. 1: with a higher priority it takes the place of the next block that ends. More: several must
+    end on the same multiprocessor, while others may take their places.
     """
     return resident(gpu, block) - room_beside(gpu, block, comm)
 

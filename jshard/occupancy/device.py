@@ -111,7 +111,7 @@ def _running() -> Device:
 class MatrixProduct:
     """A matrix product of forward; backward has two of the same size for each."""
 
-    kernel: str  # the kernel that computes it: "mlp" in a layer of `js.kernels.mlp`, else "matmul", also if it only could be one
+    kernel: str  # "mlp" in a layer of `js.kernels.mlp`, else "matmul", also for products in plain form
     m: int  # rows of the output: tokens of one device
     n: int  # columns of the output
     k: int  # the dim that is summed

@@ -105,8 +105,7 @@ def footprint(
         nccl_nthreads: the value of NCCL_NTHREADS, from 64 to 512 in whole warps, used only by rings; 512 by default.
 
     Raises:
-        OccupancyError: the kind or version is unknown, NCCL does not support that many blocks or threads, or the GPU
-has no NVLS.
+        OccupancyError: the kind or version is unknown, NCCL has fewer blocks or threads, or the GPU has no NVLS.
     """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
@@ -126,7 +125,7 @@ has no NVLS.
     if ctas is not None and not 1 <= ctas <= 64:
         wrong.append((f"ctas={ctas}", "NCCL has 1 to 64 channels."))
     if nccl_nthreads is not None and (kind != "ring" or nccl_nthreads not in range(64, 513, 32)):
-        wrong.append((f"nccl_nthreads={nccl_nthreads}", "it must be a multiple of 32 from 64 to 512, and applies to rings only."))
+        wrong.append((f"nccl_nthreads={nccl_nthreads}", "it must be a multiple of 32 from 64 to 512; only for rings."))
     if wrong:
         where, why = zip(*wrong, strict=True)
         do = f'footprint("ring", gpu=gpu, ctas={ASSUMED_CTAS}, nccl_nthreads=256)'

@@ -186,7 +186,7 @@ def overlap(
     )
 
 
-_UNKNOWN = "What the model computes is not known, and nothing measured was used: give the nnx model, loss= and batch=."
+_UNKNOWN = "The model's products are unknown, so no measurement was used: pass the nnx model, loss= and batch=."
 
 
 def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> CommFootprint | None:
@@ -234,9 +234,7 @@ def _by_model(
         why = "copy engines do the gathers, and need no multiprocessors."
     if not why and not any(traffic_of_unit(plan, unit) for unit in plan.units):
         why = "nothing is sent on this mesh, so there is nothing to leave room for."
-    norms_why = (
-        why or "its blocks are small and short; padding would lose more time than a collective waits."
-    )
+    norms_why = why or "its blocks are small and short; padding would lose more time than a collective waits."
     norms = {
         name: _Shaped(Occupancy(persistent=False), Reason(name, "as it is", "fact" if why else "model", norms_why))
         for name in NORMS

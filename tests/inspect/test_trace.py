@@ -123,7 +123,7 @@ def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
     assert "By kind only" in text
     assert "Units are unknown" in text
     assert "Steps are counted from 1" in text
-    assert "less sure" in text
+    assert "less reliable" in text
 
 
 def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
