@@ -108,7 +108,7 @@ _warned: set[tuple[Key, str]] = set()
 
 
 def _key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
-    """Of a model, whose record has other paths in its plan than in a call: its class and where its parameters are."""
+    """A key of a model whose record has other paths in its plan than in a call: its class and placements."""
     return kind, tuple(mesh), frozenset(collections.Counter(placements).items())
 
 
@@ -195,9 +195,9 @@ _warned_whole: set[tuple[str, bool, tuple[str, ...]]] = set()
 def batch_size(arrays: Sequence[Any], degree: int) -> int:
     """The size of the batch: the leading size that most of the arguments have, by count, then by elements.
 
-    A size that is another dim of an array beside it comes last, but for that of the first argument: a mask (tokens,
-    tokens) or positions (tokens, ...) beside ids (examples, tokens). It is only a matter of speed: an array that is
-    split and has no batch, or has one and is whole, gives the same numbers.
+    A size that is another dim of a second array comes last, except that of the first argument: a mask (tokens, tokens)
+    or positions (tokens, ...) beside ids (examples, tokens). This only affects speed: the results are the same if an
+    array without a batch is split, or one with a batch is whole.
     """
     votes: dict[int, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
     for x in arrays:
@@ -236,7 +236,7 @@ def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, note
 
 
 def _why_whole(rows: Sequence[Any], others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
-    """Why arguments are not split, and what to do."""
+    """Why arguments are not split, and how to change that."""
     shapes = lambda rows: ", ".join(_shortened([f"{x.dtype}{list(x.shape)}" for x in rows], _SHOWN))
     if not batch:
         size = max(rows, key=lambda x: x.size).shape[0]
@@ -289,7 +289,7 @@ def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
 
 
 def as_traced(plan: ShardPlan) -> ShardPlan:
-    """A plan that knows the layers that the last traced calls of its model gathered one at a time."""
+    """A plan with the layers that the last traced calls of its model gathered one at a time."""
     key = _key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
     stacks = _stacks(_seen_layers.get(key, ()))
 
@@ -304,7 +304,7 @@ def as_traced(plan: ShardPlan) -> ShardPlan:
 
 
 def _stacks(paths: Iterable[str]) -> dict[str, str]:
-    """Of each parameter the module of layers that it is in: what those below one child of the root have in common."""
+    """The module of layers of each parameter: the common path of those below one child of the root."""
     below: dict[str, list[str]] = {}
     for path in paths:
         below.setdefault(path.split("/")[0], []).append(path)
@@ -317,5 +317,5 @@ def _stacks(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _written(path: str) -> str:
-    """A path of modules as it is written: `model.encoder.layers`, `model.towers[0]`."""
+    """A path of modules in Python syntax: `model.encoder.layers`, `model.towers[0]`."""
     return re.sub(r"\.(\d+)\b", r"[\1]", "model" if path == "(root)" else f"model.{path.replace('/', '.')}")

@@ -33,13 +33,13 @@ class Body:
     """A function of arrays, and how its operands and results are split over the shards."""
 
     run: Callable[..., Sequence[jax.Array]]  # arrays to arrays, for any number of examples
-    ins: tuple[int | None, ...]  # of each operand the dim of the examples; None: all shards have the same
-    outs: tuple[State, ...]  # of each result the same; PARTIAL: the sum over the shards is the result
+    ins: tuple[int | None, ...]  # the dim of the examples of each operand; None: the same on all shards
+    outs: tuple[State, ...]  # the same for each result; PARTIAL: the sum over the shards is the result
     name: str  # the function's name and place, for messages
-    own: tuple[int, ...] = ()  # operands of an order that is not for others to know: this call's forward has made them
+    own: tuple[int, ...] = ()  # operands in a private order: this call's forward made them
 
     def without_rows(self, why: str, *where: str) -> CallError:
-        """The error for results whose number of rows is not that of the examples."""
+        """The error for results whose number of rows differs from the number of examples."""
         return CallError(
             "A result of a function declared with js.per_example does not have a row for each example.",
             where=[self.name, *where],
@@ -183,7 +183,7 @@ class _Derivative:
         self.used = [u or jnp.issubdtype(a.dtype, jax.dtypes.extended) for u, a in zip(used, avals, strict=False)]
 
     def forward(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Results, and what backward needs: operands, results, residuals."""
+        """Results, and the values for backward: operands, results, residuals."""
 
         def run(*xs: jax.Array) -> list[jax.Array]:
             found, _ = self._vjp(xs)
@@ -199,7 +199,7 @@ class _Derivative:
         return outs, [*picked(self.used, arrays), *(outs[k] for k in self.from_outs.values()), *own]
 
     def backward(self, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
-        """Gradients of the operands; None for what has none."""
+        """Gradients of the operands; None for operands without one."""
         of_outs = [state if isinstance(state, int) else None for state in self.body.outs]
         num_args, start = sum(self.used), sum(self.used) + len(self.from_outs)
         ins = (
@@ -254,7 +254,7 @@ class _Derivative:
         return jax.tree.unflatten(tree, [kept.get(i, x) for i, x in enumerate(residuals)])(list(cotangents))
 
     def _check(self, residuals: Sequence[jax.Array], fits: Callable[[int, jax.Array], bool]) -> None:
-        """Raises for residuals of fewer examples that are others than those of the whole batch."""
+        """Raises if the residuals of fewer examples differ from those of the whole batch."""
         wrong = [x.shape for i, x in enumerate(residuals) if i in self.own and not fits(i, x)]
         if len(residuals) != self.num_residuals or wrong:
             raise CallError(
@@ -334,7 +334,7 @@ def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[l
 
 
 def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) -> int:
-    """Their number; refuses arrays that do not have the same one, and a key for all of them."""
+    """The number of examples; raises if the arrays disagree, and for one key for all examples."""
     along = [x.shape[0] if x.ndim else None for x, d in zip(arrays, axes, strict=True) if d == 0]
     if not along or len(set(along)) > 1 or None in along:
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
@@ -357,7 +357,7 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
 
 
 def _place(fn: Callable) -> str:
-    """The name of a function, and the file and line that it is written at."""
+    """The name of a function, with its file and line."""
     found = inspect.unwrap(fn)
     while isinstance(found, functools.partial):
         found = inspect.unwrap(found.func)

@@ -59,7 +59,7 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
 
 
 def run_call(call: Call, name: str, unit: Unit) -> Any:
-    """Runs a call that an adapter has taken apart: as the region itself, or as a unit inside it."""
+    """Runs a call that an adapter has split: as the region itself, or as a unit inside it."""
     if units.in_region_trace():
         if not unit.placement.gathered:
             raise CallError(
@@ -133,7 +133,7 @@ def _open_region(call: Call, unit: Unit) -> Any:
 
 
 def _copies_of(call: Call) -> list[Any]:
-    """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
+    """The copies gathered beforehand for the parameters of this call, if all gathered parameters have one."""
     copies, none = gathered_copies.get(), [None] * len(call.params)
     if copies is None:
         return none
@@ -151,7 +151,7 @@ class Crossing:
 
     Args:
         state: its state.
-        is_own: each device has it for itself, and it is no part of an array: it crosses with a dim for the devices.
+        is_own: each device has its own value, not a part of an array: it crosses with a dim for the devices.
         inner: the dims along which it is split over inner axes.
     """
 
@@ -168,7 +168,7 @@ class Crossing:
 
     @classmethod
     def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
-        """How a value leaves; each device has its piece of a parameter for itself."""
+        """How a value leaves; each device has its own piece of a parameter."""
         is_own = is_own or (value.is_stored and value.shard.pieces > 0)
         return cls(value.state, is_own, value.counted, value.parameter)
 
@@ -184,7 +184,7 @@ class Crossing:
 class Region:
     """One call's region: where its program runs, and how the arrays of the call (`operands`) enter.
 
-    Of each parameter `copied` says whether it enters as a copy that each device gathered beforehand.
+    `copied` states for each parameter whether it enters as a copy that each device gathered beforehand.
     """
 
     def __init__(self, unit: Unit, call: Call, program: Program, consts: Sequence[Any], copied: Sequence[bool]) -> None:
@@ -223,7 +223,7 @@ class Region:
         )
 
     def kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
-        """What forward keeps of the parameters that it gathered outside of units, whole or in pieces, for backward."""
+        """The parameters gathered outside units that forward keeps for backward, whole or in pieces."""
         pieces = resharded(self.unit, is_root=not self.unit.nested)
         found = {key: v for key, v in p.kept_whole.items() if isinstance(key, tuple)}
         if isinstance(pieces, bool):
@@ -233,7 +233,7 @@ class Region:
         return {key: Value(stored.cut(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()}
 
     def spec(self, one: Crossing, ndim: int) -> PartitionSpec:
-        """Where an array that crosses is, over the region's axes; the inner ones are innermost along their dims."""
+        """The spec of an array that crosses, over the region's axes; inner axes are innermost along their dims."""
         if one.is_own:
             spec = PartitionSpec(self.axes)
         elif isinstance(one.state, Shard):
@@ -267,7 +267,7 @@ class OnShards:
         self._out_specs: list[PartitionSpec] = []
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """Runs it. Where one device has the whole batch nothing is gathered or summed: it runs as it is."""
+        """Runs it. If one device has the whole batch, nothing is gathered or summed: it runs unchanged."""
         region, entering = self.region, [*self.operands, *self.given.values()]
         if region.degree == 1:
             return evaluate_jaxpr(self.jaxpr, [fetched(x) for x in arrays])
@@ -282,7 +282,7 @@ class OnShards:
         return run(*arrays)
 
     def _on_shard(self, *xs: Any) -> list[Any]:
-        """The program on one data shard: what it holds of the operands, and of the results."""
+        """The program on one data shard: from its parts of the operands to its parts of the results."""
         region, num = self.region, len(self.operands)
         values = [one.enter(x) for x, one in zip(xs[:num], self.operands, strict=True)]
         whole = {key: one.enter(x) for x, (key, one) in zip(xs[num:], self.given.items(), strict=True)}
@@ -302,12 +302,12 @@ class OnShards:
         return [one.leave(v) for one, v in zip(leaving, values, strict=True)]
 
     def _run(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
-        """Its results; gradients as their parameters are stored, those of copies as each device's own part."""
+        """Its results; gradients are stored like their parameters, those of copies as each device's own part."""
         if self.phase == units.BACKWARD:
             gathered = gathered_in(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
             shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
             others = [v for v in values if not v.is_stored]
-            if shards:  # nothing is gathered before the other operands are there
+            if shards:  # nothing is gathered before the other operands are available
                 first, last = tied([v.x for v in shards], [v.x for v in others])
                 for v, x in zip([*shards, *others], [*first, *last], strict=True):
                     v.x = x
@@ -340,7 +340,7 @@ class OnShards:
         return outs
 
     def _leave(self, leaving: list[Crossing], ndims: Sequence[int]) -> None:
-        """Notes how results leave, and what is kept after them."""
+        """Notes how results leave, and the kept values after them."""
         num = len(leaving) - len(self.keeps)
         self.found, self.keeps = leaving[:num], dict(zip(self.keeps, leaving[num:], strict=True))
         self._out_specs[:] = map(self.region.spec, leaving, ndims)

@@ -30,16 +30,16 @@ from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE
 
 
 class Call(Protocol):
-    """A call into an annotated module, taken apart into arrays by the adapter of its kind of module."""
+    """A call into an annotated module, split into arrays by the adapter of its kind of module."""
 
     where: str  # class and method, for messages
     params: list[Any]  # the parameters under the module as they are stored, tied ones once
-    placements: list[Placement | None]  # of each parameter; None for one that the annotation never saw
-    owners: list[str]  # of each parameter: whether this module gathers it, a unit inside, or one around
+    placements: list[Placement | None]  # of each parameter; None for one added after the annotation
+    owners: list[str]  # who gathers each parameter: this module, a unit inside, or one around it
     names: list[str]  # path of each parameter from the module
     inputs: list[Any]  # all other arrays: state, then arguments
     num_state: int  # how many of the inputs are state
-    result: Any  # what `finish` needs besides arrays; set by `body`
+    result: Any  # for `finish`, besides arrays; set by `body`
     written: Sequence[str]
     """Places of parameters that the method wrote, set by `body`. Their values before, then after, are the last of the
     state: they must be the same, as `nnx.remat` writes back whatever it was given."""
@@ -57,7 +57,7 @@ class Call(Protocol):
         ...
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
-        """Writes the state back to the caller's objects, and returns what the method returned."""
+        """Writes the state back to the caller's objects, and returns the method's result."""
 
 
 @jax.tree_util.register_static
@@ -87,7 +87,7 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
     with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
-    if n := len(call.written):  # the program is without these parameters, which must have been passed through
+    if n := len(call.written):  # the program omits these parameters, which must have been passed through
         outs = closed.jaxpr.outvars
         pairs = zip(call.written, outs[-2 * n : -n], outs[-n:], strict=True)
         refuse_written([place for place, old, new in pairs if not _is_passed(closed.jaxpr, old, new)])
@@ -132,7 +132,7 @@ def _names_in(jaxpr: Any) -> Iterator[str]:
 
 
 def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
-    """Whether a variable is another one, handed through calls and loops."""
+    """Whether a variable is another one, passed through calls and loops."""
     while new is not old:
         e = next((e for e in jaxpr.eqns if new in e.outvars), None)
         if e is None:
@@ -199,7 +199,7 @@ class Gradient:
         self.forward = jex.ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
 
     def forward_keeping(self, which: Sequence[bool]) -> Any:
-        """Forward, with some of the parameters among what is kept."""
+        """Forward, with some of the parameters among the kept values."""
         results = [*self.forward.jaxpr.outvars, *picked(which, self._params)]
         return jex.ClosedJaxpr(_compat.with_results(self.forward.jaxpr, results), self.forward.consts)
 
@@ -221,7 +221,7 @@ class Gradient:
         return self._backwards[live]
 
     def _keep_what_is_needed(self) -> None:
-        """Of what autodiff keeps, keeps what a gradient needs, where there is a cotangent of each float.
+        """Of the values that autodiff keeps, keeps those that a gradient needs if every float has a cotangent.
 
         Autodiff also keeps what a stopped gradient would need, such as the scores whose maximum a softmax subtracts.
         """
@@ -234,7 +234,7 @@ class Gradient:
         self._backwards[live] = closed
 
     def _traced(self, live: tuple[bool, ...]) -> Any:
-        """The backward program that takes all that is kept."""
+        """The backward program that takes all kept values."""
 
         def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             env = self._consts | dict(zip(self._params, params, strict=True)) | dict(zip(self.kept, kept, strict=True))
@@ -251,8 +251,8 @@ class Gradient:
 def differentiable(program: Program, plain: Callable, forward: Callable, backward: Callable) -> Callable[..., list]:
     """A program as a function of its operands, whose derivative is run as the caller says; `plain` is without one.
 
-    What forward returns beside the results and the residuals goes to backward as it is. Backward takes that, for which
-    results there are cotangents, parameters, residuals and cotangents.
+    Further outputs of forward, besides results and residuals, are passed to backward unchanged. Backward takes these,
+    the results that have cotangents, parameters, residuals and cotangents.
     """
 
     @jax.custom_vjp
@@ -277,14 +277,14 @@ def differentiable(program: Program, plain: Callable, forward: Callable, backwar
 
 
 def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A function of which backward keeps what a policy says."""
-    if remat in (NONE, ATTENTION_AGAIN):  # attention is under a checkpoint of its own
+    """A function whose values are kept for backward by a policy."""
+    if remat in (NONE, ATTENTION_AGAIN):  # attention has its own checkpoint
         return f
     return jax.checkpoint(_naming_products(f) if remat == SELECTIVE else f, policy=checkpoint_policy(remat))
 
 
 def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a name for the result of every second product with weights, the first one's to begin with."""
+    """The function with a name for the result of every second product with weights, beginning with the first."""
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
@@ -307,7 +307,7 @@ def _zeros(a: Any) -> jax.Array:
     return jnp.zeros(a.aval.shape, a.aval.dtype)
 
 
-# ---- equal layers are equal programs, though their Python ran for each: one derivative and one partitioning will do
+# ---- equal layers are equal programs, though Python ran for each: one derivative and one partitioning are enough
 
 
 def shared(program: Program, alike: list[Program]) -> tuple[Program, list[Any]]:

@@ -274,7 +274,7 @@ def test_steps_that_are_cut_off_are_left_out(tmp_path):
     planes = gpu_planes(0, 150, 300, 450, drop=missing)
     found = js.trace(write(tmp_path / FILE, *planes, marks(1, 2, 3, 4), program=PROGRAM))
     assert [s.number for s in found.steps] == [2, 3]
-    assert "Left out, as the profile does not have all of them: 2 steps." in found.notes
+    assert "Left out, because the profile does not have all of them: 2 steps." in found.notes
     assert found.between_s == pytest.approx(50e-6)
 
 

@@ -233,7 +233,7 @@ def test_where_xla_was_quicker_the_kernel_is_not_used(shaped_with):
 
 def test_one_time_is_stated_only_where_all_calls_take_about_as_long(shaped_with):
     shaped = shaped_with(lambda i, product: entry(product, alone_ns=90 - 30 * (i % 2)))
-    assert shaped.occupancy["matmul"] == BEST and "the scheduler has estimates" in why(shaped, "matmul").why
+    assert shaped.occupancy["matmul"] == BEST and "the scheduler gets estimates" in why(shaped, "matmul").why
 
 
 def test_a_file_of_the_user_that_cannot_be_read_is_named_once_and_left(plan, cache_folder):

@@ -292,7 +292,7 @@ def test_without_a_gpu_there_is_a_ranking_that_says_so(capsys, tmp_path):
     assert lines[0].startswith("no GPU here: nothing was measured. The following is an estimate")
     assert lines[1] == "NVIDIA H200, beside NCCL 2.32.3 ring, 16 blocks"
     assert sum("est. alone" in line for line in lines) == sum(line.startswith(" XLA's own ") for line in lines) == 5
-    assert "run this on the GPU to know." in lines[-1] and not path.exists()
+    assert "run this on the GPU to measure." in lines[-1] and not path.exists()
 
 
 def test_json_has_every_setting_of_the_gpu_that_is_named(capsys):
@@ -343,7 +343,7 @@ def test_measurements_are_of_the_very_kind_of_device_that_is_here(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [running])
     assert device_named(None) == HERE
     running.device_kind = "NVIDIA H100 PCIe"  # fewer multiprocessors: of the model, nothing is known
-    assert device_named(None).gpu is None and "are not known" in device_named(None).why_unshaped
+    assert device_named(None).gpu is None and "are unknown" in device_named(None).why_unshaped
 
 
 @pytest.mark.gpu
