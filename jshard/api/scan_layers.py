@@ -88,7 +88,7 @@ class _Stack:
         own = () if xs is None else (_row(xs, 0),)
         self.calls = [MethodCall(module, run, (x, *own, *args), kwargs) for module in self.modules]
         _check_equal(self.calls)
-        self.call = self.calls[0]  # stands for all
+        self.call = self.calls[0]  # represents all
 
     @functools.cached_property
     def rows(self) -> tuple[list, list]:
@@ -218,7 +218,7 @@ def _check_equal(calls: list[MethodCall]) -> None:
             "The arguments of scan_layers contain a module or Rngs.",
             where=f"scan_layers: {first.where}",
             why="the layers run in one loop, so its changes could not pass from layer to layer.",
-            do="give it to the layers when they are built, or pass arrays (a random key, one per layer, in xs).",
+            do="pass it to the layers when they are built, or pass arrays (a random key, one per layer, in xs).",
         )
     for i, call in enumerate(calls):
         if difference := first.difference(call):

@@ -45,11 +45,11 @@ class Handover:
     beyond: dict[int, Planned]  # the units after the loop that it may gather, by position in the schedule around
     late: Eqn | None  # its unit whose gradients leave it unreduced, to be reduced in the trip after it
     left: list[tuple[Any, Any, Shard]]
-    """Gradients that the trip before has left, the dtype to reduce them in, and as what they are stored."""
+    """Gradients that the trip before has left, the dtype to reduce them in, and how they are stored."""
     before: list[Value]  # what the loop before left and has reduced since; for the first trip
     rows: list[Value]
-    """Of what is scanned over, in the loop, where they are there when the trip begins: behind a barrier they would be
-    cut before all else. Outside of the loop a trip that did not wait for its turn would compute ahead."""
+    """Rows of scanned values, inside the loop, where they exist when the trip begins: behind a barrier they would be
+    cut before everything else. Outside the loop, a trip that did not wait for its turn would compute ahead."""
     reduced: list[Value] = dataclasses.field(default_factory=list)  # what became of those left
     passed_on: list[list[Any]] = dataclasses.field(default_factory=list)  # the parameters of the units of later trips
 
@@ -169,7 +169,7 @@ class LoopPlan:
     shared: list[Value]  # values that every trip reads
     units: list[Planned]
     sources: list[list[tuple[bool, int]]]
-    """Of each, where its shards come from: whether they are rows, and which of what is scanned over, or is shared."""
+    """The source of the shards of each: whether they are rows, and the index of the scanned or shared value."""
     count: int  # how many units of later trips are gathered when a trip ends
 
     @classmethod
@@ -185,7 +185,7 @@ class LoopPlan:
         return cls(shared, units, known, min(gathered_ahead(units, length), len(units) * (length - 1)))
 
     def unit(self, position: int, trip: Any, cut: Callable[[list[int], Any], list[Value]]) -> Planned:
-        """A unit, by position from the first of a trip; `cut` returns rows of what is scanned over, for a trip."""
+        """A unit, by position from the first of a trip; `cut` returns rows of the scanned values, for a trip."""
         later, i = divmod(position, len(self.units))
         at = [k for is_row, k in self.sources[i] if is_row]
         found = dict(zip(at, cut(at, trip + later), strict=True))
@@ -275,8 +275,8 @@ def tied(*groups: Any) -> Any:
 def stored_rows(jaxpr: Any, gradients: Mapping[Any, Shard]) -> dict[Any, Shard]:
     """The stacked results of loops that become gradients (some results) and nothing else, with how those are stored.
 
-    Those of units are reduced by them; of layers that are no unit, the root stores the gradient of each in its trip.
-    Where a program is called more than once, a row may be stored that is none: whoever reads it gathers it again.
+    Units reduce their own; for layers that form no unit, the root stores the gradient of each in its trip. If a program
+    is called more than once, a row may be stored that is no gradient: its reader gathers it again.
     """
     uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jex.Var))
     uses.update(a for a in jaxpr.outvars if isinstance(a, jex.Var))

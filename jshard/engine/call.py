@@ -19,7 +19,7 @@ from jshard.plans.padding import logical_shape, padding_of, store
 from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
 
 Kept = list[tuple[Path, Any]]
-"""Paths with variables; an array that a module holds as a plain attribute stands for itself."""
+"""Paths with variables; an array that is a plain attribute of a module is its own entry."""
 
 
 def is_nnx(x: Any) -> bool:

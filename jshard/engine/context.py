@@ -40,7 +40,7 @@ def region_mesh() -> Mesh | None:
 def traced_for(mesh: Mesh) -> AbstractContextManager[None]:
     """A context in which a model that will run on the data shards of a mesh is traced in global view.
 
-    A call declared as per example decides here what it will be on a shard, such as the form of a kernel.
+    A call declared as per example decides here how it will run on a shard, such as the form of a kernel.
     """
     return during(_region_mesh, mesh)
 
@@ -97,7 +97,7 @@ _attention: contextvars.ContextVar[tuple[bool, list[None]] | None] = contextvars
 
 @contextlib.contextmanager
 def attention_again(again: bool) -> Iterator[list[None]]:
-    """Inside, a unit is traced whose backward reruns attention, or does not; yields one entry per attention call."""
+    """A context to trace a unit whose backward reruns attention, or not; yields one entry per attention call."""
     calls: list[None] = []
     with during(_attention, (again, calls)):
         yield calls
@@ -122,7 +122,7 @@ def in_plain_flax() -> bool:
 
 @contextlib.contextmanager
 def global_view() -> Iterator[None]:
-    """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
+    """Context in which annotated modules run as plain Flax on sharded arrays; the compiler places communication.
 
     For sampling one text, or a Hessian-vector product by forward mode. As outside, the results equal those on one
     device; the compiler decides memory and communication. It can wrap a jitted step.

@@ -59,9 +59,9 @@ rule("over_axis")(lambda p, eqn, values: same(p, eqn, values, values[0].state)) 
 class InnerPartitioner(Partitioner):
     """The partitioner over one inner axis of a data shard's program."""
 
-    _beside: int | None = None  # of what is moved, a dim that is split over `tensor`
+    _beside: int | None = None  # a dim of the moved array that is split over `tensor`
 
-    _next: Value | None = None  # what the next collective takes, if that is over this axis, too
+    _next: Value | None = None  # the operand of the next collective, if that is also over this axis
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that define what happens over the axis are not in the table."""
@@ -71,7 +71,7 @@ class InnerPartitioner(Partitioner):
         if values and values[0] is self._next and (found := self._fused(eqn, values[0])) is not None:
             return [found]
         if name == "psum" and any(v.is_partial for v in values):
-            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over this axis, too: one all-reduce
+            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # also over this axis: one all-reduce
             summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
             return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
         return super().equation(eqn, values)

@@ -1,4 +1,4 @@
-"""Findings about a traced call beside its plan: communication of mixing, what is not split, layers in loops.
+"""Findings about a traced call beyond its plan: communication of mixing, unsplit work, layers in loops.
 
 A model that uses its whole batch (statistics, in-batch negatives, sorts) needs the other shards' examples. The result
 is correct, but needs collectives that are neither a parameter's gather nor a gradient's reduction: they are
@@ -37,13 +37,13 @@ class Mixing:
     """A collective other than parameter gathers and gradient reductions, or all that a line sends in a step."""
 
     kind: str  # a key of `_HOW`; "made whole": of a constant no shard can be made, so that it is cut from the whole
-    operation: str  # the primitive that needs it; "output" for what the program returns
-    where: str  # "file:line (function)" of the user's code; empty for what the model returns
+    operation: str  # the primitive that needs it; "output" for the program's results
+    where: str  # "file:line (function)" of the user's code; empty for the model's results
     times: int  # how many collectives
     bytes: int  # of their results on one device, in all trips of the loops around
 
     def repeated(self, trips: float) -> "Mixing":
-        """The same, as a loop makes it."""
+        """The record multiplied by a loop's trips."""
         return dataclasses.replace(self, bytes=round(self.bytes * trips))
 
     @property
@@ -69,7 +69,7 @@ class LocalProduct:
     where: str
 
     def repeated(self, trips: float) -> "LocalProduct":
-        """The same, as a loop makes it."""
+        """The record multiplied by a loop's trips."""
         return dataclasses.replace(self, flops=self.flops * trips)
 
 
@@ -186,7 +186,7 @@ def _together(found: Iterable[Mixing]) -> list[Mixing]:
 
 WARNED_FLOPS = 1e9
 WARNED_PART = 0.1
-"""Of the products of one device, in forward."""
+"""A share of the products of one device, in forward."""
 
 _SHOWN = 4
 _warned_whole: set[tuple[str, bool, tuple[str, ...]]] = set()
@@ -271,7 +271,7 @@ def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
         return
     key = _key_of_root(unit)
     _seen_layers.setdefault(key, set()).update(rows)
-    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan says so
+    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan has them
     sizes = collections.Counter[str]()
     for path, stack in _stacks(unknown).items():
         sizes[stack] += unknown[path].gathered_bytes

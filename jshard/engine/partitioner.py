@@ -19,7 +19,7 @@ from jshard import _compat
 from jshard.engine import rules
 from jshard.engine.mixing import LocalProduct, Mixing, scope_of
 from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known
-from jshard.engine.rules import loops as loops  # enters rules into the table, as the others here do
+from jshard.engine.rules import loops as loops  # enters rules into the table, like the others here
 from jshard.engine.rules import opaque as opaque
 from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError, FourPartError
@@ -62,7 +62,7 @@ class Partitioner:
         raise NotImplementedError
 
     def store_row(self, value: Value, stack: Any) -> Value:
-        """One row of what a loop stacks in a variable; a subclass stores those of gradients as shards."""
+        """One row of a variable that a loop stacks; a subclass stores those of gradients as shards."""
         return value
 
     def run_scan(self, scan: "Scan") -> list[Value]:
@@ -70,7 +70,7 @@ class Partitioner:
         return scan.run()
 
     def run_body(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
-        """Runs the program of a loop's body or of a branch, in a trace of its own."""
+        """Runs the program of a loop's body or of a branch, in its own trace."""
         return self.run(jaxpr, consts, args, gradients=gradients)
 
     @contextlib.contextmanager
@@ -238,7 +238,7 @@ class Partitioner:
                     f"from {[(v.state, v.shape) for v in values]}; {eqn.params}"
                 )
                 if self.batch_sizes and value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
-                    self.batch_sizes.add(shape[value.dim])  # of which a dim may be a part, too
+                    self.batch_sizes.add(shape[value.dim])  # a dim may also be a part of it
             self._note_product(eqn, values, found)
             return found
         except FourPartError:

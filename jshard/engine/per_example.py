@@ -70,7 +70,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
 
     Example:
         >>> normalize = js.per_example(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))  # a kernel of yours
-        >>> project = js.per_example(lambda x, w: x @ w, in_axes=(0, None))  # one that takes weights, too
+        >>> project = js.per_example(lambda x, w: x @ w, in_axes=(0, None))  # also takes weights
         >>> project(normalize(x), jnp.ones((64, 8))).shape
         (32, 8)
     """
@@ -93,7 +93,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
             raise CallError(
                 "A function declared with js.per_example closes over a traced array.",
                 where=name,
-                why=f"{', '.join(traced)}: nothing says whether a shard has all of it.",
+                why=f"{', '.join(traced)}: it is unknown whether a shard has all of it.",
                 do="pass it as an argument: js.per_example(fn, in_axes=(0, None))(x, w)",
             )
         body = Body(run, axes, (0,) * len(outs.out_avals), name)
@@ -298,7 +298,7 @@ class _Derivative:
         part = lambda a, d: jax.ShapeDtypeStruct(shape(a, d), a.dtype)
         try:
             program = jax.make_jaxpr(lambda *xs: self._vjp(xs)[0])(*map(part, self.avals, self.body.ins))
-        except Exception:  # what does not run on fewer examples says so where it must
+        except Exception:  # a function that cannot run on fewer examples raises later, if it must
             return 1, same
         found = [a.shape for a in program.out_avals[self.num_outs :]]
         return (factor, found) if list(map(len, found)) == list(map(len, same)) else (1, same)

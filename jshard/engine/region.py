@@ -263,7 +263,7 @@ class OnShards:
 
     def __post_init__(self) -> None:
         self.found = [Crossing(None)] * len(self.jaxpr.out_avals)  # how its results leave, once it has run
-        self.keeps: dict[Any, Crossing] = {}  # and how what it keeps beside them does: the last results
+        self.keeps: dict[Any, Crossing] = {}  # and how the kept values leave: the last results
         self._out_specs: list[PartitionSpec] = []
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -347,7 +347,7 @@ class OnShards:
 
 
 def _differentiable(region: Region) -> Callable[..., list[Any]]:
-    """The region as a function of global arrays whose derivative is a region, too."""
+    """The region as a function of global arrays whose derivative is also a region."""
     program, entering, n = region.program, region.operands, region.program.num_params
 
     def plain(*operands: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Loops over units: each trip does the first gathers of the next trips, and the last reductions of the trip before.
 
-The carry holds both. The schedule inside a trip is that of any program; the units of the trips after it stand at its
+The carry holds both. The schedule inside a trip is that of any program; the units of the trips after it are at its
 end. The gradients of a trip's last unit are reduced in the trip after it, beside all of that trip's products: in their
 own trip they would wait for the last one. The last trips, and the first of backward, are outside the loop, so that
 nothing is gathered or reduced in vain. Stacked results are written in place, row by row.
@@ -56,7 +56,7 @@ class Rotation:
         return cls(scan, plan, late) if plan.count or late is not None else None
 
     def _at(self, trip: Any) -> Any:
-        """The row of a trip in what is scanned over, and in what is stacked."""
+        """The row of a trip in scanned and stacked values."""
         return self.scan.length - 1 - trip if self.scan.reverse else trip
 
     def _unit(self, position: int, trip: Any) -> Planned:

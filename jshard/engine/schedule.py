@@ -118,7 +118,7 @@ class ShardedPartitioner(Partitioner):
     def _run_trip(self, handover: Handover, outer: Level, jaxpr: Any, consts: Any, args: list[Value]) -> list[Value]:
         """Runs one trip of a loop, given its first gathered parameters, and gathers those for later trips.
 
-        After the last trips come the units after the loop: those that it gathers go to the schedule around.
+        The units after the loop follow its last trips: those that it gathers are passed to the schedule around it.
         """
         level, end = self.level, len(self.level.plan)
         level.trip, level.reduced, level.gathered = handover, handover.before, dict(enumerate(handover.gathered))
@@ -177,7 +177,7 @@ class ShardedPartitioner(Partitioner):
             return [one.with_array(self.bind(eqn, [fetched(one.x)])[0])]
         if name in ("add", "add_any", "sub"):
             state = next(v.shard for v in values if v.is_stored)
-            is_gradient = not any(v.parameter for v in values)  # of a whole sum the shard is cut, as of zeros
+            is_gradient = not any(v.parameter for v in values)  # the shard of a whole sum, as of zeros, is cut
             fits = (state, PARTIAL, None) if is_gradient else (state, PARTIAL)
             if not state.pieces and all(v.state in fits for v in values):
                 xs = [self.store(v, state).x for v in values]
@@ -228,7 +228,7 @@ class ShardedPartitioner(Partitioner):
             full = stored.gather_unit(xs, tuple(v.shard for v in shards), self.mesh, tuple(dtypes))
         full = full or []
         ahead = level.ahead(at) if at is not None and prefetch is not None else []
-        if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with what is there first
+        if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with its available values
             soon = [level.plan[i] for i in ahead]
             shards_ahead = [[v.x for v in one.gathers] for one in soon]
             full, moved, shards_ahead = tied(full, [values[i].x for i in inputs], shards_ahead)
@@ -251,7 +251,7 @@ class ShardedPartitioner(Partitioner):
         jaxpr, num_gradients = eqn.params["jaxpr"], sum(eqn.params["wrt"])
         dtypes = [*(v.dtype for v in jaxpr.out_avals[:num_gradients]), *eqn.params["out_dtypes"][num_gradients:]]
         gradients = range(num_gradients)
-        if any(v.is_stored for v in args):  # of units inside, which stand in the same schedule
+        if any(v.is_stored for v in args):  # of units inside, which are in the same schedule
             outs = self.run(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients)
             self._finish(outs)
             return self._cast(outs, dtypes)
@@ -334,7 +334,7 @@ class ShardedPartitioner(Partitioner):
     def _reduce_handed_over(self, ahead: Sequence[int]) -> None:
         """Reduces the gradients that the trip before has left, once the small parameters gathered ahead have arrived.
 
-        Behind a large reduction a small gather would come late, and the program would wait for it.
+        After a large reduction a small gather would be late, and the program would wait for it.
         """
         level, trip = self.level, self.level.trip
         if trip is None or not trip.left:
@@ -349,7 +349,7 @@ class ShardedPartitioner(Partitioner):
         level.reduced = trip.reduced = self.reduce_left(left, trip.late)
 
     def reduce_left(self, left: Sequence[tuple[Any, ...]], unit: Eqn | None) -> list[Value]:
-        """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and as what they are stored."""
+        """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and how they are stored."""
         if unit is None:
             return []
         with _scope_of(unit):

@@ -49,7 +49,7 @@ class Call(Protocol):
         """Equal for calls that run the same program on arrays of the same types."""
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
-        """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
+        """The parameters, or copies of them, entering the region; raises if they cannot be differentiated."""
         ...
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -92,7 +92,7 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
         pairs = zip(call.written, outs[-2 * n : -n], outs[-n:], strict=True)
         refuse_written([place for place, old, new in pairs if not _is_passed(closed.jaxpr, old, new)])
         closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, outs[: -2 * n]), closed.consts)
-    if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis is no more
+    if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis no longer exists
         raise CallError(
             "The model has collectives over an axis that a vmap or pmap around it names.",
             where=f"{call.where}: {', '.join(map(repr, names))}",
@@ -145,7 +145,7 @@ def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
 
 
 def _handed(e: Any, k: int) -> Iterator[tuple[int, Any, Any, Any]]:
-    """Operands that a result could be: the number of each, the program inside, and what the two are there."""
+    """Operands that a result could be: the number of each, the program inside, and both variables there."""
     if e.primitive.name == "scan":
         (inner, _), (n_consts, n_carry) = rules.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
         at = [n_consts + k] if k < n_carry else range(n_consts + n_carry, len(e.invars))
@@ -161,7 +161,7 @@ class Gradient:
 
     Forward takes the program's operands, and returns its results, then the residuals that are kept. Backward takes the
     parameters, the kept residuals and the cotangents of the results that have one, and returns a gradient for each
-    operand that is differentiated, as `wrt` says.
+    operand that is differentiated, according to `wrt`.
     """
 
     def __init__(self, program: Program, wrt: tuple[bool, ...]) -> None:
@@ -249,7 +249,7 @@ class Gradient:
 
 
 def differentiable(program: Program, plain: Callable, forward: Callable, backward: Callable) -> Callable[..., list]:
-    """A program as a function of its operands, whose derivative is run as the caller says; `plain` is without one.
+    """A program as a function of its operands, whose derivative is run by the caller's functions; `plain` has none.
 
     Further outputs of forward, besides results and residuals, are passed to backward unchanged. Backward takes these,
     the results that have cotangents, parameters, residuals and cotangents.
@@ -311,7 +311,7 @@ def _zeros(a: Any) -> jax.Array:
 
 
 def shared(program: Program, alike: list[Program]) -> tuple[Program, list[Any]]:
-    """One of some programs that is equal to this one, which is among them from then on; and further operands for it."""
+    """An equal program among some, to which this one is added if there is none; and further operands for it."""
     jaxpr, numbers = _without_key_data(program.jaxpr)
     found = next((p for p in alike if p.remat == program.remat and are_equal(p.jaxpr, jaxpr)), None)
     if found is None:
@@ -320,9 +320,9 @@ def shared(program: Program, alike: list[Program]) -> tuple[Program, list[Any]]:
 
 
 def _without_key_data(closed: Any) -> tuple[Any, list[Any]]:
-    """A program with what it folds into its keys as further operands, and those numbers.
+    """A program with the numbers that it folds into its keys as further operands, and these numbers.
 
-    Linen folds the path of a module into its keys: without the numbers, layers that differ in nothing else are equal.
+    Linen folds the path of a module into its keys: without the numbers, layers without other differences are equal.
     """
     jaxpr, variables, numbers, equations = closed.jaxpr, [], [], []
     for e in jaxpr.eqns:
@@ -391,7 +391,7 @@ def _is_same_parameter(x: Any, y: Any) -> bool:
 
 
 def evaluate_jaxpr(closed: Any, operands: Sequence[Any], bind: Callable = _compat.bind) -> list[Any]:
-    """Runs a closed jaxpr where it is called, as `jax.core.eval_jaxpr`, keeping the user's lines and names."""
+    """Runs a closed jaxpr inline, like `jax.core.eval_jaxpr`, keeping the user's lines and names."""
     jaxpr = closed.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
     return _evaluate(jaxpr.eqns, env, jaxpr.outvars, bind)
@@ -407,7 +407,7 @@ def _evaluate(equations: list[Any], env: dict, wanted: Sequence[Any], bind: Call
 
 
 def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
-    """What a program computes of some variables, or with effects; and these."""
+    """The equations that depend on some variables, or have effects; and the dependent variables."""
     found = set(variables)
     for e in jaxpr.eqns:
         if e.effects or any(isinstance(a, jex.Var) and a in found for a in e.invars):

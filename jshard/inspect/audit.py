@@ -86,11 +86,11 @@ class TrafficRow:
     dtype: str  # on the wire, by HLO's names
     over: tuple[str, ...] | None  # the mesh axes; None if no mesh is known
     group_size: int  # devices of a group
-    unit: str | None  # the unit, equal ones of a list folded as `blocks/0..11`; None if the program does not say
-    phase: str | None  # `forward` or `backward`; None if the program does not say
-    in_loop: bool  # they stand inside a loop
+    unit: str | None  # the unit, equal ones of a list folded as `blocks/0..11`; None if unknown
+    phase: str | None  # `forward` or `backward`; None if unknown
+    in_loop: bool  # they are inside a loop
     windows: tuple[Window, ...]  # the collectives
-    mixing: tuple[Mixing, ...] = ()  # the lines that mix examples by them, with the bytes asked for in one execution
+    mixing: tuple[Mixing, ...] = ()  # the lines that mix examples by them, with the bytes requested in one execution
 
     @property
     def executions(self) -> int:

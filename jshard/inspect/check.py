@@ -68,7 +68,7 @@ def check(
 
     Args:
         model: the annotated model, nnx or Linen.
-        *args: arguments of the call, or of `loss_fn` after the model. For a Linen model the variables come first:
+        *args: arguments of the call, or of `loss_fn` after the model. For a Linen model the variables are first:
             `js.check(model, variables, x)` checks `model.apply(variables, x)`, and with `mutable=["batch_stats"]`
             also the state that it returns.
         loss_fn: `loss_fn(model, *args, **kwargs)`; the model's own `__call__` by default. If it returns a

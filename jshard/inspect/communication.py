@@ -219,8 +219,8 @@ def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window
 
 # Where a compiled program communicates differently from its plan.
 
-# Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
-# scalars fall below.
+# As a share of the gathered parameters. Second gathers that backward does not need (most biases), and scalars are
+# below it.
 TOLERANCE = 0.02
 
 # Smaller all-reduces are the model's own, such as BatchNorm statistics: they only cost the time to start one.
@@ -382,8 +382,8 @@ def _gathered_once(
     """
     fewest, most = collections.Counter(), collections.Counter()
     layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-    pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all that stands for a gather
-    scales: dict[tuple[int, ...], tuple[int, ...]] = {}  # of what is sent in 8 bits: of no layer
+    pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all in place of a gather
+    scales: dict[tuple[int, ...], tuple[int, ...]] = {}  # of parameters sent in 8 bits: of no layer
     again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
     for leaf in plan.gathered_part.leaves:
         if leaf.placement.axes != place.axes:

@@ -1,4 +1,4 @@
-"""`explain`: the plan in readable form: what is stored where and why, and its memory and traffic."""
+"""`explain`: the plan in readable form: where each parameter is stored and why, and the memory and traffic."""
 
 import collections
 import dataclasses
@@ -209,7 +209,7 @@ def _memory_table(held: Memory) -> FittedTable:
     row("gathered ahead of its use", held.prefetched_bytes, "estimate: by prefetch")
     row("largest gradient of a unit, not yet reduced", held.largest_gradient_bytes, "estimate")
     if held.activations_bytes is None:
-        add_row(table, "activations", "not estimated", "give loss= and batch=")
+        add_row(table, "activations", "not estimated", "pass loss= and batch=")
         total, where = "in a step, without activations", "estimate"
     else:
         row("activations", held.activations_bytes, "estimate: saved for backward")

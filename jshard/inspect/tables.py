@@ -121,7 +121,7 @@ class FittedTable:
         yield table
 
     def _layout(self, room: int) -> tuple[list[int], list[int], bool]:
-        """The columns that are shown, their widths, and whether they stand close together."""
+        """The columns that are shown, their widths, and whether they are close together."""
         shown = list(range(len(self._names)))
         most = [max(_longest_line(text) for text in self._texts(i)) for i in shown]
         if sum(most) + 3 * len(shown) - 1 <= room:
@@ -204,10 +204,10 @@ i span {{ display: block; padding: 0 3px; overflow: hidden; text-overflow: ellip
 class Bar:
     """A span of time in a timeline."""
 
-    lane: str  # the line in which it is drawn; lanes come in the order of their first bars
+    lane: str  # the line in which it is drawn; lanes are in the order of their first bars
     begin_s: float  # seconds from the start of the timeline
     end_s: float  # seconds from the same start
-    kind: str  # what it is, such as `matmul` or `all-gather`: it has a colour
+    kind: str  # the kind of work, such as `matmul` or `all-gather`, which has a colour
     label: str  # written into it, if there is room
     tip: str  # shown when the pointer rests on it, and as its name in a trace
 
@@ -298,7 +298,7 @@ def _colors(bars: Iterable[Bar]) -> dict[str, str]:
 
 
 def _joined(bars: Iterable[Bar], least_s: float) -> list[Bar]:
-    """Joins neighbours of which one is too narrow to be seen; the longer one gives color and text."""
+    """Joins neighbours if one is too narrow to be seen; color and text are those of the longer one."""
     took = lambda bar: bar.end_s - bar.begin_s
     found: list[Bar] = []
     for bar in bars:

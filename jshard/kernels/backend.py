@@ -227,7 +227,7 @@ def place() -> TracedDevice:
     if device is None and (planned := _planned.get()) is not None:
         return planned
     if device is None and mesh is not None and not _compat.has_devices():
-        return TracedDevice(platform="cpu", kind="a device that is not known")  # a dry run asks for none
+        return TracedDevice(platform="cpu", kind="an unknown device")  # a dry run has none
     if device is None:
         default = getattr(jax.config, "jax_default_device", None)
         device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]

@@ -1,4 +1,4 @@
-"""Annotating a Linen module: a copy whose calls are passed to the engine, as the outermost call or as a unit's.
+"""Annotating a Linen module: a copy whose calls are passed to the engine, as the outermost call or as a unit's call.
 
 A Linen module is a frozen dataclass that is created before its parameters. The annotation is therefore a set of
 settings and choices; the layout is computed when `init` or `apply` is traced, and stored with the annotation.

@@ -52,7 +52,7 @@ def linen_optimizer(
             why="js.shard_init places the arrays of a TrainState: state like its parameters.",
             do="js.shard_optimizer(model, tx)",
         )
-    assert annotation.root.optimizer is not None, "fully_shard gives every Linen model one"
+    assert annotation.root.optimizer is not None, "fully_shard sets one for every Linen model"
     annotation.root.optimizer.exists = True
     all_are, trained = wrt is nnx.Param, lambda: Trained(annotation.layout, wrt)
     tx = optax.with_extra_args_support(tx if all_are else optax.masked(tx, lambda tree: trained().mask(tree)))

@@ -175,7 +175,7 @@ def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator
             yield from _product(eqn, place, rounds)
         if name.startswith("custom_vjp_call") and _kernel(place)[1] in ("mosaic", "interpret"):
             yield from _of_kernel(eqn, place, rounds) if inside else ()
-            continue  # its tiles are no products of the model
+            continue  # its tiles are not products of the model
         more = rounds * (eqn.params["length"] if name == "scan" else 1)
         for inner in jex.jaxprs_in_params(eqn.params):
             yield from _walk(inner, inside=inside or name == "shard_map", around=place, rounds=more)

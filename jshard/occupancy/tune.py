@@ -276,7 +276,7 @@ class ModelBench:
         return max(alone_ns / (1 - lost), load_ns + plan.drain * round_ns)
 
 
-# What is measured of a model.
+# Measuring a model.
 
 
 def tune(

@@ -186,7 +186,7 @@ def others_of(module: nnx.Module) -> Iterator[Other]:
 
 
 def others_in(path: Path, x: Any, kind: str) -> Iterator[Other]:
-    """The float arrays of one that is no parameter."""
+    """The float arrays of a variable that is not a parameter."""
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             yield Other(path, kind, f"{leaf.dtype}{list(leaf.shape)}", math.prod(leaf.shape) * leaf.dtype.itemsize)

@@ -220,7 +220,7 @@ def degree(mesh: AnyMesh, axis: str) -> int:
 def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The axes over which the batch is split, outermost first.
 
-    Axes of degree 1 are omitted, as a reduction over one would stay in the program; `fsdp` is always included.
+    Axes of degree 1 are omitted, because a reduction over one would stay in the program; `fsdp` is always included.
     """
     return tuple(a for a in DATA_AXES if a == FSDP or degree(mesh, a) > 1)
 

@@ -129,7 +129,7 @@ def padding_of(variable: Any) -> Padding | None:
 
 
 def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
-    """The shape of the logical array that a variable stands for."""
+    """The shape of the logical array of a variable."""
     padding, shape = padding_of(variable), variable.get_raw_value().shape
     return shape if padding is None else padding.logical_shape(shape)
 
@@ -171,7 +171,7 @@ def _padded_class(base: type[nnx.Variable], padding: Padding) -> type[nnx.Variab
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """A metaclass of its own, so that pickle knows how to rebuild a padded class."""
+    """Its own metaclass, so that pickle knows how to rebuild a padded class."""
     made = type("PaddedMeta", (meta,), {})
     copyreg.pickle(made, lambda cls: (_padded_class, (cls._jshard_unpadded, cls._jshard_padding)))  # type: ignore[arg-type]
     return made

@@ -134,7 +134,7 @@ class ShardPlacement:
         allow_replicated: path patterns of parameters that are replicated rather than padded if no dim divides,
             whatever their size and without a warning; and of large arrays that are not parameters.
         min_size: parameters with fewer elements stay replicated.
-        offload: what is in host memory. `"optimizer"`: the state that `js.shard_optimizer` creates for the parameters.
+        offload: data in host memory. `"optimizer"`: the state that `js.shard_optimizer` creates for the parameters.
             `"params"`: also the parameters and their gradients: each is copied to the device before it is gathered.
             Parameters below `min_size` stay on the device.
         gathered: False: parameters, gradients and optimizer state are sharded as in any unit, but never gathered. The
@@ -171,7 +171,7 @@ class ShardPlacement:
         _check_field(dim, "shard_dim", self.shard_dim, "a number or a function of (path, shape)", 0)
         _check_field(_is_size(self.stacked), "stacked", self.stacked, "a number of leading dims, 0 or more", 1)
         _check_field(_is_size(self.min_size), "min_size", self.min_size, "a number of elements", 1024)
-        known = '"optimizer" (its state is in host memory), "params" (parameters and their gradients, too) or None'
+        known = '"optimizer" (its state is in host memory), "params" (also parameters and their gradients) or None'
         _check_field(self.offload in (None, OPTIMIZER, PARAMS), "offload", self.offload, known, OPTIMIZER)
         _check_field(self.gathered in (True, False), "gathered", self.gathered, "True or False", False)
 

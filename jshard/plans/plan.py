@@ -74,7 +74,7 @@ class UnitPlan:
     kind: str  # class of the module
     reshard_after_forward: bool | int  # gathered again before backward; or kept, in that many pieces
     remat: str
-    mixed_precision: str  # the dtypes asked for
+    mixed_precision: str  # the requested dtypes
     prefetch: str = "1"  # a number of units ahead, a budget in bytes, or chosen by the compiler
     gathered: bool = True  # False: its parameters are sharded, and never gathered
 

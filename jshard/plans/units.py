@@ -149,7 +149,7 @@ def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[.
 
 @functools.cache
 def _unit_metaclass(meta: type) -> type:
-    """A metaclass of its own, so that pickle knows how to rebuild a unit's class."""
+    """Its own metaclass, so that pickle knows how to rebuild a unit's class."""
     made = type("UnitMeta", (meta,), {})
     copyreg.pickle(made, _reduce_class)  # type: ignore[arg-type]
     return made

@@ -37,7 +37,7 @@ class Shard:
 
 State = int | str | Shard | None
 """A dim: split along it. PARTIAL: the sum over the shards is the value. A `Shard`: stored as a parameter, and gathered
-by whoever reads it. None: whole on every shard."""
+by its reader. None: whole on every shard."""
 
 
 class MadeFrom(NamedTuple):
@@ -58,7 +58,7 @@ class Value:
     done: dict[State, "Value"] = dataclasses.field(default_factory=dict)  # the value in states it was converted to
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of indices: `{column: dim}`, where `[..., column]` is the index along that dim, in global view."""
-    parameter: str = ""  # path of the parameter that it is, perhaps cast; empty for anything else, as a gradient
+    parameter: str = ""  # path of the parameter that it is, perhaps cast; empty for anything else, such as a gradient
 
     def __post_init__(self) -> None:
         if isinstance(self.state, np.integer):
@@ -154,12 +154,12 @@ def rule(
 
 
 def same(p: Partitioner, eqn: Eqn, values: Sequence[Value], state: State, **params: Any) -> list[Value]:
-    """The equation on what the shards hold; all results in one state."""
+    """The equation on the shards' arrays; all results in one state."""
     return [Value(x, state) for x in p.bind(eqn, [v.x for v in values], **params)]
 
 
 def traced(run: Callable[..., list[Value]], *xs: Any) -> tuple[Any, list[State]]:
-    """A function of arrays that returns values, as a program that returns arrays; and the states of these."""
+    """A function of arrays that returns values, as a program that returns arrays; and the states of the results."""
     states: list[State] = []
 
     def arrays(*xs: Any) -> list[Any]:
@@ -296,7 +296,7 @@ def annotated_call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]
 #   Where one device has an infinity, the sum may have NaN.
 # * Integers are treated modulo 2**bits, because their sums also wrap on one device. A conversion to fewer bits keeps
 #   that; one to more bits, to floating point or to bool does not.
-# * A constant term is not linear: a `gather` that fills what is out of bounds is, for a fill of 0 (or of NaN) only.
+# * A constant term is not linear: a `gather` that fills out-of-bounds elements is linear for a fill of 0 (or NaN) only.
 
 MOVES = frozenset(
     """

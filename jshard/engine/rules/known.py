@@ -89,7 +89,7 @@ def shard_of(p: Partitioner, value: Value, dim: int) -> Any | None:
         if name == "iota":
             if dim != eqn.params["dimension"]:
                 return lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
-            # rounded once, as it is on one device
+            # rounded once, as on one device
             return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
         if name == "iota_2x32_shape":
             return positions(shape, value.shape, dim, p.shard * shape[dim])[index]

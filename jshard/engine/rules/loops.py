@@ -148,7 +148,7 @@ class Scan:
             return [*outs[: self.n_carry], *(p.store_row(v, stack) for v, stack in rows)]
 
     def run(self) -> list[Value]:
-        """The loop, as it was traced."""
+        """The loop in its traced form."""
         function, shared = jex.jaxpr_as_fun(self.traced), [_array(v) for v in self.shared]
 
         def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -218,7 +218,7 @@ class _Inner:
         return jax.shard_map(body, in_specs=tuple(ins), out_specs=outs, axis_names=axes, check_vma=False)
 
     def _apart(self, value: Value, dims: Dims) -> Value:
-        """The value split along a dim that is not split over the user's axes, too: those are outside of the region's.
+        """The value split along a dim that is not also split over the user's axes: those are outside the region's.
 
         JAX passes what backward needs of a `shard_map` with all its axes on dim 0, which are the examples as a rule.
         """
@@ -259,7 +259,7 @@ def _full(p: Partitioner, value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(p.full_shape(value), value.x.dtype)
 
 
-# ---- collectives over axes that are not the region's, and over dims, as a vmap that names its axis makes them
+# ---- collectives over axes that are not the region's, and over dims, as from a vmap with a named axis
 
 
 _OVER_DIMS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
@@ -283,7 +283,7 @@ def reduction(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("ppermute", "pbroadcast", "layout_constraint", takes_partial=True)
 def linear_in_place(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Of each element, and linear: all states stay."""
+    """Elementwise and linear: all states stay."""
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
 
 
@@ -297,7 +297,7 @@ def moving_collective(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Val
         return same(p, eqn, values, value.dim + (dims[0] <= value.dim))
     if value.dim in dims:
         return None
-    if not params["tiled"]:  # the dim goes; of all_to_all another one comes
+    if not params["tiled"]:  # the dim is removed; all_to_all adds another
         return None if len(dims) > 1 else same(p, eqn, values, value.dim - (dims[0] < value.dim))
     return same(p, eqn, values, value.dim)
 

@@ -61,7 +61,7 @@ def tie(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim goes where the dim goes."""
+    """The split dim moves with its dim."""
     dim = eqn.params["broadcast_dimensions"][values[0].dim]
     shape = [n // p.degree if i == dim else n for i, n in enumerate(eqn.params["shape"])]
     return same(p, eqn, values, dim, shape=tuple(shape))
@@ -153,7 +153,7 @@ def slice_(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
 
 
 def one_row(p: Partitioner, value: Value, at: Any) -> Value:
-    """Row `at`, in global view, of a value along its split dim: partial, as the other shards have zeros."""
+    """Row `at`, in global view, of a value along its split dim: partial, because the other shards have zeros."""
     at = at - p.shard * value.shape[value.dim]
     inside = (at >= 0) & (at < value.shape[value.dim])
     row = lax.dynamic_slice_in_dim(value.x, jnp.where(inside, at, 0), 1, value.dim)
@@ -167,7 +167,7 @@ def draws_alone(key: Value) -> bool:
 
 @rule("random_wrap", "random_unwrap", "random_split", "random_bits")
 def keys(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """Typed keys: the dims of the keys stand first in every form of them, and in what each of them draws."""
+    """Typed keys: the dims of the keys are first in all their forms, and in their draws."""
     dim = values[0].dim
     if eqn.primitive.name in ("random_split", "random_bits") and not draws_alone(values[0]):
         return None
@@ -275,7 +275,7 @@ def dynamic_update_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[
     shapes = zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
     taken = [d for d, (n, m) in enumerate(shapes) if n != m]
     if not operand.is_split and update.dim in taken:
-        return None  # only what is written is split
+        return None  # only the written value is split
 
     def of_shard(values: list[Value]) -> list[Value]:
         dim = values[0].dim

@@ -34,7 +34,7 @@ class Window:
     operations: int = 0  # instructions that compute between start and end
     matmuls: int = 0  # matrix products among these, those in fusions and loops counted
     flops: float = 0.0  # floating-point operations of these
-    conditional: bool = False  # it is in a branch, and may not run at all
+    conditional: bool = False  # it is in a branch, and might not run at all
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
     # The lines of the model that mix examples by it; several if the compiler joined theirs.
     mixing: tuple[Mixing, ...] = ()

@@ -137,7 +137,7 @@ def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
 
 
 def mixing_in(op_name: str) -> tuple[tuple[Mixing, ...], bool]:
-    """The lines of the model that mix examples by an operation, and whether all of its names say so."""
+    """The lines of the model that mix examples by an operation, and whether all of its names contain one."""
     found = [named_in(name) for name in _joined_names(op_name)]
     return tuple(dict.fromkeys(one for ones in found for one in ones)), all(found)
 

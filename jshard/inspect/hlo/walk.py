@@ -72,7 +72,7 @@ class _Body:
         return {place: token for place, token in tokens if token is not None}
 
     def token(self, value: Instruction | None) -> str | None:
-        """What names a collective under way: its start, or a part of a loop's state or result."""
+        """The token of a collective in flight: its start, or a part of a loop's state or result."""
         source = self.home.source(value)
         if source is None:
             return None
@@ -84,7 +84,7 @@ class _Body:
         return self.arriving(place) if whole.opcode == "parameter" else f"{whole.name}[{place}]"
 
     def arriving(self, place: int) -> str:
-        """Token of what is under way in a part of the loop's state when a round begins."""
+        """Token of the collective in flight in a part of the loop's state when a round begins."""
         return f"{self.home.name}{_ARRIVING}[{place}]"
 
 
@@ -184,7 +184,7 @@ class Walk:
         )
 
     def _ended_by(self, body: _Body, done: Instruction) -> str | None:
-        """The token of what an end waits for; of an asynchronous fusion it may be computation alone."""
+        """The token that an end waits for; an asynchronous fusion may contain only computation."""
         return body.token(body.home.operand(done, 0))
 
     def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:

@@ -49,7 +49,7 @@ class Shares:
 class MeasuredCollective:
     """The time of one collective of the program, on one device in one step."""
 
-    op: Op  # what it is
+    op: Op  # the operation
     runs: int  # how often it ran
     in_flight_s: float  # from its begin to its end
     # The part in which nothing computed; where several are exposed at one time, each has an equal part.
@@ -141,7 +141,7 @@ def _moments(
             del going[op]
 
 
-# What is shown.
+# The report.
 
 _PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
 _SHOWN = 12
@@ -303,7 +303,7 @@ class Trace(Printed):
 
 
 def _timeline(measured: DeviceStep) -> list[Bar]:
-    """A measured step as bars to be drawn: what the device did itself, and the collectives in flight."""
+    """A measured step as bars to be drawn: the device's own work, and the collectives in flight."""
     bars = [
         Bar("computation", begin_s, end_s, kind, "", f"{kind}: {duration(end_s - begin_s)}")
         for kind, spans in (("computing", measured.computing), ("exposed", measured.exposed))
