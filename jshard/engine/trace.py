@@ -407,7 +407,7 @@ def _evaluate(equations: list[Any], env: dict, wanted: Sequence[Any], bind: Call
 
 
 def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
-    """The equations that depend on some variables, or have effects; and the dependent variables."""
+    """The given variables, those that depend on them, and the results of equations with effects."""
     found = set(variables)
     for e in jaxpr.eqns:
         if e.effects or any(isinstance(a, jex.Var) and a in found for a in e.invars):
