@@ -169,7 +169,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: optax alone, padded": optax_alone,
     "linen: optax alone, on the host": optax_alone_on_the_host,
     "linen: value_and_grad": lambda: js.value_and_grad(lambda model, x: 0.0)(shard(), X),
-    "linen: value_and_grad, none is trained": lambda: planned(wrt=nnx.LoRAParam),
+    "linen: value_and_grad, none is selected": lambda: planned(wrt=nnx.LoRAParam),
     "linen: value_and_grad, wrt without use": lambda: planned(wrt=["second/*", "*/lora_*"]),
     "linen: value_and_grad, other parameters": gathered_for_nothing,
     "linen: returns a module": lambda: shard(Returns()).apply(Returns().init(KEY, X), X),

@@ -210,7 +210,7 @@ def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
     padding = Padding.of(placement)
     value = (variable if padding_of(variable) == padding else logical(variable)).get_raw_value()
     value = value if padding is None else padding.pad(value)
-    if _given_spec(variable):  # Flax would place it, and the optimizer's copies of it, by the model's axes alone
+    if _given_spec(variable):  # Flax would place it, and its copies in the optimizer, by the model's axes alone
         variable.set_metadata(eager_sharding=False)
     sharding = sharding_of(mesh, placement.partition_spec, on_host=placement.on_host)
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -226,9 +226,9 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
         return []
     if isinstance(units, Mapping):
         raise AnnotationError(
-            "Settings for each choice of units are for Linen modules.",
+            "Only Linen modules accept settings for each choice of units.",
             where=f"fully_shard({type(modules[0]).__name__}, units={{...}})",
-            why="the submodules of an nnx model are there, and are annotated one by one.",
+            why="the submodules of an nnx model already exist, and can be annotated one by one.",
             do='js.fully_shard(model.blocks[0], mesh=mesh, remat="full")  # then the root',
         )
     choices = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
@@ -263,7 +263,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     assert root.plan is not None, "an annotated model has one"
     if unknown := [name for name in settings if name not in SETTINGS]:
         raise AnnotationError(
-            "A setting of a unit is not known.",
+            "A unit has no such setting.",
             where=[f"{name}={settings[name]!r}" for name in unknown],
             why=f"the settings are {', '.join(SETTINGS)}.",
             do='revise(model, {"remat": "full"})',
@@ -273,7 +273,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
         raise AnnotationError(
             "The model has no units whose settings could be changed.",
             where=", ".join(f"{name}={value!r}" for name, value in settings.items()),
-            why="its root is the only unit, and is gathered as a whole.",
+            why="its root is the only unit, and it is gathered as a whole.",
             do="js.fully_shard(model, units=Block, mesh=mesh)",
         )
     layers = set(map(id, repeated_layers(model)))

@@ -74,9 +74,9 @@ def value_and_grad(
     """
     if not isinstance(accumulate, int) or accumulate < 1 or sync not in ("each", "last"):
         raise AnnotationError(
-            "The accumulation cannot work.",
+            "The accumulation settings are not valid.",
             where=f"value_and_grad(accumulate={accumulate!r}, sync={sync!r})",
-            why='accumulate is a number of microbatches, sync is "each" or "last".',
+            why='accumulate must be a number of microbatches, and sync "each" or "last".',
             do='js.value_and_grad(loss_fn, accumulate=4, sync="last")',
         )
     gradients = _nnx_gradients if model is None else functools.partial(_linen_gradients, model)
@@ -138,10 +138,10 @@ def _check_parameters(params: Any, name: str) -> None:
     kinds = [(dotted(path), type(v).__name__) for path, v in nnx.to_flat_state(params) if not isinstance(v, nnx.Param)]
     if kinds:
         raise CallError(
-            "Gradients are asked for of what is no parameter.",
+            "Gradients were requested for a variable that is not a parameter.",
             where=[f"{name}: {path}  {kind}" for path, kind in kinds],
-            why='sync="last" gathers parameters and reduces their gradients; these are whole on every device.',
-            do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or derive their class from nnx.Param.',
+            why='sync="last" gathers parameters and reduces their gradients; this one is whole on every device.',
+            do='js.value_and_grad(loss_fn, accumulate=4, sync="each")  # or derive their class from nnx.Param',
         )
 
 
@@ -186,9 +186,9 @@ class LossScale:
     def __post_init__(self) -> None:
         if not (self.factor > 1 and self.growth_interval >= 1 and 1 <= self.initial < float("inf")):
             raise AnnotationError(
-                "The loss scale cannot work.",
+                "The loss scale settings are not valid.",
                 where=str(self),
-                why="factor is above 1, growth_interval at least 1, initial at least 1 and finite.",
+                why="factor must be above 1, growth_interval at least 1, initial at least 1 and finite.",
                 do="LossScale(initial=2.0**16, growth_interval=2000)",
             )
 

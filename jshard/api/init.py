@@ -95,7 +95,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     for path, variable in walk(model):
         if path in planned:
             store(variable, padding_of(planned[path]), variable.get_raw_value())
-    return _annotated(model, annotate)  # the arrays are where it wants them: nothing moves
+    return _annotated(model, annotate)  # the arrays are already placed: nothing moves
 
 
 def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
@@ -106,7 +106,7 @@ def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
         "Arrays cannot be placed on this mesh.",
         where=where,
         why="the annotation used an abstract mesh." if not isinstance(used, Mesh) else "the annotation used another.",
-        do="give js.fully_shard and js.shard_init the same mesh = js.mesh(fsdp=-1).",
+        do="mesh = js.mesh(fsdp=-1)  # the same for js.fully_shard and js.shard_init",
     )
 
 
@@ -125,10 +125,10 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
         raise AnnotationError(
             "A Linen module holds no parameters to initialise.",
             where=f"build() returned {type(model).__name__}",
-            why="init makes them: build returns what init returned, or a TrainState.",
+            why="init creates them: build must return the result of init, or a TrainState.",
             do="model = js.fully_shard(model, mesh=mesh); js.shard_init(lambda: model.init(key, x), model)",
         )
-    for _, variable in walk(model):  # they note the setting; it is to be that of a plain model
+    for _, variable in walk(model):  # variables record the setting; it must be that of a plain model
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(eager_sharding=eager)
     return nnx.split(model)
@@ -143,8 +143,8 @@ def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
         raise AnnotationError(
             "The model holds arrays that Flax cannot see while it is traced.",
             where=[f"{plain_class(model).__name__}: {path}" for path in lost],
-            why="a plain attribute that is assigned a traced array counts as static, and its value would be lost.",
-            do=f"wrap it: self.{lost[0].split('/')[-1]} = nnx.data(...), or nnx.Variable(...).",
+            why="a plain attribute that holds a traced array is static to Flax, and its value would be lost.",
+            do=f"self.{lost[0].split('/')[-1]} = nnx.data(...)  # or nnx.Variable(...)",
         )
     return graphdef, shapes
 
@@ -230,9 +230,9 @@ def abstract_optimizer(
     if isinstance(tx, _Placed) and tx.mesh != mesh:
         texts = [", ".join(f"{axis}={n}" for axis, n in of.shape.items()) for of in (tx.mesh, mesh)]
         raise AnnotationError(
-            "The transformation is that of another sharded optimizer.",
+            "The transformation belongs to another sharded optimizer.",
             where=f"shard_optimizer({plain_class(model).__name__}, tx)",
-            why=f"it holds state to the mesh it was made for ({texts[0]}), and the model is on another ({texts[1]}).",
+            why=f"it places its state on the mesh it was made for ({texts[0]}), and the model is on {texts[1]}.",
             do="tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx",
         )
     if unit.optimizer is not None:
@@ -257,7 +257,7 @@ class OffloadedOptimizer(nnx.Optimizer):
     """An `nnx.Optimizer` for arrays in host memory: they are updated on the device, then copied back."""
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
-        """As `nnx.Optimizer.update`, one part of the parameters after another; the updates are on the device."""
+        """Like `nnx.Optimizer.update`, one part of the parameters after another; the updates are on the device."""
         graphdef, state = nnx.split((model, self))
         (leaves, tree), (of_grads, grads_tree) = jax.tree.flatten(state), jax.tree.flatten(grads)
         shape_of_updates: Any = None

@@ -58,8 +58,8 @@ def scan_layers(
     """
     if prefetch is not None or delay_reduce is not None:
         _compat.warn_user(
-            "prefetch and delay_reduce of js.scan_layers have no effect any more, and go with the next release. Layers"
-            f" are gathered ahead as they were annotated:\n  js.fully_shard(block, mesh=mesh, prefetch={prefetch!r})",
+            "prefetch and delay_reduce of js.scan_layers have no effect, and the next release removes them. Layers"
+            f" are gathered ahead as annotated:\n  js.fully_shard(block, mesh=mesh, prefetch={prefetch!r})",
             FutureWarning,
         )
     stack = _Stack(layers, method, _arrays(x), _arrays(xs), args, kwargs, collect=collect)
@@ -88,7 +88,7 @@ class _Stack:
         own = () if xs is None else (_row(xs, 0),)
         self.calls = [MethodCall(module, run, (x, *own, *args), kwargs) for module in self.modules]
         _check_equal(self.calls)
-        self.call = self.calls[0]  # stands for all
+        self.call = self.calls[0]  # represents all
 
     @functools.cached_property
     def rows(self) -> tuple[list, list]:
@@ -104,10 +104,10 @@ class _Stack:
         bad = [str(tuple(s)) for s in shapes if not s or s[0] != length]
         if bad:
             raise CallError(
-                "Not everything has a row per layer.",
+                "Some arrays do not have one row per layer.",
                 where=f"scan_layers: {self.call.where}",
                 why=f"{length} layers, and arrays of shapes {', '.join(dict.fromkeys(bad))}.",
-                do="stack xs along a new first dim; build stacked layers with random state under nnx.split_rngs.",
+                do="stack xs along a new leading dim; build stacked layers with random state under nnx.split_rngs.",
             )
         return length
 
@@ -120,14 +120,14 @@ class _Stack:
         if isinstance(out, tuple) and len(out) == 2:
             return out
         raise CallError(
-            "A layer gives no output to collect.",
+            "A layer returns no output to collect.",
             where=f"scan_layers: {self.call.where}",
-            why=f"with collect=True it returns (x, output), and not {type(out).__name__}.",
+            why=f"with collect=True it must return (x, output), not {type(out).__name__}.",
             do="js.scan_layers(layers, x)",
         )
 
     def write_back(self, changes: Kept) -> None:
-        """Carries changed state, with a row per layer, over to the layers."""
+        """Writes changed state, with a row per layer, back to the layers."""
         for i, call in enumerate(self.calls):
             pick = (lambda value, i=i: _row(value, i)) if self.is_list else lambda value: value
             call.write_back([(path, v.replace(pick(v.get_raw_value()))) for path, v in changes])
@@ -192,9 +192,9 @@ def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
     if given == got:
         return
     raise CallError(
-        "A layer changes the type of what goes from layer to layer.",
+        "A layer changes the type of the value passed from layer to layer.",
         where=f"scan_layers: {stack.call.where}",
-        why=f"it was given {given} and returned {got}; a scan needs them equal.",
+        why=f"it received {given} and returned {got}; a scan needs them equal.",
         do="return x in its own dtype and shape; layers that return (x, output) need collect=True.",
     )
 
@@ -203,9 +203,9 @@ def _refuse_linen(layers: Any) -> None:
     first = next(iter(layers), None) if isinstance(layers, (list, tuple)) else layers
     if isinstance(first, nn.Module):
         raise CallError(
-            "scan_layers is for nnx modules.",
+            "scan_layers needs nnx modules.",
             where=f"scan_layers({type(first).__name__})",
-            why="layers of a Linen model are bound to their scopes, and Flax's own scan stacks them.",
+            why="layers of a Linen model are bound to their scopes; Flax's own scan stacks them.",
             do='nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)',
         )
 
@@ -215,10 +215,10 @@ def _check_equal(calls: list[MethodCall]) -> None:
     first, seen = calls[0], {}
     if first.has_objects:
         raise CallError(
-            "A module or Rngs among the arguments of scan_layers.",
+            "The arguments of scan_layers contain a module or Rngs.",
             where=f"scan_layers: {first.where}",
-            why="the layers run in one loop, so that its changes could not pass from layer to layer.",
-            do="give it to the layers when they are built, or pass arrays (a random key, one per layer, in xs).",
+            why="the layers run in one loop, so its changes could not pass from layer to layer.",
+            do="pass it to the layers when they are built, or pass arrays (a random key, one per layer, in xs).",
         )
     for i, call in enumerate(calls):
         if difference := first.difference(call):
@@ -233,6 +233,6 @@ def _check_equal(calls: list[MethodCall]) -> None:
                 raise CallError(
                     "Layers to scan share a variable.",
                     where=f"scan_layers: {first.where}, layers {other[0]} and {i}: {dotted(path[1:])}",
-                    why="a scan gives each layer a row of its own.",
+                    why="in a scan each layer has its own row of the variable.",
                     do="for layer in layers: x = layer(x)",
                 )

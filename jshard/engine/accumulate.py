@@ -46,7 +46,7 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
             "The batch cannot be cut into microbatches.",
             where=[f"{name}: batch{p}  shape {tuple(s)}" for p, s in bad],
             why=f"{steps} microbatches over {shards} data shards need a leading dim that divides by {steps * shards}.",
-            do=f"use a batch that is a multiple of {steps * shards}, or js.value_and_grad(loss_fn, accumulate=1).",
+            do=f"js.value_and_grad(loss_fn, accumulate=1)  # or a batch that is a multiple of {steps * shards}",
         )
     spec, over = PartitionSpec(None, data_axes(unit.mesh)), degree(unit.mesh, CONTEXT)
 
@@ -65,7 +65,7 @@ def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
 
 
 class Copies:
-    """Full copies of parameters, gathered beforehand, by the ids of the stored arrays that they are copies of.
+    """Full copies of parameters, gathered beforehand, by the ids of the stored arrays.
 
     A parameter that was changed since, or that of another model, is a different array.
     """
@@ -73,17 +73,17 @@ class Copies:
     def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
         self.by_id = dict(zip(map(id, stored), copies, strict=True))
         self.taken: set[int] = set()  # ids of those that a call has taken
-        self.missed = False  # whether a call has gathered for itself
+        self.missed = False  # whether a call has gathered on its own
 
 
 gathered_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
-"""Copies gathered beforehand; None if each call gathers for itself."""
+"""Copies gathered beforehand; None if each call gathers on its own."""
 
 
 class Once:
     """The parameters of a tree that are gathered beforehand: those that are ever gathered.
 
-    There are none if all data axes have degree 1. `placements` are those of the tree's leaves; None for a leaf that is
+    Empty if all data axes have degree 1. `placements` are those of the tree's leaves; None for a leaf that is
     not a parameter.
     """
 
@@ -156,7 +156,7 @@ class Loss:
     run: Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
     params: Any  # to differentiate with respect to
     frozen: Any  # the other ones
-    state: Any  # what passes from one microbatch to the next
+    state: Any  # passed from one microbatch to the next
     placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
     """For the leaves of `params`, and of `frozen`; None for leaves that are not parameters."""
     root: Unit
@@ -203,18 +203,18 @@ def _check_left(names: list[str], total: int, missed: bool, model: str) -> None:
     """Warns of copies that no call has used, if a call has gathered on its own; raises if no copy was used."""
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
-        " not stored as js.shard_init stores them"
+        " not stored as by js.shard_init"
     )
     if len(names) == total:
         raise CallError(
-            "Parameters were gathered once for all microbatches, and no call of the model was with them.",
+            "Parameters were gathered once for all microbatches, but no call of the model used them.",
             where=model,
-            why=f"{why}, or it ran in global view; it would gather for itself.",
-            do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or call the model with what loss_fn is given.',
+            why=f"{why}, or the call ran in global view; it would gather on its own.",
+            do='js.value_and_grad(loss_fn, accumulate=4, sync="each")  # or pass loss_fn\'s parameters to the model',
         )
     if missed:
         listed = "".join(f"\n  {name}" for name in names)
         _compat.warn_user(
-            f"{len(names)} parameter(s) of {model} are gathered once for all microbatches, and then again in each:"
+            f"{len(names)} parameter(s) of {model} are gathered once for all microbatches, and again in each:"
             f" {why}.{listed}",
         )

@@ -25,9 +25,9 @@ MIN_TRIPS = 3
 class Planned:
     """A unit's equation in a program, before it runs."""
 
-    gathers: list[Value]  # nothing, where forward kept it
+    gathers: list[Value]  # empty if forward kept them
     eqn: Eqn
-    loop: Eqn | None = None  # in whose first trips it is
+    loop: Eqn | None = None  # the loop in whose first trips it is
 
     @property
     def gathered_bytes(self) -> int:
@@ -45,11 +45,11 @@ class Handover:
     beyond: dict[int, Planned]  # the units after the loop that it may gather, by position in the schedule around
     late: Eqn | None  # its unit whose gradients leave it unreduced, to be reduced in the trip after it
     left: list[tuple[Any, Any, Shard]]
-    """Gradients that the trip before has left, the dtype to reduce them in, and as what they are stored."""
+    """Gradients that the trip before has left, the dtype to reduce them in, and how they are stored."""
     before: list[Value]  # what the loop before left and has reduced since; for the first trip
     rows: list[Value]
-    """Of what is scanned over, in the loop, where they are there when the trip begins: behind a barrier they would be
-    cut before all else. Outside of the loop a trip that did not wait for its turn would compute ahead."""
+    """Rows of scanned values, inside the loop, where they exist when the trip begins: behind a barrier they would be
+    cut before everything else. Outside the loop, a trip that did not wait for its turn would compute ahead."""
     reduced: list[Value] = dataclasses.field(default_factory=list)  # what became of those left
     passed_on: list[list[Any]] = dataclasses.field(default_factory=list)  # the parameters of the units of later trips
 
@@ -61,15 +61,15 @@ class Level:
         self.plan, self.at = plan, 0  # the position is that of the next unit
         self.gathered: dict[int, list[Any]] = {}  # parameters gathered ahead, by position
         self.reduced: list[Value] = []  # results of the reduction before
-        self.stacked: list[Value] = []  # and of those of the loop before; what it left is reduced beside the next loop
-        # What is reduced over shards, and left to be summed over the replicas while the next unit computes; with its
-        # dtype. Whoever reads it first finishes it.
+        self.stacked: list[Value] = []  # and of the loop before; the gradients it left are reduced beside the next loop
+        # Gradients reduced over shards whose sum over the replicas is left to run while the next unit computes, with
+        # their dtype. The first reader finishes it.
         self.unfinished: dict[Value, Any] = {}
-        self.trip: Handover | None = None  # where the program is one of a loop
-        # Values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
+        self.trip: Handover | None = None  # if the program is one of a loop
+        # Values gathered by their readers, by parameter, dtype and shape, or by id; initially pieces of some.
         self.whole: dict[Any, Value] = {}
-        # What the forward unit before gathered, and the pieces that it keeps of that: the user's `jax.checkpoint` runs
-        # it again right before backward.
+        # The gathers of the previous forward unit, and the pieces that it keeps: the user's `jax.checkpoint` runs it
+        # again right before backward.
         self.recent: dict[int, tuple[Value, Any]] | None = None
 
     def find(self, eqn: Eqn, shards: Sequence[Value]) -> int | None:
@@ -118,7 +118,7 @@ def _read_by(jaxpr: Any) -> frozenset[int]:
 
 
 def planned(jaxpr: Any, args: list[Value], before: list | None = None, with_loops: bool = False) -> Iterator[Planned]:
-    """The units that a program calls, in order, and what each gathers; units inside a unit follow it.
+    """The units that a program calls, in order, with the gathers of each; units inside a unit follow it.
 
     Only stored arguments matter. `before` has the gathers of the previous forward unit, and the pieces that it keeps;
     it is updated. `with_loops`: also the units of the first trips of loops, gathered before them.
@@ -158,7 +158,7 @@ def planned(jaxpr: Any, args: list[Value], before: list | None = None, with_loop
             for a, v in zip(e.outvars[-e.params["num_kept"] :], own, strict=True):
                 if v.is_stored and v.shard.placement.dim is not None:
                     env[a] = piece = Value(None, dataclasses.replace(v.shard, pieces=number))
-                    pieces.add(piece)  # it cannot be gathered ahead of the unit that keeps it
+                    pieces.add(piece)  # cannot be gathered ahead of the unit that keeps it
                     before.append(piece)
 
 
@@ -166,10 +166,10 @@ def planned(jaxpr: Any, args: list[Value], before: list | None = None, with_loop
 class LoopPlan:
     """The units of one trip of a loop."""
 
-    shared: list[Value]  # what every trip reads
+    shared: list[Value]  # values that every trip reads
     units: list[Planned]
     sources: list[list[tuple[bool, int]]]
-    """Of each, where its shards come from: whether they are rows, and which of what is scanned over, or is shared."""
+    """The source of the shards of each: whether they are rows, and the index of the scanned or shared value."""
     count: int  # how many units of later trips are gathered when a trip ends
 
     @classmethod
@@ -185,7 +185,7 @@ class LoopPlan:
         return cls(shared, units, known, min(gathered_ahead(units, length), len(units) * (length - 1)))
 
     def unit(self, position: int, trip: Any, cut: Callable[[list[int], Any], list[Value]]) -> Planned:
-        """A unit, by position from the first of a trip; `cut` returns rows of what is scanned over, for a trip."""
+        """A unit, by position from the first of a trip; `cut` returns rows of the scanned values, for a trip."""
         later, i = divmod(position, len(self.units))
         at = [k for is_row, k in self.sources[i] if is_row]
         found = dict(zip(at, cut(at, trip + later), strict=True))
@@ -213,13 +213,13 @@ def cut_rows(values: Sequence[Value], at: Any) -> list[Value]:
 
 @jax.jit
 def _rows(stacks: list[Any], at: Any) -> list[Any]:
-    """It stands in the program once."""
+    """A function, so that it is in the program once."""
     cut = lambda x: lax.dynamic_slice_p.bind(x, *row_start(x, at), slice_sizes=(1, *x.shape[1:]))
     return [lax.squeeze(cut(x), (0,)) for x in stacks]
 
 
 def row_start(x: Any, at: Any) -> tuple[Any, ...]:
-    """Where a row begins. It is never negative: to leave that open, as `lax.dynamic_slice` does, costs equations."""
+    """Where a row begins; never negative, which saves the equations that `lax.dynamic_slice` adds for negatives."""
     return (at, *[np.zeros((), np.int32)] * (x.ndim - 1))
 
 
@@ -248,9 +248,9 @@ def _first_in_loop(eqn: Eqn, operands: list[Value], rows: Sequence[Sequence[Valu
 
 
 def gathered_in(jaxpr: Any, args: Sequence[Value], kept: Collection[str]) -> list[Value]:
-    """The stored operands that a program may gather: those whose types alone a unit takes are none of them.
+    """The stored operands that a program may gather, without those of which a unit needs only the types.
 
-    Forward kept some for what the program itself reads; units and programs inside gather theirs.
+    Forward kept some for the program's own reads; units and programs inside gather theirs.
     """
     inside, outside = set(), set()
     for e in jaxpr.eqns:
@@ -275,8 +275,8 @@ def tied(*groups: Any) -> Any:
 def stored_rows(jaxpr: Any, gradients: Mapping[Any, Shard]) -> dict[Any, Shard]:
     """The stacked results of loops that become gradients (some results) and nothing else, with how those are stored.
 
-    Those of units are reduced by them; of layers that are no unit, the root stores the gradient of each in its trip.
-    Where a program is called more than once, a row may be stored that is none: whoever reads it gathers it again.
+    Units reduce their own; for layers that form no unit, the root stores the gradient of each in its trip. If a program
+    is called more than once, a row may be stored that is no gradient: its reader gathers it again.
     """
     uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jex.Var))
     uses.update(a for a in jaxpr.outvars if isinstance(a, jex.Var))

@@ -19,7 +19,7 @@ from jshard.plans.padding import logical_shape, padding_of, store
 from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
 
 Kept = list[tuple[Path, Any]]
-"""Paths with variables; an array that a module holds as a plain attribute stands for itself."""
+"""Paths with variables; an array that is a plain attribute of a module is its own entry."""
 
 
 def is_nnx(x: Any) -> bool:
@@ -139,13 +139,13 @@ class Before:
         return cls({p: v.get_raw_value() for p, v in variables}, attributes)
 
     def changes(self, live: Live, where: str) -> Kept:
-        """State that the method changed or created; refuses changed parameters and attributes, which would be lost."""
+        """State that the method changed or created; raises for changed parameters and attributes, which get lost."""
         changed = self.changed(live, where)
         refuse_written([f"{where}: {dotted(p[1:])}" for p, v in changed if isinstance(v, nnx.Param)])
         return changed
 
     def changed(self, live: Live, where: str) -> Kept:
-        """Variables that the method changed or created, including parameters; refuses a changed plain attribute."""
+        """Variables that the method changed or created, including parameters; raises for a changed plain attribute."""
         variables, attributes = live.contents()
         before, made_anew = self.attributes, (str, bytes, int, float, complex)  # such may be equal and another object
         same = lambda a, b: a is b or (type(a) is type(b) and isinstance(a, made_anew) and a == b)
@@ -153,8 +153,8 @@ class Before:
             raise CallError(
                 "A plain attribute was written inside the call.",
                 where=[f"{where}: {dotted(path[1:])}" for path in lost],
-                why="the call runs on a copy of the module; only nnx Variables come back.",
-                do="keep it in a variable: self.count = nnx.Variable(jnp.zeros((), int)).",
+                why="the call runs on a copy of the module; only nnx Variables are copied back.",
+                do="self.count = nnx.Variable(jnp.zeros((), int))  # keep it in a variable",
             )
         return [(p, v) for p, v in variables if not _same(v.get_raw_value(), self.values.get(p))]
 
@@ -165,7 +165,7 @@ def refuse_written(places: Sequence[str]) -> None:
         raise CallError(
             "A parameter was written inside the call.",
             where=places,
-            why="the call runs on a copy of the module; of what it writes, parameters do not come back.",
+            why="the call runs on a copy of the module; written parameters are not copied back.",
             do="update parameters outside the model, as nnx.Optimizer does.",
         )
 
@@ -211,7 +211,7 @@ class NnxCall:
         return _guarded(self.where.split(".")[0], values, found)
 
     def warn(self, unit: Unit) -> None:
-        """Names what the annotation could not shard, or never saw."""
+        """Reports parameters that the annotation could not shard, or that were added after it."""
         name = self.where.split(".")[0]
         if not unit.nested:
             check_replicated(unit, name, others_of(self._parts.graph[0]))
@@ -257,7 +257,7 @@ class NnxCall:
 
 
 def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
-    """Paths from the root of the units inside, by id of their modules; by class, for the copies that a loop makes."""
+    """Paths of the inner units from the root, by id of their modules; by class, for the copies that a loop makes."""
     prefix, found = f"{name}/" if name else "", {}
     for path, unit in nested_units(module):
         if path:
@@ -267,7 +267,7 @@ def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
 
 
 def _unit_around(parts: MethodCall, path: tuple) -> tuple[Unit | None, tuple]:
-    """The module that a parameter is of, the called one or one among the arguments, and the path from there."""
+    """The module of a parameter, the called one or one among the arguments, and the path from there."""
     module, relative = (parts.graph[0], path[1:]) if path[0] == 0 else (parts.graph[1][path[1]], path[2:])
     return unit_of(module), relative
 
@@ -285,7 +285,7 @@ def _guarded(model: str, values: Sequence[Any], params: Sequence[tuple[Any, Unit
 
 @contextlib.contextmanager
 def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
-    """Inside, a unit's module runs in global view; afterwards unwritten variables have their old values again.
+    """A context in which a unit's module runs in global view; afterwards unwritten variables have their old values.
 
     Its parameters are on the device: products do not accept arrays of both memories. Differentiating a padded one
     raises while an optimizer would see the padding.

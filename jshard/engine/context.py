@@ -38,25 +38,25 @@ def region_mesh() -> Mesh | None:
 
 
 def traced_for(mesh: Mesh) -> AbstractContextManager[None]:
-    """Inside, a model that will run on the data shards of a mesh is traced in global view.
+    """A context in which a model that will run on the data shards of a mesh is traced in global view.
 
-    A call declared as per example decides here what it will be on a shard, such as the form of a kernel.
+    A call declared as per example decides here how it will run on a shard, such as the form of a kernel.
     """
     return during(_region_mesh, mesh)
 
 
 def in_shapes_only() -> bool:
-    """Whether calls are traced for their shapes alone, so that an abstract mesh will do."""
+    """Whether calls are traced for their shapes alone, so that an abstract mesh is enough."""
     return _shapes_only.get()
 
 
 def shapes_only() -> AbstractContextManager[None]:
-    """Inside, a model with an abstract mesh can be called in a trace that is never compiled."""
+    """A context in which a model with an abstract mesh can be called, in a trace that is never compiled."""
     return during(_shapes_only, True)
 
 
 def without_update() -> AbstractContextManager[None]:
-    """Inside, there is no update, so gradients of padded parameters need no optimizer that sees logical arrays."""
+    """A context without updates, so that gradients of padded parameters need no optimizer that sees logical arrays."""
     return _no_update(True)
 
 
@@ -75,14 +75,14 @@ def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimize
 
     @functools.partial(guarded.defjvp, symbolic_zeros=True)
     def differentiated(arrays: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], list[Any]]:
-        # late, as a trace may be older than the optimizer
+        # checked late, because a trace may be older than the optimizer
         given = zip(guards.values(), tangents[0], strict=True)
         if bad := [one for one, ct in given if not isinstance(ct, SymbolicZero) and not one[1].exists]:
             raise AnnotationError(
                 "A padded parameter was differentiated, and js.shard_optimizer was not called for its model.",
                 where=[text for text, _ in bad],
-                why="the stored array ends in zeros. An optimizer that js.shard_optimizer did not make counts them in"
-                " its means over the parameter, and its updates would be wrong.",
+                why="the stored array ends in zeros. Any other optimizer would count them in its means over the"
+                " parameter, and its updates would be wrong.",
                 do=bad[0][1].do,
             )
         return arrays[0], tangents[0]
@@ -97,7 +97,7 @@ _attention: contextvars.ContextVar[tuple[bool, list[None]] | None] = contextvars
 
 @contextlib.contextmanager
 def attention_again(again: bool) -> Iterator[list[None]]:
-    """Inside, a unit is traced whose backward reruns attention, or does not; yields one entry per attention call."""
+    """A context to trace a unit whose backward reruns attention, or not; yields one entry per attention call."""
     calls: list[None] = []
     with during(_attention, (again, calls)):
         yield calls
@@ -122,9 +122,9 @@ def in_plain_flax() -> bool:
 
 @contextlib.contextmanager
 def global_view() -> Iterator[None]:
-    """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
+    """Context in which annotated modules run as plain Flax on sharded arrays; the compiler places communication.
 
-    For a sample of one text, or a Hessian-vector product by forward mode. As outside, the results equal those on one
+    For sampling one text, or a Hessian-vector product by forward mode. As outside, the results equal those on one
     device; the compiler decides memory and communication. It can wrap a jitted step.
 
     Example:

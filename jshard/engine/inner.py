@@ -1,9 +1,9 @@
 """An inner axis, `expert` or `context`: the program of a data shard, split further along the axis.
 
 The program of a data shard, with its collectives, is traced for all experts and whole sequences. Then it is interpreted
-again over one axis alone, by the same table: over `expert` the batch and the experts' parameters are split, over
-`context` the sequences. What both meet in moves by an all-to-all, and gradients of everything else are partial until
-they are stored shards.
+again over that axis alone, by the same table: over `expert` the batch and the experts' parameters are split, over
+`context` the sequences. Values that combine both move by an all-to-all, and gradients of everything else are partial
+until they are stored shards.
 """
 
 import functools
@@ -59,32 +59,32 @@ rule("over_axis")(lambda p, eqn, values: same(p, eqn, values, values[0].state)) 
 class InnerPartitioner(Partitioner):
     """The partitioner over one inner axis of a data shard's program."""
 
-    _beside: int | None = None  # of what is moved, a dim that is split over `tensor`
+    _beside: int | None = None  # a dim of the moved array that is split over `tensor`
 
-    _next: Value | None = None  # what the next collective takes, if that is over this axis, too
+    _next: Value | None = None  # the operand of the next collective, if that is also over this axis
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
-        """Runs one equation; those that say what happens over the axis are not the table's."""
+        """Runs one equation; those that define what happens over the axis are not in the table."""
         name = eqn.primitive.name
         if name == "over_axis":
             return [self._over(eqn, values[0], **eqn.params)]
         if values and values[0] is self._next and (found := self._fused(eqn, values[0])) is not None:
             return [found]
         if name == "psum" and any(v.is_partial for v in values):
-            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # over this axis, too: one all-reduce
+            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # also over this axis: one all-reduce
             summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
             return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
         return super().equation(eqn, values)
 
     def move(self, x: Any, old: int, new: int) -> Any:
-        """An array that is split along another dim than before. The compiler would gather it over `tensor` first."""
+        """An array split along a new dim. The compiler would gather it over `tensor` first."""
         if self._beside is None or TENSOR not in _compat.automatic_axes():
             return super().move(x, old, new)
         spec, run = PartitionSpec(*[None] * self._beside, TENSOR), functools.partial(super().move, old=old, new=new)
         return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(x)
 
     def _over(self, eqn: Eqn, value: Value, *, axis: str, dim: Any, beside: int | None) -> Value:
-        """What is said of an axis: of this one it is done here, of another it is left for who is of that."""
+        """An instruction for an axis: executed here if it is this axis, else left to the partitioner of the other."""
         if axis not in self.axes:
             found = value.with_array(self.bind(eqn, [value.x])[0])
             self._next = found if value is self._next else self._next
@@ -95,7 +95,7 @@ class InnerPartitioner(Partitioner):
         return self._placed(value, dim, beside)
 
     def _fused(self, eqn: Eqn, value: Value) -> Value | None:
-        """A parameter's gather, or its gradient's reduction, over this axis, too; None where there is nothing to do."""
+        """A parameter's gather, or its gradient's reduction, also over this axis; None if there is nothing to do."""
         axes, q = (*eqn.params.get("axis_name", ()), *self.axes), eqn.params
         if eqn.primitive.name == "all_gather" and value.state == q["all_gather_dimension"]:
             return Value(lax.all_gather(value.x, axes, axis=value.dim, tiled=True))
@@ -105,7 +105,7 @@ class InnerPartitioner(Partitioner):
         return None
 
     def _placed(self, value: Value, dim: int | None, beside: int | None) -> Value:
-        """A value where the program says; what the user or a gradient's sum asks for is not noted."""
+        """A value in the state that the program requests; requests by the user or a gradient's sum are not noted."""
         if dim is None:
             return Value(self.sum(value.x)) if value.is_partial else value
         if not self.divides(self.full_shape(value)[dim]):
@@ -156,15 +156,15 @@ def over_axis(
     """Runs a data shard's program, of arrays that are whole along an inner axis, on the part of one place along it.
 
     The arrays are this place's parts, each in a state: split along a dim, whole or partial. The first results leave in
-    the states wanted, the others as they come, summed. Returns the parts of the results, the dims that they are split
-    along, and the collectives over the axis.
+    the requested states, the others in their own, summed. Returns the parts of the results, the dims that they are
+    split along, and the collectives over the axis.
     """
 
     def whole(x: Any, dim: State) -> Any:
         return jax.typeof(x).update(shape=tuple(n * degree if i == dim else n for i, n in enumerate(x.shape)))
 
     closed = jax.make_jaxpr(program)(*map(whole, arrays, states))
-    p = InnerPartitioner((axis,), degree)  # a shard's batch is small: other dims have its size, as that of layers
+    p = InnerPartitioner((axis,), degree)  # a shard's batch is small: other dims, such as layers, have its size
     p.is_last = is_last
     values = [Value(x, state) for x, state in zip(arrays, states, strict=True)]
     outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))

@@ -1,8 +1,8 @@
-"""Findings about a traced call beside its plan: communication of mixing, what is not split, layers in loops.
+"""Findings about a traced call beyond its plan: communication of mixing, unsplit work, layers in loops.
 
-A model that looks at its whole batch (statistics, in-batch negatives, sorts) needs the other shards' examples. That is
-right as it is, and it costs collectives that are neither a parameter's gather nor a gradient's reduction: they are
-recorded per line of the user's, and warned of where they are large.
+A model that uses its whole batch (statistics, in-batch negatives, sorts) needs the other shards' examples. The result
+is correct, but needs collectives that are neither a parameter's gather nor a gradient's reduction: they are
+recorded per line of the user's code, with a warning if they are large.
 """
 
 import collections
@@ -25,7 +25,7 @@ from jshard.plans.units import Unit
 
 _HOW = {
     "whole": "gathered from all data shards",
-    "made whole": "a constant that every device makes whole",
+    "made whole": "a constant that every device computes whole",
     "sum": "summed over the data shards",
     "max": "reduced over the data shards",
     "move": "exchanged between data shards",
@@ -34,26 +34,26 @@ _HOW = {
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """A collective that is no parameter's gather and no gradient's reduction, or all that a line sends in a step."""
+    """A collective other than parameter gathers and gradient reductions, or all that a line sends in a step."""
 
     kind: str  # a key of `_HOW`; "made whole": of a constant no shard can be made, so that it is cut from the whole
-    operation: str  # the primitive that needs it; "output" for what the program returns
-    where: str  # "file:line (function)" of the user's code; empty for what the model returns
+    operation: str  # the primitive that needs it; "output" for the program's results
+    where: str  # "file:line (function)" of the user's code; empty for the model's results
     times: int  # how many collectives
     bytes: int  # of their results on one device, in all trips of the loops around
 
     def repeated(self, trips: float) -> "Mixing":
-        """The same, as a loop makes it."""
+        """The record multiplied by a loop's trips."""
         return dataclasses.replace(self, bytes=round(self.bytes * trips))
 
     @property
     def how(self) -> str:
-        """What is sent, in words."""
+        """A description of the data sent."""
         return _HOW[self.kind]
 
     @property
     def line(self) -> str:
-        """The line, or what stands for it."""
+        """The line, or a description if there is none."""
         return self.where or "results and state of the model"
 
     def __str__(self) -> str:
@@ -69,25 +69,25 @@ class LocalProduct:
     where: str
 
     def repeated(self, trips: float) -> "LocalProduct":
-        """The same, as a loop makes it."""
+        """The record multiplied by a loop's trips."""
         return dataclasses.replace(self, flops=self.flops * trips)
 
 
 WARNED_BYTES = 2**20
 WARNED_SHARE = 0.01
-"""Of the bytes that the parameters' own collectives send: two gathers and a reduce-scatter of each."""
+"""A share of the bytes that the parameters' own collectives send: two gathers and a reduce-scatter of each."""
 
 COMPUTED_WHOLE = ("whole", "made whole")
-"""Kinds of an operation that has no rule for its operands: each device computes it for the whole batch."""
+"""Kinds of operations that have no rule for their operands: each device computes them for the whole batch."""
 
 _OPAQUE = ("pallas_call", "ffi_call", "custom_partitioning", "tpu_custom_call")
 _SCOPE = re.compile(r"mixing\[([^\]|]*)\|([^\]|]*)\|([^\]|]*)\|(\d+)\|([^\]|]*)\|(\d+)\]")
 
 
 def scope_of(one: Mixing, size: int) -> str:
-    """The name under which a collective stands in the compiled program: `mixing[sum|reduce_sum|vae.py|35|encode|64]`.
+    """The name of a collective in the compiled program: `mixing[sum|reduce_sum|vae.py|35|encode|64]`.
 
-    The last number are the bytes of its result, of one execution.
+    The last number is the bytes of its result in one execution.
     """
     place = re.fullmatch(r"(.*):(\d+) \((.*)\)", one.where)
     file, line, function = place.groups() if place else ("", "0", "")
@@ -95,7 +95,7 @@ def scope_of(one: Mixing, size: int) -> str:
 
 
 def named_in(name: str) -> tuple[Mixing, ...]:
-    """The collectives that a name in a compiled program stands for: the innermost, of each name that was joined."""
+    """The collectives of a name in a compiled program: the innermost one of each name that was joined."""
     return tuple(
         Mixing(kind, operation, f"{file}:{line} ({function})" if file else "", 1, int(size))
         for kind, operation, file, line, function, size in _SCOPE.findall(name)[-1:]
@@ -108,7 +108,7 @@ _warned: set[tuple[Key, str]] = set()
 
 
 def _key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
-    """Of a model, whose record has other paths in its plan than in a call: its class and where its parameters are."""
+    """A key of a model whose record has other paths in its plan than in a call: its class and placements."""
     return kind, tuple(mesh), frozenset(collections.Counter(placements).items())
 
 
@@ -117,7 +117,7 @@ def _key_of_root(unit: Unit) -> Key:
 
 
 def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
-    """What the last traced calls of a model send of its own; empty if none was traced."""
+    """The mixing communication of a model's last traced calls; empty if none was traced."""
     keys = {}
     for i, unit in enumerate(plan.units):
         is_inside = lambda path, u=unit: any(f"{path}/".startswith(f"{name}/") for name in u.name.split("+"))
@@ -127,19 +127,19 @@ def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
 
 
 def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing], over: str = "") -> None:
-    """Records what a program sends, and warns of what is large, once for each line of a model.
+    """Records what a program sends, and warns of large amounts, once for each line of a model.
 
-    `call` is the model and its method, as `GPT.__call__`, `over` the inner axis that it is sent over. What was
-    traced before of the same part of it is replaced.
-    An operation that is computed whole is refused, if the annotation says fallback="error".
+    `call` is the model and its method, such as `GPT.__call__`, `over` the inner axis that it is sent over. An earlier
+    record of the same part is replaced.
+    Raises for an operation that is computed whole if the annotation has fallback="error".
     """
     found = _together(moved)
     if unit.policy.fallback == "error" and (bad := [one for one in found if one.kind in COMPUTED_WHOLE]):
         raise CallError(
             "The model has operations that every device computes for the whole batch.",
             where=_listed(bad),
-            why='each needs more of the batch than a data shard has, and the annotation says fallback="error".',
-            do="f = js.per_example(f)  # if f treats each example on its own; else\n"
+            why='each needs more of the batch than a data shard has, and the annotation has fallback="error".',
+            do="f = js.per_example(f)  # if f treats each example independently; else\n"
             'js.fully_shard(model, mesh=mesh, fallback="warn")',
         )
     key = _key_of_root(unit)
@@ -157,7 +157,7 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing], over: str = 
         text += _listed(large)
         if opaque := [one.operation for one in large if one.kind in COMPUTED_WHOLE and one.operation in _OPAQUE]:
             one = f"js.per_example(f) around a function f with a {opaque[0]}"
-            text.append(f"{one} says that it treats each example on its own.")
+            text.append(f"{one} declares that it treats each example independently.")
         _compat.warn_user("\n  ".join(text))
 
 
@@ -180,13 +180,13 @@ def _together(found: Iterable[Mixing]) -> list[Mixing]:
     return sorted(alike.values(), key=lambda one: -one.bytes)
 
 
-# ---- the batch of a call: which of its arguments are split over the data shards, and a warning where work is not
+# ---- the batch of a call: which arguments are split over the data shards, and a warning for work that is not split
 
-# The numbers are those of one device either way: what has no batch is whole on every device, and so is what follows.
+# The results equal those of one device either way: arrays without a batch are whole on every device.
 
 WARNED_FLOPS = 1e9
 WARNED_PART = 0.1
-"""Of the products of one device, in forward."""
+"""A share of the products of one device, in forward."""
 
 _SHOWN = 4
 _warned_whole: set[tuple[str, bool, tuple[str, ...]]] = set()
@@ -195,9 +195,9 @@ _warned_whole: set[tuple[str, bool, tuple[str, ...]]] = set()
 def batch_size(arrays: Sequence[Any], degree: int) -> int:
     """The size of the batch: the leading size that most of the arguments have, by count, then by elements.
 
-    A size that is another dim of an array beside it comes last, but for that of the first argument: a mask (tokens,
-    tokens) or positions (tokens, ...) beside ids (examples, tokens). It is only a matter of speed: an array that is
-    split and has no batch, or has one and is whole, gives the same numbers.
+    A size that is another dim of a second array comes last, except that of the first argument: a mask (tokens, tokens)
+    or positions (tokens, ...) beside ids (examples, tokens). This only affects speed: the results are the same if an
+    array without a batch is split, or one with a batch is whole.
     """
     votes: dict[int, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
     for x in arrays:
@@ -212,7 +212,7 @@ def batch_size(arrays: Sequence[Any], degree: int) -> int:
 def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, noted: list[Any]) -> None:
     """Warns of large products of forward that every device computes for all examples; once for a call and their lines.
 
-    A single example is computed so on any number of devices.
+    A single example is computed this way on any number of devices.
     """
     products = [one for one in noted if isinstance(one, LocalProduct)]
     lines: dict[str, float] = collections.defaultdict(float)
@@ -231,36 +231,36 @@ def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, note
         return
     _warned_whole.add(key)
     where = _shortened([f"{line}: {lines[line] / 1e9:,.1f} GFLOP" for line in listed], _SHOWN, " lines")
-    what = f"{call}: every device computes products for all examples, {whole / total:.0%} of what it multiplies:"
+    what = f"{call}: every device computes products for all examples, {whole / total:.0%} of its multiplications:"
     _compat.warn_user("\n  ".join([what, *where, *_why_whole(rows, others, batch, degree)]))
 
 
 def _why_whole(rows: Sequence[Any], others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
-    """Why arguments are not split, and what to do."""
+    """Why arguments are not split, and how to change that."""
     shapes = lambda rows: ", ".join(_shortened([f"{x.dtype}{list(x.shape)}" for x in rows], _SHOWN))
     if not batch:
         size = max(rows, key=lambda x: x.size).shape[0]
         fewer = size // degree * degree
-        line = f" To leave out the last of {size}: x = x[:{fewer}]" if fewer else ""
+        line = f" To drop the last of {size}: x = x[:{fewer}]" if fewer else ""
         why = f"No argument has a leading dim that divides by {degree}, the number of data shards: {shapes(rows)}."
-        return why, f"A batch of a multiple of {degree} is split.{line}"
+        return why, f"A batch size that is a multiple of {degree} is split.{line}"
     largest = max(others, key=lambda x: x.size)
-    why = f"Of the arguments those with a leading dim of {batch} are split, and these are whole: {shapes(others)}."
+    why = f"Arguments with a leading dim of {batch} are split; these are whole: {shapes(others)}."
     if batch not in largest.shape[1:-1]:
         return (
             why,
-            f"If their rows are examples, too: a number of them that all arguments have, a multiple of {degree}.",
+            f"If their rows are also examples: the same number in all arguments, a multiple of {degree}.",
         )
     dim = largest.shape.index(batch, 1)
     return why, (
-        f"If dim {dim} is that of the examples, give it first: x = jnp.moveaxis(x, {dim}, 0)"
+        f"If dim {dim} is the examples, move it first: x = jnp.moveaxis(x, {dim}, 0)"
         f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
     )
 
 
-# ---- layers of a loop that are no unit: the root gathers each when it is due, which a plan cannot know before a trace
+# ---- layers of a loop that form no unit: the root gathers each when it is needed; a plan learns this from a trace
 
-_LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers; below that nobody would miss the time
+_LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers; below that the time is negligible
 
 _seen_layers: dict[Key, set[str]] = {}
 
@@ -271,7 +271,7 @@ def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
         return
     key = _key_of_root(unit)
     _seen_layers.setdefault(key, set()).update(rows)
-    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan says so
+    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan has them
     sizes = collections.Counter[str]()
     for path, stack in _stacks(unknown).items():
         sizes[stack] += unknown[path].gathered_bytes
@@ -279,17 +279,17 @@ def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
     if not large:
         return
     _warned.update((key, stack) for stack in large)
-    listed = "".join(f"\n  {stack}  {n} bytes, by (root), each layer when it is due" for stack, n in large.items())
+    listed = "".join(f"\n  {stack}  {n} bytes, by (root), each layer when it is needed" for stack, n in large.items())
     setting = "mesh=mesh, placement=js.ShardPlacement(stacked=1)"
     lines = "".join(f"\n  js.fully_shard({_written(stack)}, {setting})" for stack in large)
     _compat.warn_user(
-        f"{len(large)} stack(s) of layers of {unit.kind} are no unit, and are not gathered ahead of their use:{listed}"
+        f"{len(large)} stack(s) of layers of {unit.kind} form no unit, and are not gathered ahead of their use:{listed}"
         f"\n  Before the line of the model:{lines}"
     )
 
 
 def as_traced(plan: ShardPlan) -> ShardPlan:
-    """A plan that knows the layers that the last traced calls of its model gathered one at a time."""
+    """A plan with the layers that the last traced calls of its model gathered one at a time."""
     key = _key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
     stacks = _stacks(_seen_layers.get(key, ()))
 
@@ -304,7 +304,7 @@ def as_traced(plan: ShardPlan) -> ShardPlan:
 
 
 def _stacks(paths: Iterable[str]) -> dict[str, str]:
-    """Of each parameter the module of layers that it is in: what those below one child of the root have in common."""
+    """The module of layers of each parameter: the common path of those below one child of the root."""
     below: dict[str, list[str]] = {}
     for path in paths:
         below.setdefault(path.split("/")[0], []).append(path)
@@ -317,5 +317,5 @@ def _stacks(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _written(path: str) -> str:
-    """A path of modules as it is written: `model.encoder.layers`, `model.towers[0]`."""
+    """A path of modules in Python syntax: `model.encoder.layers`, `model.towers[0]`."""
     return re.sub(r"\.(\d+)\b", r"[\1]", "model" if path == "(root)" else f"model.{path.replace('/', '.')}")

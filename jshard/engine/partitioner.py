@@ -1,8 +1,8 @@
 """Runs a program that was traced in global view on one data shard, inside a `jax.shard_map`.
 
 Every value has a state: whole on every shard, split along a dim, or partial (the sum over the shards is the value). The
-table in `jshard.engine.rules` says for each primitive how states flow. What has no rule, and what a rule turns down, is
-computed whole from gathered operands: slower, never wrong, and noted with its bytes and the user's line.
+table in `jshard.engine.rules` defines for each primitive how states flow. Operations without a rule, or rejected by
+theirs, are computed whole from gathered operands: slower, never wrong, and noted with the bytes and the user's line.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jshard import _compat
 from jshard.engine import rules
 from jshard.engine.mixing import LocalProduct, Mixing, scope_of
 from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known
-from jshard.engine.rules import loops as loops  # enters rules into the table, as the others here do
+from jshard.engine.rules import loops as loops  # enters rules into the table, like the others here
 from jshard.engine.rules import opaque as opaque
 from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError, FourPartError
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 class Partitioner:
-    """Interprets programs on one data shard, inside of a `shard_map` over axes such as ("replica", "fsdp").
+    """Interprets programs on one data shard, inside a `shard_map` over axes such as ("replica", "fsdp").
 
-    A constant with a dim of one of `batch_sizes` is kept as a shard where it is stored; without any, one is only where
-    a split of it was asked for.
+    A constant with a dim of one of `batch_sizes` is kept as a shard where it is stored; without any, only if a split of
+    it was requested.
     """
 
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
         self.axes, self.degree = tuple(axes), degree
         self.batch_sizes = set(batch_sizes)
-        self.noted: list[Mixing | LocalProduct] = []  # in the order of the trace; what is traced again is noted again
+        self.noted: list[Mixing | LocalProduct] = []  # in trace order; retraced operations are noted again
         self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
         self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
         self.trips = 1  # product of the lengths of the loops around
-        self.is_last = True  # what it makes is run; else it is partitioned once more, over an inner axis
-        self.is_quiet = degree == 1  # nothing is sent, or no mixing of the model's own: not noted, and without a name
+        self.is_last = True  # its result is run; else it is partitioned once more, over an inner axis
+        self.is_quiet = degree == 1  # nothing is sent, or it is no mixing of the model's own: not noted, and unnamed
         self._around: list[Eqn] = []  # the equation that is run, last, and those whose programs it is part of
         self._needed_elsewhere: set[Any] | None = None  # of the program that is run; None: all of it
 
@@ -54,15 +54,15 @@ class Partitioner:
 
     # ---- hooks
     def read(self, value: Value) -> Value:
-        """A value that a rule computes with. A subclass gathers stored shards here."""
+        """A value for a rule to compute with. A subclass gathers stored shards here."""
         return value
 
     def store(self, value: Value, state: Shard) -> Value:
-        """A value as stored shards. A subclass that has some says how."""
+        """A value as stored shards; implemented by subclasses that have them."""
         raise NotImplementedError
 
     def store_row(self, value: Value, stack: Any) -> Value:
-        """One row of what a loop stacks in a variable; a subclass stores those of gradients as shards."""
+        """One row of a variable that a loop stacks; a subclass stores those of gradients as shards."""
         return value
 
     def run_scan(self, scan: "Scan") -> list[Value]:
@@ -70,12 +70,12 @@ class Partitioner:
         return scan.run()
 
     def run_body(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
-        """Runs the program of a loop's body or of a branch, in a trace of its own."""
+        """Runs the program of a loop's body or of a branch, in its own trace."""
         return self.run(jaxpr, consts, args, gradients=gradients)
 
     @contextlib.contextmanager
     def sends(self, kind: Any, eqn: Eqn | None, size: int) -> Iterator[None]:
-        """Inside, a collective is traced for the equation: it is recorded, and has a name in the compiled program."""
+        """A context for tracing a collective of the equation: it is recorded, and named in the compiled program."""
         if self.is_quiet:
             yield
             return
@@ -83,14 +83,14 @@ class Partitioner:
             yield
 
     def note(self, kind: Any, eqn: Eqn | None, size: int) -> Mixing:
-        """Records what the equation needs of other shards; None: what the program returns needs it."""
+        """Records data that the equation needs from other shards; None: the program's results need it."""
         operation = "output" if eqn is None else eqn.primitive.name
         one = Mixing(kind, operation, self.place(eqn), 1, size * self.trips)
         self.noted += [] if self.is_quiet else [one]
         return one
 
     def _note_product(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
-        """Records a product, but for one of constants, of which each device makes its part."""
+        """Records a product, except one of constants, of which each device computes its part."""
         if (work := flops(eqn)) and found[0].source is None:
             is_whole = not any(v.is_split or v.is_partial for v in values)
             share = 1 if is_whole else self.degree
@@ -98,11 +98,11 @@ class Partitioner:
 
     @property
     def moved(self) -> list[Mixing]:
-        """What was sent."""
+        """The recorded communication."""
         return [one for one in self.noted if isinstance(one, Mixing)]
 
     def place(self, eqn: Eqn | None) -> str:
-        """The user's line of an equation; of what the library traced once, that of its call. Empty if none is known."""
+        """The user's line of an equation, or of a call of a function that the library traced once; empty if unknown."""
         places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)) if e is not None)
         return next(filter(None, places), "")
 
@@ -124,7 +124,7 @@ class Partitioner:
         return lax.psum(x, self.axes)
 
     def move(self, x: Any, old: int, new: int) -> Any:
-        """An array that is split along another dim than before."""
+        """An array split along another dim than before."""
         return lax.all_to_all(x, self.axes, split_axis=new, concat_axis=old, tiled=True)
 
     def cut(self, x: Any, dim: int) -> Any:
@@ -179,7 +179,7 @@ class Partitioner:
         return Value(jnp.where(self.shard == 0, x, jnp.zeros_like(x)), PARTIAL)
 
     def in_state(self, value: Value, state: State) -> Value:
-        """The value in a state; a value that is split is not made partial."""
+        """The value in a state; a split value is not made partial."""
         if isinstance(state, int):
             return self.split(value, state)
         if isinstance(state, Shard):
@@ -192,12 +192,12 @@ class Partitioner:
         return known.land(self, value, skip)
 
     def cross(self, value: Value) -> Value:
-        """A value for an inner trace: one that is cheap to make goes in as its equations."""
+        """A value for an inner trace: one that is cheap to compute enters as its equations."""
         return value if value.is_known and not known.is_costly(value) else self.land(value)
 
     # ---- programs
     def run(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
-        """Runs a program, traced in global view; its results in whatever state they come.
+        """Runs a program, traced in global view; returns its results in any state.
 
         Of `gradients` (results, by number) what flows to them alone is summed at the end.
         """
@@ -227,7 +227,7 @@ class Partitioner:
         return self._needed_elsewhere is not None and variable not in self._needed_elsewhere
 
     def _guarded(self, eqn: Eqn, values: list[Value]) -> list[Value]:
-        """An equation's results, checked; what goes wrong names the user's line."""
+        """An equation's results, checked; errors name the user's line."""
         self._around.append(eqn)
         try:
             found = self.equation(eqn, values)
@@ -238,7 +238,7 @@ class Partitioner:
                     f"from {[(v.state, v.shape) for v in values]}; {eqn.params}"
                 )
                 if self.batch_sizes and value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
-                    self.batch_sizes.add(shape[value.dim])  # of which a dim may be a part, too
+                    self.batch_sizes.add(shape[value.dim])  # a dim may also be a part of it
             self._note_product(eqn, values, found)
             return found
         except FourPartError:

@@ -33,18 +33,18 @@ class Body:
     """A function of arrays, and how its operands and results are split over the shards."""
 
     run: Callable[..., Sequence[jax.Array]]  # arrays to arrays, for any number of examples
-    ins: tuple[int | None, ...]  # of each operand the dim of the examples; None: all shards have the same
-    outs: tuple[State, ...]  # of each result the same; PARTIAL: the sum over the shards is the result
+    ins: tuple[int | None, ...]  # the dim of the examples of each operand; None: the same on all shards
+    outs: tuple[State, ...]  # the same for each result; PARTIAL: the sum over the shards is the result
     name: str  # the function's name and place, for messages
-    own: tuple[int, ...] = ()  # operands of an order that is not for others to know: this call's forward has made them
+    own: tuple[int, ...] = ()  # operands in a private order: this call's forward made them
 
     def without_rows(self, why: str, *where: str) -> CallError:
-        """The error for results whose number of rows is not that of the examples."""
+        """The error for results whose number of rows differs from the number of examples."""
         return CallError(
             "A result of a function declared with js.per_example does not have a row for each example.",
             where=[self.name, *where],
             why=why,
-            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; they are combined outside",
+            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; combine them outside",
         )
 
 
@@ -70,7 +70,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
 
     Example:
         >>> normalize = js.per_example(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))  # a kernel of yours
-        >>> project = js.per_example(lambda x, w: x @ w, in_axes=(0, None))  # one that takes weights, too
+        >>> project = js.per_example(lambda x, w: x @ w, in_axes=(0, None))  # also takes weights
         >>> project(normalize(x), jnp.ones((64, 8))).shape
         (32, 8)
     """
@@ -93,7 +93,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
             raise CallError(
                 "A function declared with js.per_example closes over a traced array.",
                 where=name,
-                why=f"{', '.join(traced)}: nothing says whether a shard has all of it.",
+                why=f"{', '.join(traced)}: it is unknown whether a shard has all of it.",
                 do="pass it as an argument: js.per_example(fn, in_axes=(0, None))(x, w)",
             )
         body = Body(run, axes, (0,) * len(outs.out_avals), name)
@@ -183,7 +183,7 @@ class _Derivative:
         self.used = [u or jnp.issubdtype(a.dtype, jax.dtypes.extended) for u, a in zip(used, avals, strict=False)]
 
     def forward(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Results, and what backward needs: operands, results, residuals."""
+        """Results, and the values for backward: operands, results, residuals."""
 
         def run(*xs: jax.Array) -> list[jax.Array]:
             found, _ = self._vjp(xs)
@@ -199,7 +199,7 @@ class _Derivative:
         return outs, [*picked(self.used, arrays), *(outs[k] for k in self.from_outs.values()), *own]
 
     def backward(self, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
-        """Gradients of the operands; None for what has none."""
+        """Gradients of the operands; None for operands without one."""
         of_outs = [state if isinstance(state, int) else None for state in self.body.outs]
         num_args, start = sum(self.used), sum(self.used) + len(self.from_outs)
         ins = (
@@ -254,15 +254,15 @@ class _Derivative:
         return jax.tree.unflatten(tree, [kept.get(i, x) for i, x in enumerate(residuals)])(list(cotangents))
 
     def _check(self, residuals: Sequence[jax.Array], fits: Callable[[int, jax.Array], bool]) -> None:
-        """Raises for residuals of fewer examples that are others than those of the whole batch."""
+        """Raises if the residuals of fewer examples differ from those of the whole batch."""
         wrong = [x.shape for i, x in enumerate(residuals) if i in self.own and not fits(i, x)]
         if len(residuals) != self.num_residuals or wrong:
             raise CallError(
-                "A function declared with js.per_example keeps other residuals for fewer examples.",
+                "A function declared with js.per_example keeps different residuals for fewer examples.",
                 where=self.body.name,
                 why=f"arrays kept: {self.num_residuals} for the whole batch, {len(residuals)} for the examples of a "
-                f"shard, {len(wrong)} of these of another shape.",
-                do="js.per_example(jax.checkpoint(fn))  # keeps none: backward computes them again",
+                f"shard, {len(wrong)} of these with another shape.",
+                do="js.per_example(jax.checkpoint(fn))  # keeps none: backward recomputes them",
             )
 
     def _kept(self, jaxpr: Any, residuals: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
@@ -298,7 +298,7 @@ class _Derivative:
         part = lambda a, d: jax.ShapeDtypeStruct(shape(a, d), a.dtype)
         try:
             program = jax.make_jaxpr(lambda *xs: self._vjp(xs)[0])(*map(part, self.avals, self.body.ins))
-        except Exception:  # what does not run on fewer examples says so where it must
+        except Exception:  # a function that cannot run on fewer examples raises later, if it must
             return 1, same
         found = [a.shape for a in program.out_avals[self.num_outs :]]
         return (factor, found) if list(map(len, found)) == list(map(len, same)) else (1, same)
@@ -321,7 +321,7 @@ def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[l
         raise CallError(
             "js.per_example cannot match in_axes with the arguments.",
             where=name,
-            why=f"in_axes={in_axes!r} for {len(args)} arguments; each is 0 or None.",
+            why=f"in_axes={in_axes!r} for {len(args)} arguments; each must be 0 or None.",
             do=f"js.per_example(fn, in_axes={(0,) * len(args)})",
         )
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -334,7 +334,7 @@ def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[l
 
 
 def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) -> int:
-    """Their number; refuses arrays that do not have the same one, and a key for all of them."""
+    """The number of examples; raises if the arrays disagree, and for one key for all examples."""
     along = [x.shape[0] if x.ndim else None for x, d in zip(arrays, axes, strict=True) if d == 0]
     if not along or len(set(along)) > 1 or None in along:
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
@@ -343,21 +343,21 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
             "The arguments of a function declared with js.per_example do not have the same number of examples.",
             where=name,
             why=f"dim 0 of each array along in_axes 0 are the examples; these are {shapes}.",
-            do=f"js.per_example(fn, in_axes={guess})  # None for what is the same for all examples",
+            do=f"js.per_example(fn, in_axes={guess})  # None for arguments shared by all examples",
         )
     for x, d in zip(arrays, axes, strict=True):
         if d is None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise CallError(
                 "A function declared with js.per_example got one random key for all examples.",
                 where=name,
-                why="every data shard would draw the same numbers, other ones than one device draws.",
+                why="every data shard would draw the same numbers, which differ from those of one device.",
                 do="keys = jax.random.split(key, x.shape[0])  # and in_axes 0 for them",
             )
     return next(n for n in along if n is not None)
 
 
 def _place(fn: Callable) -> str:
-    """The name of a function, and the file and line that it is written at."""
+    """The name of a function, with its file and line."""
     found = inspect.unwrap(fn)
     while isinstance(found, functools.partial):
         found = inspect.unwrap(found.func)

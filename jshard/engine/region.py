@@ -2,7 +2,7 @@
 
 The call is traced once, in global view, and differentiated there. Forward and backward are each a `jax.shard_map` over
 the data axes, automatic over the others, in which the program is interpreted on a shard. Parameters enter as their
-shards; everything else enters split along the batch, where it has one, or whole. All around the region the user's
+shards; everything else enters split along the batch, where it has one, or whole. Around the region the user's
 program stays in global view, so penalties, metrics and optimizers see whole parameters.
 """
 
@@ -50,7 +50,7 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
             raise CallError(
                 "A unit was annotated after the module around it.",
                 where=[f"{call.where}: {path}" for path in late],
-                why="the module around it took its parameters as its own, and would gather them a second time.",
+                why="the enclosing module already owns its parameters, and would gather them a second time.",
                 do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model,"
                 " mesh=mesh).",
             )
@@ -59,15 +59,14 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
 
 
 def run_call(call: Call, name: str, unit: Unit) -> Any:
-    """Runs a call that an adapter has taken apart: as the region itself, or as a unit inside it."""
+    """Runs a call that an adapter has split: as the region itself, or as a unit inside it."""
     if units.in_region_trace():
         if not unit.placement.gathered:
             raise CallError(
                 "A unit that is never gathered was called inside the sharded region.",
                 where=f"{name}: {call.where}",
-                why="inside, a device has its shards of the parameters, and gathering them is what the annotation rules"
-                " out.",
-                do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
+                why="inside, a device has only its shards of the parameters; the annotation forbids gathering them.",
+                do="rows = model.tables(ids); model(rows, x)  # call it before the model, and pass its result",
             )
         settings = units.UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
         return units.call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
@@ -75,21 +74,21 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
         raise CallError(
             "An annotated module was called inside a shard_map that is not jshard's.",
             where=f"{call.where}, manual axes {sorted(manual)}",
-            why="the call opens a sharded region over the data axes, which are manual already.",
-            do="call it outside the shard_map, or leave the data axes out of its axis_names.",
+            why="the call opens a sharded region over the data axes, which are already manual.",
+            do="call it outside the shard_map, or remove the data axes from its axis_names.",
         )
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         raise CallError(
             "An annotated module was called under a mesh with Explicit axes.",
             where=f"{call.where}, jax.set_mesh with {', '.join(map(repr, explicit))}",
-            why="under it every array has its sharding in its type, and what the model computes has none.",
+            why="under it every array type has a sharding, and the arrays that the model computes have none.",
             do="with jax.set_mesh(jax.sharding.Mesh(mesh.devices, mesh.axis_names)): ...  # or without set_mesh",
         )
     if not isinstance(unit.mesh, Mesh) and not in_shapes_only():
         raise CallError(
             "The model was annotated for devices that are not here.",
             where=call.where,
-            why="its mesh is abstract (js.mesh(devices=<number>)): good for plans, not for calls.",
+            why="its mesh is abstract (js.mesh(devices=<number>)): usable for plans, not for calls.",
             do="mesh = js.mesh(fsdp=-1)",
         )
     return _open_region(call, unit) if unit.placement.gathered else units.run_ungathered(call, unit)
@@ -115,9 +114,9 @@ def _open_region(call: Call, unit: Unit) -> Any:
     ]
     if rows:
         raise CallError(
-            "A loop outside of the sharded region runs over layers that are stored padded.",
+            "A loop outside the sharded region runs over layers that are stored padded.",
             where=rows,
-            why="the layers of the padding are zeros, and the loop would run them, too.",
+            why="the padding consists of layers of zeros, and the loop would also run them.",
             do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
         )
     logical = [
@@ -134,7 +133,7 @@ def _open_region(call: Call, unit: Unit) -> Any:
 
 
 def _copies_of(call: Call) -> list[Any]:
-    """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
+    """The copies gathered beforehand for the parameters of this call, if all gathered parameters have one."""
     copies, none = gathered_copies.get(), [None] * len(call.params)
     if copies is None:
         return none
@@ -152,7 +151,7 @@ class Crossing:
 
     Args:
         state: its state.
-        is_own: each device has it for itself, and it is no part of an array: it crosses with a dim for the devices.
+        is_own: each device has its own value, not a part of an array: it crosses with a dim for the devices.
         inner: the dims along which it is split over inner axes.
     """
 
@@ -169,7 +168,7 @@ class Crossing:
 
     @classmethod
     def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
-        """How a value leaves; each device has its piece of a parameter for itself."""
+        """How a value leaves; each device has its own piece of a parameter."""
         is_own = is_own or (value.is_stored and value.shard.pieces > 0)
         return cls(value.state, is_own, value.counted, value.parameter)
 
@@ -185,7 +184,7 @@ class Crossing:
 class Region:
     """One call's region: where its program runs, and how the arrays of the call (`operands`) enter.
 
-    Of each parameter `copied` says whether it enters as a copy that each device gathered beforehand.
+    `copied` states for each parameter whether it enters as a copy that each device gathered beforehand.
     """
 
     def __init__(self, unit: Unit, call: Call, program: Program, consts: Sequence[Any], copied: Sequence[bool]) -> None:
@@ -218,13 +217,13 @@ class Region:
         raise CallError(
             "The arguments of a call have no sequence that splits over the context axis.",
             where=[f"{self.name}: {shapes}", f"mesh axis {CONTEXT!r} of degree {over}"],
-            why=f"the sequence is dim 1 of what has a batch, and none divides by {over}.",
+            why=f"the sequence is dim 1 of arguments with a batch, and none divides by {over}.",
             do="with js.global_view(): y = model(x)  # as one program\n"
             f"or pad the sequences to a multiple of {over}, or js.mesh() without {CONTEXT!r}.",
         )
 
     def kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
-        """What forward keeps of the parameters that it gathered outside of units, whole or in pieces, for backward."""
+        """The parameters gathered outside units that forward keeps for backward, whole or in pieces."""
         pieces = resharded(self.unit, is_root=not self.unit.nested)
         found = {key: v for key, v in p.kept_whole.items() if isinstance(key, tuple)}
         if isinstance(pieces, bool):
@@ -234,7 +233,7 @@ class Region:
         return {key: Value(stored.cut(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()}
 
     def spec(self, one: Crossing, ndim: int) -> PartitionSpec:
-        """Where an array that crosses is, over the region's axes; the inner ones are innermost along their dims."""
+        """The spec of an array that crosses, over the region's axes; inner axes are innermost along their dims."""
         if one.is_own:
             spec = PartitionSpec(self.axes)
         elif isinstance(one.state, Shard):
@@ -264,11 +263,11 @@ class OnShards:
 
     def __post_init__(self) -> None:
         self.found = [Crossing(None)] * len(self.jaxpr.out_avals)  # how its results leave, once it has run
-        self.keeps: dict[Any, Crossing] = {}  # and how what it keeps beside them does: the last results
+        self.keeps: dict[Any, Crossing] = {}  # and how the kept values leave: the last results
         self._out_specs: list[PartitionSpec] = []
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """Runs it. Where one device has the whole batch nothing is gathered or summed: it runs as it is."""
+        """Runs it. If one device has the whole batch, nothing is gathered or summed: it runs unchanged."""
         region, entering = self.region, [*self.operands, *self.given.values()]
         if region.degree == 1:
             return evaluate_jaxpr(self.jaxpr, [fetched(x) for x in arrays])
@@ -283,7 +282,7 @@ class OnShards:
         return run(*arrays)
 
     def _on_shard(self, *xs: Any) -> list[Any]:
-        """The program on one data shard: what it holds of the operands, and of the results."""
+        """The program on one data shard: from its parts of the operands to its parts of the results."""
         region, num = self.region, len(self.operands)
         values = [one.enter(x) for x, one in zip(xs[:num], self.operands, strict=True)]
         whole = {key: one.enter(x) for x, (key, one) in zip(xs[num:], self.given.items(), strict=True)}
@@ -303,12 +302,12 @@ class OnShards:
         return [one.leave(v) for one, v in zip(leaving, values, strict=True)]
 
     def _run(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
-        """Its results; gradients as their parameters are stored, those of copies as each device's own part."""
+        """Its results; gradients are stored like their parameters, those of copies as each device's own part."""
         if self.phase == units.BACKWARD:
             gathered = gathered_in(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
             shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
             others = [v for v in values if not v.is_stored]
-            if shards:  # nothing is gathered before the other operands are there
+            if shards:  # nothing is gathered before the other operands are available
                 first, last = tied([v.x for v in shards], [v.x for v in others])
                 for v, x in zip([*shards, *others], [*first, *last], strict=True):
                     v.x = x
@@ -341,14 +340,14 @@ class OnShards:
         return outs
 
     def _leave(self, leaving: list[Crossing], ndims: Sequence[int]) -> None:
-        """Notes how results leave, and what is kept after them."""
+        """Notes how results leave, and the kept values after them."""
         num = len(leaving) - len(self.keeps)
         self.found, self.keeps = leaving[:num], dict(zip(self.keeps, leaving[num:], strict=True))
         self._out_specs[:] = map(self.region.spec, leaving, ndims)
 
 
 def _differentiable(region: Region) -> Callable[..., list[Any]]:
-    """The region as a function of global arrays whose derivative is a region, too."""
+    """The region as a function of global arrays whose derivative is also a region."""
     program, entering, n = region.program, region.operands, region.program.num_params
 
     def plain(*operands: Any) -> list[Any]:

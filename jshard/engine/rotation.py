@@ -1,9 +1,9 @@
 """Loops over units: each trip does the first gathers of the next trips, and the last reductions of the trip before.
 
-The carry holds both. The schedule inside a trip is that of any program; the units of the trips after it stand at its
+The carry holds both. The schedule inside a trip is that of any program; the units of the trips after it are at its
 end. The gradients of a trip's last unit are reduced in the trip after it, beside all of that trip's products: in their
-own trip they would wait for the last one. The last trips stand outside the loop, and so does the first of backward:
-nothing is gathered or reduced in vain. What is stacked is written in place, row by row.
+own trip they would wait for the last one. The last trips, and the first of backward, are outside the loop, so that
+nothing is gathered or reduced in vain. Stacked results are written in place, row by row.
 """
 
 import functools
@@ -46,7 +46,7 @@ class Rotation:
 
     @classmethod
     def of(cls, scan: Scan) -> "Rotation | None":
-        """A loop in this form; None for one without anything to gather ahead or reduce late, or with few trips."""
+        """A loop in this form; None if there is nothing to gather ahead or reduce late, or for few trips."""
         carry = [Value(None, state) for state in scan.states]
         plan = LoopPlan.of(scan.jaxpr, scan.shared, carry, scan.scanned, scan.length)
         if not plan.units or scan.length < MIN_TRIPS:
@@ -56,7 +56,7 @@ class Rotation:
         return cls(scan, plan, late) if plan.count or late is not None else None
 
     def _at(self, trip: Any) -> Any:
-        """The row of a trip in what is scanned over, and in what is stacked."""
+        """The row of a trip in scanned and stacked values."""
         return self.scan.length - 1 - trip if self.scan.reverse else trip
 
     def _unit(self, position: int, trip: Any) -> Planned:
@@ -65,10 +65,10 @@ class Rotation:
         return self._plan.unit(position, trip, cut)
 
     def _trip(self, p: "ShardedPartitioner", trip: Any, state: tuple, num_later: int, trips: int = 1) -> tuple:
-        """One trip: the carry, what is gathered for later ones, what is not reduced yet, and what is stacked so far.
+        """One trip: the carry, the gathers for later trips, gradients not yet reduced, and stacked results so far.
 
-        It takes what the trip before returned, and gathers `num_later` units for later ones; this trace stands for so
-        many trips.
+        It takes the results of the trip before, and gathers `num_later` units for later trips; this trace stands for
+        several trips.
         """
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
         later = [self._unit(len(self._plan.units) + i, trip) for i in range(num_later)]
@@ -92,7 +92,7 @@ class Rotation:
         return kept, handover.passed_on, left, self._stored(buffers, found.items(), trip)
 
     def _to_reduce(self, left: dict[int, Any]) -> list[tuple[Any, Any, Shard]]:
-        """What a trip has left, with the dtype and the form in which it is stacked."""
+        """The gradients that a trip has left, with the dtype and the form in which they are stacked."""
         states = [cast(Shard, self.scan.row_states[self._stacked[i]]) for i in left]
         return [(x, self._avals[i].dtype, s) for (i, x), s in zip(left.items(), states, strict=True)]
 
@@ -109,7 +109,7 @@ class Rotation:
         """The loop."""
         scan, looped = self.scan, self.scan.length - self.last_trips
         gathered, start = self._first(p)
-        # The compiler would merge those of one type; where it splits arrays, each has a sharding of its own.
+        # The compiler would merge those of one type; where it splits arrays, each has its own sharding.
         full = lax.full if _compat.automatic_axes() else functools.cache(lax.full)
         shapes = [(scan.length, *a.shape) for a in self._avals]
         buffers = [
@@ -135,7 +135,7 @@ class Rotation:
         return results
 
     def _first(self, p: "ShardedPartitioner") -> tuple[list[list[Any]], list[Any]]:
-        """What the first units gather, before the loop where that can be, and the carry at the start."""
+        """The gathers of the first units, before the loop where possible, and the carry at the start."""
         level, start = p.level, self.scan.start
         positions = [i for i in range(level.at, len(level.plan)) if level.plan[i].loop is self.scan.eqn][: self.count]
         level.at = max([level.at, *(i + 1 for i in positions)])  # those before are done with
@@ -172,9 +172,9 @@ def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
 
 
 def _read_in(jaxpr: Any, wanted: Iterable[Any], handed: Collection[int]) -> set[Any]:
-    """The variables of a program that are read as they are, if some results are wanted.
+    """The variables of a program whose values are read, if some results are wanted.
 
-    Of others nothing but the types is: what units (by id) are handed gathered, and what their programs do not read.
+    For the others only the types are: operands that units (by id) receive gathered, or that their programs do not read.
     """
     found = _variables(wanted)
     for e in jaxpr.eqns:
@@ -206,6 +206,6 @@ def _has_units(eqn: Eqn) -> bool:
 
 @jax.jit
 def _written(buffers: list[Any], rows: list[Any], at: Any) -> list[Any]:
-    """Arrays with a row of each written. It stands in the program once."""
+    """Arrays with one row of each written; a function, so that it is in the program once."""
     write = lambda x, row: lax.dynamic_update_slice_p.bind(x, lax.broadcast(row, (1,)), *row_start(x, at))
     return [write(x, row) for x, row in zip(buffers, rows, strict=True)]

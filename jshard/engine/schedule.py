@@ -2,8 +2,8 @@
 
 The schedule is a property of the program. At the start of unit i its gathered parameters, its inputs, and the shards
 of the units to be gathered while it computes pass through one optimization barrier: those gathers run beside unit i,
-and no earlier. Every output of the barrier is used, so nothing of it is pruned. Forward and backward alike; in backward
-the reduction of unit i waits for that of the unit before.
+and no earlier. Every output of the barrier is used, so nothing is pruned. This holds for forward and backward; in
+backward the reduction of unit i waits for that of the unit before.
 """
 
 import dataclasses
@@ -31,34 +31,34 @@ from jshard.plans.units import OUTER, OWN
 
 
 class ShardedPartitioner(Partitioner):
-    """The partitioner of a region, that of the unit `name`: it knows stored shards and units."""
+    """The partitioner of the region of unit `name`, which handles stored shards and units."""
 
     def __init__(self, mesh: Mesh, batch_sizes: Sequence[int], whole: Mapping[Any, Value], name: str) -> None:
         axes = batch_axes(mesh)
         super().__init__(axes, math.prod(degree(mesh, a) for a in axes), batch_sizes=batch_sizes)
         self.mesh, self.name, self.is_last = mesh, name, not inner_axes(mesh)
         self.level = Level([])
-        self.kept_whole = dict(whole)  # parameters gathered before, or pieces of them; see `Level.whole`
+        self.kept_whole = dict(whole)  # parameters gathered earlier, or pieces of them; see `Level.whole`
         self._bodies: dict[Any, tuple[Any, list[Value], list[Mixing | LocalProduct], Any]] = {}
         self._read: list[Value] = []
         self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
         self._stored_rows: dict[Any, Shard] = {}  # of the results of loops
-        self.handover: Handover | None = None  # for the trip that is run next
+        self.handover: Handover | None = None  # for the next trip
 
     # ---- stored shards
     def read(self, value: Value) -> Value:
-        """A stored value gathered where a unit does not gather it: once in this program."""
+        """A stored value that no unit gathers, gathered once in this program."""
         if not value.is_stored:
             return value
         placement = value.shard.placement
         if not placement.gathered and placement.dim is not None:
-            place = self.place(self.eqn) or "a line that is not known"
+            place = self.place(self.eqn) or "an unknown line"
             raise CallError(
                 "A parameter that is never gathered was read inside the sharded region.",
                 where=f"{value.parameter}  {placement.dtype}{list(placement.shape)}, read at {place}",
                 why=f"inside, a device has {placement.bytes_per_device} of its {placement.logical_bytes} bytes, and"
-                " gathering the rest is what the annotation rules out.",
-                do="read it before the model, and pass what comes of it: rows = model.tables(ids); model(rows, x)",
+                " the annotation forbids gathering the rest.",
+                do="rows = model.tables(ids); model(rows, x)  # read it before the model, and pass the result",
             )
         if value.parameter and self.trips > 1 and value.ndim < len(placement.shape):
             self.layers_read[value.parameter] = placement
@@ -79,7 +79,7 @@ class ShardedPartitioner(Partitioner):
         return Value(stored.cut(self.whole(value).x, state.placement), state)
 
     def store_row(self, value: Value, stack: Any) -> Value:
-        """One row of what a loop stacks; of a gradient that is reduced the shard."""
+        """One row of a loop's stacked result; the shard for a gradient that is reduced."""
         state = self._stored_rows.get(stack)
         from_end = None if state is None else state.placement.dim_from_end
         if state is None or not value.is_partial or from_end is None or value.ndim + from_end < 0:
@@ -91,7 +91,7 @@ class ShardedPartitioner(Partitioner):
     def run_root(self, jaxpr: Any, consts: Any, args: list[Value], gradients: Mapping[int, Shard]) -> list[Value]:
         """Runs the program of a region, given which of its results are gradients, and how these are stored.
 
-        What it gathers outside of units is found in `kept_whole` afterwards.
+        The values gathered outside units are in `kept_whole` afterwards.
         """
         self._stored_rows = stored_rows(jaxpr, {jaxpr.outvars[i]: s for i, s in gradients.items()})
         level = Level(list(planned(jaxpr, args, with_loops=True)))
@@ -99,7 +99,7 @@ class ShardedPartitioner(Partitioner):
         return self._scheduled(level, jaxpr, consts, args, gradients)
 
     def run_body(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
-        """Runs a program with a schedule of its own."""
+        """Runs a program with its own schedule."""
         return self._scheduled(Level(list(planned(jaxpr, args))), jaxpr, consts, args, gradients)
 
     def _scheduled(self, level: Level, jaxpr: Any, consts: Any, args: list[Value], gradients: Collection[int]) -> list:
@@ -116,9 +116,9 @@ class ShardedPartitioner(Partitioner):
             self.level = outer
 
     def _run_trip(self, handover: Handover, outer: Level, jaxpr: Any, consts: Any, args: list[Value]) -> list[Value]:
-        """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones.
+        """Runs one trip of a loop, given its first gathered parameters, and gathers those for later trips.
 
-        After the last trips come the units after the loop: those that it gathers go to the schedule around.
+        The units after the loop follow its last trips: those that it gathers are passed to the schedule around it.
         """
         level, end = self.level, len(self.level.plan)
         level.trip, level.reduced, level.gathered = handover, handover.before, dict(enumerate(handover.gathered))
@@ -134,7 +134,7 @@ class ShardedPartitioner(Partitioner):
         return outs
 
     def run_scan(self, scan: Scan) -> list[Value]:
-        """Runs a loop; where units can be, they are gathered a trip ahead."""
+        """Runs a loop; units are gathered a trip ahead where possible."""
         rotation = Rotation.of(scan)
         if rotation is None:
             return scan.run()
@@ -142,7 +142,7 @@ class ShardedPartitioner(Partitioner):
         return rotation.run(self)
 
     def gather_planned(self, one: Planned, xs: Sequence[Any] | None = None) -> list[Any]:
-        """Gathers what a unit gathers, from other arrays if given."""
+        """Gathers a unit's parameters, from other arrays if given."""
         if not one.gathers:
             return []
         xs = [v.x for v in one.gathers] if xs is None else list(xs)
@@ -177,7 +177,7 @@ class ShardedPartitioner(Partitioner):
             return [one.with_array(self.bind(eqn, [fetched(one.x)])[0])]
         if name in ("add", "add_any", "sub"):
             state = next(v.shard for v in values if v.is_stored)
-            is_gradient = not any(v.parameter for v in values)  # of a whole sum the shard is cut, as of zeros
+            is_gradient = not any(v.parameter for v in values)  # the shard of a whole sum, as of zeros, is cut
             fits = (state, PARTIAL, None) if is_gradient else (state, PARTIAL)
             if not state.pieces and all(v.state in fits for v in values):
                 xs = [self.store(v, state).x for v in values]
@@ -212,7 +212,7 @@ class ShardedPartitioner(Partitioner):
         return values
 
     def _gathered_in_time(self, eqn: Eqn, values: list[Value], which: list[int], dtypes: list[Any]) -> list[Any]:
-        """Gathers a unit's parameters, or takes what was gathered ahead, and gathers what comes next."""
+        """Gathers a unit's parameters, or takes those gathered ahead, and gathers the next ones."""
         level, prefetch, is_backward = self.level, eqn.params["settings"].prefetch, eqn.params["phase"] == BACKWARD
         shards = [values[i] for i in which]
         at = level.find(eqn, shards)
@@ -228,7 +228,7 @@ class ShardedPartitioner(Partitioner):
             full = stored.gather_unit(xs, tuple(v.shard for v in shards), self.mesh, tuple(dtypes))
         full = full or []
         ahead = level.ahead(at) if at is not None and prefetch is not None else []
-        if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with what is there first
+        if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with its available values
             soon = [level.plan[i] for i in ahead]
             shards_ahead = [[v.x for v in one.gathers] for one in soon]
             full, moved, shards_ahead = tied(full, [values[i].x for i in inputs], shards_ahead)
@@ -247,11 +247,11 @@ class ShardedPartitioner(Partitioner):
 
     def _compute(self, eqn: Eqn, args: list[Value]) -> list[Value]:
         """The unit's program. Equal units in equal states share one jit: one trace, one function in the lowering."""
-        # Gradients are cast when they are reduced: before that those of two units are there, in the smaller dtype.
+        # Gradients are cast when they are reduced: until then those of two units exist, in the smaller dtype.
         jaxpr, num_gradients = eqn.params["jaxpr"], sum(eqn.params["wrt"])
         dtypes = [*(v.dtype for v in jaxpr.out_avals[:num_gradients]), *eqn.params["out_dtypes"][num_gradients:]]
         gradients = range(num_gradients)
-        if any(v.is_stored for v in args):  # of units inside, which stand in the same schedule
+        if any(v.is_stored for v in args):  # of units inside, which are in the same schedule
             outs = self.run(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients)
             self._finish(outs)
             return self._cast(outs, dtypes)
@@ -284,7 +284,7 @@ class ShardedPartitioner(Partitioner):
         return [v if v.x.dtype == d else v.with_array(v.x.astype(d)) for v, d in zip(outs, dtypes, strict=True)]
 
     def _keep(self, eqn: Eqn, own: list[Value], outs: list[Value]) -> list[Value]:
-        """What forward keeps of the parameters that it gathered: whole, or in pieces."""
+        """The gathered parameters that forward keeps: whole, or in pieces."""
         num_kept, pieces = eqn.params["num_kept"], eqn.params["settings"].reshard
         if not num_kept or isinstance(pieces, bool):
             return outs
@@ -315,7 +315,7 @@ class ShardedPartitioner(Partitioner):
         dtypes = enumerate(eqn.params["out_dtypes"])
         outs = self._cast(outs, [outs[i].x.dtype if i in late else dtype for i, dtype in dtypes])
         for v, x in zip(level.reduced, before, strict=True):
-            v.x = x  # whoever reads the reduction before reads behind this
+            v.x = x  # readers of the previous reduction read after this
             v.done.clear()
         self._finish(level.reduced)
         at = [i for i in at if i not in late]
@@ -332,9 +332,9 @@ class ShardedPartitioner(Partitioner):
         return outs
 
     def _reduce_handed_over(self, ahead: Sequence[int]) -> None:
-        """Reduces what the trip before has left, once the small ones of what is gathered ahead are there.
+        """Reduces the gradients that the trip before has left, once the small parameters gathered ahead have arrived.
 
-        Behind a large reduction a small gather would come late, and the program would wait for it.
+        After a large reduction a small gather would be late, and the program would wait for it.
         """
         level, trip = self.level, self.level.trip
         if trip is None or not trip.left:
@@ -349,7 +349,7 @@ class ShardedPartitioner(Partitioner):
         level.reduced = trip.reduced = self.reduce_left(left, trip.late)
 
     def reduce_left(self, left: Sequence[tuple[Any, ...]], unit: Eqn | None) -> list[Value]:
-        """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and as what they are stored."""
+        """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and how they are stored."""
         if unit is None:
             return []
         with _scope_of(unit):
@@ -357,7 +357,7 @@ class ShardedPartitioner(Partitioner):
             return self.store_unit(values, [state for *_, state in left])
 
     def _finish(self, values: Iterable[Value]) -> None:
-        """Sums what was reduced over shards over the replicas, too, where that is left to do."""
+        """Sums values reduced over shards also over the replicas, where that is left to do."""
         for v in values:
             if (dtype := self.level.unfinished.pop(v, None)) is not None:
                 v.x = stored.sum_replicas(v.x, self.mesh).astype(dtype)
@@ -375,6 +375,6 @@ class ShardedPartitioner(Partitioner):
 
 
 def _scope_of(unit: Eqn) -> AbstractContextManager[Any]:
-    """Inside, operations are named after a unit and its phase."""
+    """A context in which operations are named after a unit and its phase."""
     backward = "/backward" if unit.params["phase"] == BACKWARD else ""
     return jax.named_scope(f"jshard[{unit.params['settings'].name}]{backward}")

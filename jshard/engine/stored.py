@@ -18,8 +18,8 @@ from jshard.plans.mesh import FSDP, INNER_AXES, batch_axes, degree, inner_axes
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement, axes_of
 
-SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
-_SMALL_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
+SMALL_BYTES = 4 * 2**20  # about the bytes sent in the time that a collective needs to start
+_SMALL_BYTES = 64 * 2**10  # joining smaller gradients is faster than sending them one after another
 
 
 def gather(value: Value, dtype: Any = None) -> jax.Array:
@@ -46,7 +46,7 @@ def gather(value: Value, dtype: Any = None) -> jax.Array:
 def scaled(x: jax.Array, dtype: Any, dim: int, layers: int = 0) -> tuple[jax.Array, jax.Array]:
     """Each row of `dim`, in each layer of the leading dims, in a dtype of 8 bits; and their scales.
 
-    As whole numbers, which no compiler widens: those for CPUs, and for GPUs before Hopper, send such floats in 16 bits.
+    As integers, which no compiler widens: those for CPUs, and for GPUs before Hopper, send such floats in 16 bits.
     """
     others = tuple(d for d in range(max(layers, 0), x.ndim) if d != dim)
     x, limits = x.astype(jnp.float32), jnp.finfo(jnp.float32)
@@ -56,7 +56,7 @@ def scaled(x: jax.Array, dtype: Any, dim: int, layers: int = 0) -> tuple[jax.Arr
 
 
 def scaled_back(x: jax.Array, scales: jax.Array, dtype: Any, wanted: Any) -> jax.Array:
-    """What `scaled` was given, rounded, in another dtype."""
+    """The input of `scaled`, rounded, in another dtype."""
     return (lax.bitcast_convert_type(x, dtype).astype(jnp.float32) * scales).astype(wanted)
 
 
@@ -64,9 +64,9 @@ def scaled_back(x: jax.Array, scales: jax.Array, dtype: Any, wanted: Any) -> jax
 def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tuple[Any, ...]) -> list[Any]:
     """The parameters of a unit, gathered, the small ones first; of units stored alike it is one function in a program.
 
-    Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
-    for it early; behind a large one it is not. A TPU fuses gathers into products; pieces are quick between neighbours,
-    and the compiler joins the small ones.
+    Collectives share the links, one after another. The compiler assumes that a small one is fast and waits for it
+    early; after a large one it is not fast. A TPU fuses gathers into products; pieces are fast between neighbours, and
+    the compiler joins the small ones.
     """
     is_tpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
     sizes = [s.placement.gathered_bytes // s.placement.layers for s in shards]
@@ -103,7 +103,7 @@ def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The first step: the sum over the shards, each with its part, in the reduce dtype."""
     dim = _dim(x, placement)
-    assert dim is not None, "who asks has a dim to scatter along"
+    assert dim is not None, "callers have a dim to scatter along"
     run = lambda x: lax.psum_scatter(_fused(x, placement), FSDP, scatter_dimension=dim, tiled=True)
     if placement.reduce_wire:
         run = functools.partial(_summed_on_arrival, dim=dim, placement=placement)
@@ -114,7 +114,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 def _summed_on_arrival(x: jax.Array, *, dim: int, placement: Placement) -> jax.Array:
     """The reduce-scatter whose parts are sent in a narrower dtype than that of the sum.
 
-    Over several hosts, parts are summed within each, so that what goes between them is a part of a host's sum.
+    Over several hosts, parts are summed within each host, so that only parts of host sums are sent between them.
     """
     degree = lax.axis_size(FSDP)
     exchanges = placement.exchanges(degree)
@@ -141,9 +141,9 @@ def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
 def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> list[Any]:
     """The gradients of a unit, summed: stored shards; those with two steps may be left after the first.
 
-    Small ones that are summed whole are copied together sooner than they are sent alone, and so are all that are summed
-    on arrival, as the compiler joins reductions and no exchanges. What is split over other axes, too, is not: it could
-    not be joined without being gathered over them.
+    Small gradients that are summed whole are joined, which is faster than sending each alone; so are all that are
+    summed on arrival, because the compiler joins reductions but not exchanges. Gradients that are also split over other
+    axes are not joined, because that would gather them over these axes.
     """
     together: dict[Any, list[int]] = {}
     for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
@@ -197,14 +197,14 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
 
 
 def inner_dims(placement: Placement, ndim: int, *, gathered: bool = False) -> dict[str, int]:
-    """The dims that are on inner axes, of a stored array of so many dims, or of a gathered one."""
+    """The dims on inner axes, of a stored array with `ndim` dims, or of a gathered one."""
     more = ndim - len(placement.spec)
     found = {axis: i + more for i, entry in enumerate(placement.spec) for axis in axes_of(entry) if axis in INNER_AXES}
     return {axis: dim for axis, dim in found.items() if dim >= 0 and not (gathered and axis in placement.axes)}
 
 
 def _fused(x: jax.Array, placement: Placement) -> jax.Array:
-    """An array whose next collective is over inner axes, too, where its parameter is stored over them."""
+    """An array whose next collective is also over the inner axes that its parameter is stored over."""
     for axis in placement.axes:
         x = over_axis_p.bind(x, axis=axis, dim=FUSED, beside=None) if axis in INNER_AXES else x
     return x
@@ -222,7 +222,7 @@ def _with_padding(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def _dim(x: jax.Array, placement: Placement) -> int | None:
-    """The dim that is sharded. None, too, for a row of a stack that is sharded along its layers: the loop cut it."""
+    """The sharded dim. Also None for a row of a stack that is sharded along its layers, which the loop cut."""
     from_end = placement.dim_from_end
     return None if from_end is None or x.ndim + from_end < 0 else x.ndim + from_end
 
@@ -241,6 +241,6 @@ def _keep_other_axes(collective: Callable, x: jax.Array, placement: Placement) -
 
 
 def _other_axes(x: jax.Array, placement: Placement) -> set[str]:
-    """The axes that a parameter is split over, and that the compiler does."""
+    """The axes over which the compiler splits a parameter."""
     manual, spec = _compat.manual_axes(), placement.spec[len(placement.spec) - x.ndim :]
     return {name for entry in spec for name in axes_of(entry) if name not in manual}

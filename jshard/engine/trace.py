@@ -1,9 +1,9 @@
 """A call as programs: traced once in global view, differentiated there.
 
 The user's method runs once, on abstract arrays, and becomes a `Program`. Its derivatives come from that program, never
-from the Python again: `Gradient` holds a forward with residuals and a backward. What depends on nothing but parameters
-and constants is no residual; backward computes it again from the parameters, which is what makes ZeRO-3 of any remat
-policy.
+from running the Python again: `Gradient` holds a forward with residuals and a backward. Values that depend only on
+parameters and constants are not residuals; backward recomputes them from the parameters, which makes any remat
+policy ZeRO-3.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE
 
 
 class Call(Protocol):
-    """A call into an annotated module, taken apart into arrays by the adapter of its kind of module."""
+    """A call into an annotated module, split into arrays by the adapter of its kind of module."""
 
     where: str  # class and method, for messages
     params: list[Any]  # the parameters under the module as they are stored, tied ones once
-    placements: list[Placement | None]  # of each parameter; None for one that the annotation never saw
-    owners: list[str]  # of each parameter: whether this module gathers it, a unit inside, or one around
+    placements: list[Placement | None]  # of each parameter; None for one added after the annotation
+    owners: list[str]  # who gathers each parameter: this module, a unit inside, or one around it
     names: list[str]  # path of each parameter from the module
     inputs: list[Any]  # all other arrays: state, then arguments
     num_state: int  # how many of the inputs are state
-    result: Any  # what `finish` needs besides arrays; set by `body`
+    result: Any  # for `finish`, besides arrays; set by `body`
     written: Sequence[str]
     """Places of parameters that the method wrote, set by `body`. Their values before, then after, are the last of the
     state: they must be the same, as `nnx.remat` writes back whatever it was given."""
@@ -49,7 +49,7 @@ class Call(Protocol):
         """Equal for calls that run the same program on arrays of the same types."""
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
-        """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
+        """The parameters, or copies of them, entering the region; raises if they cannot be differentiated."""
         ...
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -57,13 +57,13 @@ class Call(Protocol):
         ...
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
-        """Writes the state back to the caller's objects, and returns what the method returned."""
+        """Writes the state back to the caller's objects, and returns the method's result."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """Something that is no array, among a custom derivative's residuals."""
+    """A value that is not an array, among a custom derivative's residuals."""
 
     value: Any
 
@@ -87,18 +87,18 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
     with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
-    if n := len(call.written):  # the program is without these parameters, which must have been passed through
+    if n := len(call.written):  # the program omits these parameters, which must have been passed through
         outs = closed.jaxpr.outvars
         pairs = zip(call.written, outs[-2 * n : -n], outs[-n:], strict=True)
         refuse_written([place for place, old, new in pairs if not _is_passed(closed.jaxpr, old, new)])
         closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, outs[: -2 * n]), closed.consts)
-    if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis is no more
+    if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis no longer exists
         raise CallError(
             "The model has collectives over an axis that a vmap or pmap around it names.",
             where=f"{call.where}: {', '.join(map(repr, names))}",
-            why="an annotated model is called on the whole batch: its means are those of the batch already.",
-            do="call it without the vmap, and without the name: nn.BatchNorm(axis_name=None).\n"
-            "Where the vmap is inside of the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
+            why="an annotated model is called on the whole batch: its means already cover the batch.",
+            do="nn.BatchNorm(axis_name=None)  # and call it without the vmap\n"
+            "If the vmap is inside the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
         )
     consts = list(closed.consts)
     if consts:
@@ -108,16 +108,16 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
 
 
 def _warn_of_names(call: Call, jaxpr: Any, remat: Remat, attention_calls: int) -> None:
-    """Warns of a policy by names of which the program has none."""
+    """Warns of a policy by names if the program has none of them."""
     names, found = kept_names(remat), set(_names_in(jaxpr)) | ({CONTEXT} if attention_calls else set())
     if remat == ATTENTION_AGAIN and not attention_calls:
-        why, do = "all is kept, as it does not call js.kernels.attention", "y = js.kernels.attention(q, k, v)"
+        why, do = "everything is kept: it does not call js.kernels.attention", "y = js.kernels.attention(q, k, v)"
     elif names and not found & {*names}:
-        why = f"nothing is kept, as it names only {', '.join(sorted(found))}" if found else "nothing is kept by name"
+        why = f"nothing is kept: it names only {', '.join(sorted(found))}" if found else "nothing is kept by name"
         do = f"x = jax.ad_checkpoint.checkpoint_name(x, {names[0]!r})"
     else:
         return
-    _compat.warn_user(f"remat={remat!r} finds nothing of its kind in {call.where}: {why}. In the model: {do}")
+    _compat.warn_user(f"remat={remat!r} matches nothing in {call.where}: {why}. In the model: {do}")
 
 
 def _names_in(jaxpr: Any) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _names_in(jaxpr: Any) -> Iterator[str]:
 
 
 def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
-    """Whether a variable is another one, handed through calls and loops."""
+    """Whether a variable is another one, passed through calls and loops."""
     while new is not old:
         e = next((e for e in jaxpr.eqns if new in e.outvars), None)
         if e is None:
@@ -145,7 +145,7 @@ def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
 
 
 def _handed(e: Any, k: int) -> Iterator[tuple[int, Any, Any, Any]]:
-    """Operands that a result could be: the number of each, the program inside, and what the two are there."""
+    """Operands that a result could be: the number of each, the program inside, and both variables there."""
     if e.primitive.name == "scan":
         (inner, _), (n_consts, n_carry) = rules.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
         at = [n_consts + k] if k < n_carry else range(n_consts + n_carry, len(e.invars))
@@ -161,7 +161,7 @@ class Gradient:
 
     Forward takes the program's operands, and returns its results, then the residuals that are kept. Backward takes the
     parameters, the kept residuals and the cotangents of the results that have one, and returns a gradient for each
-    operand that is differentiated, as `wrt` says.
+    operand that is differentiated, according to `wrt`.
     """
 
     def __init__(self, program: Program, wrt: tuple[bool, ...]) -> None:
@@ -199,7 +199,7 @@ class Gradient:
         self.forward = jex.ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
 
     def forward_keeping(self, which: Sequence[bool]) -> Any:
-        """Forward, with some of the parameters among what is kept."""
+        """Forward, with some of the parameters among the kept values."""
         results = [*self.forward.jaxpr.outvars, *picked(which, self._params)]
         return jex.ClosedJaxpr(_compat.with_results(self.forward.jaxpr, results), self.forward.consts)
 
@@ -221,7 +221,7 @@ class Gradient:
         return self._backwards[live]
 
     def _keep_what_is_needed(self) -> None:
-        """Of what autodiff keeps, keeps what a gradient needs, where there is a cotangent of each float.
+        """Of the values that autodiff keeps, keeps those that a gradient needs if every float has a cotangent.
 
         Autodiff also keeps what a stopped gradient would need, such as the scores whose maximum a softmax subtracts.
         """
@@ -234,7 +234,7 @@ class Gradient:
         self._backwards[live] = closed
 
     def _traced(self, live: tuple[bool, ...]) -> Any:
-        """The backward program that takes all that is kept."""
+        """The backward program that takes all kept values."""
 
         def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             env = self._consts | dict(zip(self._params, params, strict=True)) | dict(zip(self.kept, kept, strict=True))
@@ -249,10 +249,10 @@ class Gradient:
 
 
 def differentiable(program: Program, plain: Callable, forward: Callable, backward: Callable) -> Callable[..., list]:
-    """A program as a function of its operands, whose derivative is run as the caller says; `plain` is without one.
+    """A program as a function of its operands, whose derivative is run by the caller's functions; `plain` has none.
 
-    What forward returns beside the results and the residuals goes to backward as it is. Backward takes that, for which
-    results there are cotangents, parameters, residuals and cotangents.
+    Further outputs of forward, besides results and residuals, are passed to backward unchanged. Backward takes these,
+    the results that have cotangents, parameters, residuals and cotangents.
     """
 
     @jax.custom_vjp
@@ -277,14 +277,14 @@ def differentiable(program: Program, plain: Callable, forward: Callable, backwar
 
 
 def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A function of which backward keeps what a policy says."""
-    if remat in (NONE, ATTENTION_AGAIN):  # attention is under a checkpoint of its own
+    """A function whose values are kept for backward by a policy."""
+    if remat in (NONE, ATTENTION_AGAIN):  # attention has its own checkpoint
         return f
     return jax.checkpoint(_naming_products(f) if remat == SELECTIVE else f, policy=checkpoint_policy(remat))
 
 
 def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a name for the result of every second product with weights, the first one's to begin with."""
+    """The function with a name for the result of every second product with weights, beginning with the first."""
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
@@ -307,11 +307,11 @@ def _zeros(a: Any) -> jax.Array:
     return jnp.zeros(a.aval.shape, a.aval.dtype)
 
 
-# ---- equal layers are equal programs, though their Python ran for each: one derivative and one partitioning will do
+# ---- equal layers are equal programs, though Python ran for each: one derivative and one partitioning are enough
 
 
 def shared(program: Program, alike: list[Program]) -> tuple[Program, list[Any]]:
-    """One of some programs that is equal to this one, which is among them from then on; and further operands for it."""
+    """An equal program among some, to which this one is added if there is none; and further operands for it."""
     jaxpr, numbers = _without_key_data(program.jaxpr)
     found = next((p for p in alike if p.remat == program.remat and are_equal(p.jaxpr, jaxpr)), None)
     if found is None:
@@ -320,9 +320,9 @@ def shared(program: Program, alike: list[Program]) -> tuple[Program, list[Any]]:
 
 
 def _without_key_data(closed: Any) -> tuple[Any, list[Any]]:
-    """A program with what it folds into its keys as further operands, and those numbers.
+    """A program with the numbers that it folds into its keys as further operands, and these numbers.
 
-    Linen folds the path of a module into its keys: without the numbers, layers that differ in nothing else are equal.
+    Linen folds the path of a module into its keys: without the numbers, layers without other differences are equal.
     """
     jaxpr, variables, numbers, equations = closed.jaxpr, [], [], []
     for e in jaxpr.eqns:
@@ -391,7 +391,7 @@ def _is_same_parameter(x: Any, y: Any) -> bool:
 
 
 def evaluate_jaxpr(closed: Any, operands: Sequence[Any], bind: Callable = _compat.bind) -> list[Any]:
-    """Runs a closed jaxpr where it is called, as `jax.core.eval_jaxpr`, keeping the user's lines and names."""
+    """Runs a closed jaxpr inline, like `jax.core.eval_jaxpr`, keeping the user's lines and names."""
     jaxpr = closed.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
     return _evaluate(jaxpr.eqns, env, jaxpr.outvars, bind)
@@ -407,7 +407,7 @@ def _evaluate(equations: list[Any], env: dict, wanted: Sequence[Any], bind: Call
 
 
 def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
-    """What a program computes of some variables, or with effects; and these."""
+    """The given variables, those that depend on them, and the results of equations with effects."""
     found = set(variables)
     for e in jaxpr.eqns:
         if e.effects or any(isinstance(a, jex.Var) and a in found for a in e.invars):

@@ -34,9 +34,7 @@ class UnitSettings:
     """How a unit's equation is run on a data shard."""
 
     name: str  # path of the unit, for the names of its operations
-    reshard: (
-        bool | int
-    )  # True: gathered again in backward. False: what forward gathered is kept. Or so many pieces of it
+    reshard: bool | int  # True: gathered again in backward. False: forward's copy is kept. Or the number of its pieces
     prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
 
 
@@ -49,14 +47,14 @@ Params:
     out_dtypes: dtypes of the results: gradients leave in the stored dtype of their parameter.
     wrt: in backward, for each parameter, whether its gradient is among the first results.
     num_kept: how many gathered parameters are the last results of forward, and the last operands of backward, which
-        then takes nothing but the types from its first operands.
+        then uses only the types of its first operands.
     phase, settings, where: forward or backward, `UnitSettings`, the class and method.
 """
 unit_p.multiple_results = True
 
 
 def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, settings: "UnitSettings") -> list[Any]:
-    """A unit where one data shard has the whole batch: an ordinary function, for whatever transforms the program."""
+    """A unit where one data shard has the whole batch: an ordinary function for any transformation of the program."""
     cast = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, jaxpr.in_avals, strict=True)]
     with jax.named_scope(f"jshard[{settings.name}]"):
         outs = trace.evaluate_jaxpr(jaxpr, cast)
@@ -73,7 +71,7 @@ def _types(*_: Any, jaxpr: Any, out_dtypes: tuple, **__: Any) -> tuple[list[Any]
 
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **params: Any) -> tuple[list[Any], list[int]]:
-    """Under the user's vmap the unit's program is one over all rows; it stays a unit."""
+    """Under the user's vmap the unit's program runs over all rows; it stays a unit."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     axes = [None if d is None else 0 for d in dims]
     operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
@@ -92,14 +90,14 @@ batching.primitive_batchers[unit_p] = _batched
 class Traces:
     """The units of one region's trace.
 
-    They are no equations where one data shard has the whole batch, and the program runs as it is.
+    They are not equations if one data shard has the whole batch, and the program runs unchanged.
     """
 
     def __init__(self, *, are_equations: bool) -> None:
         self.are_equations = are_equations
-        self.programs: dict[Any, tuple[trace.Program, list, Any]] = {}  # with more operands, and what `finish` needs
+        self.programs: dict[Any, tuple[trace.Program, list, Any]] = {}  # with more operands, and values for `finish`
         self.functions: dict[tuple[trace.Program, UnitSettings], Callable[..., list[Any]]] = {}
-        self.distinct: dict[Hashable, list[trace.Program]] = {}  # by what equal ones have in common
+        self.distinct: dict[Hashable, list[trace.Program]] = {}  # by the properties that equal ones share
 
 
 _traces: contextvars.ContextVar[Traces | None] = contextvars.ContextVar("traces", default=None)
@@ -112,7 +110,7 @@ def in_region_trace() -> bool:
 
 @contextlib.contextmanager
 def region_trace(mesh: Mesh) -> Iterator[None]:
-    """Inside, the global program of a region over a mesh is traced."""
+    """A context in which the global program of a region over a mesh is traced."""
     with during(_traces, Traces(are_equations=region_degree(mesh) > 1)), traced_for(mesh):
         yield
 
@@ -168,7 +166,7 @@ def _cast(x: Any, dtype: str | None) -> Any:
 def _differentiable(
     program: trace.Program, owners: tuple, settings: UnitSettings, where: str, as_equations: bool
 ) -> Callable:
-    """The program as a function whose derivative is a unit's, too."""
+    """The program as a function whose derivative is also a unit's."""
     own = [owner == OWN for owner in owners]
     dtypes_of = lambda jaxpr: [a.dtype for a in jaxpr.out_avals]
     num_kept = 0 if settings.reshard is True else sum(own)
@@ -201,7 +199,7 @@ def _differentiable(
     return trace.differentiable(program, plain, forward, backward)
 
 
-# ---- in global view: as a Flax user would write it, which jshard is compared with; and units that are never gathered
+# ---- in global view: as a Flax user would write it, the baseline for jshard; and units that are never gathered
 
 
 def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any], unit: Unit) -> Any:
@@ -232,10 +230,10 @@ def _split_along_batch(tree: Any, unit: Unit) -> Any:
 
 
 def run_ungathered(call: trace.Call, unit: Unit) -> Any:
-    """Calls a method of a unit on parameters that stay where they are; the compiler places what it communicates."""
+    """Calls a method of a unit on parameters that stay in place; the compiler places the communication."""
 
     def held(stored: jax.Array, placement: Placement) -> jax.Array:
-        """The parameter, held to its place; so is its gradient, which the compiler would else put anywhere."""
+        """The parameter, constrained to its placement, like its gradient, which the compiler would place anywhere."""
         if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
             return stored
         return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))

@@ -38,8 +38,8 @@ class CompiledMemory:
     """Bytes on one device, as laid out by the compiler."""
 
     arguments_bytes: int  # state and batch
-    results_bytes: int  # results, most of them in the place of an argument
-    shared_bytes: int  # that part of them
+    results_bytes: int  # results, most of which reuse an argument's buffer
+    shared_bytes: int  # the results that do
     temporaries_bytes: int  # everything between
     peak_bytes: int  # the most at one time
     host_arguments_bytes: int = 0  # arguments in host memory; the figures above are of the device's own memory
@@ -48,7 +48,7 @@ class CompiledMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The program's host memory; results reuse the place of arguments."""
+        """The program's host memory; results reuse the buffers of arguments."""
         return max(self.host_arguments_bytes, self.host_results_bytes) + self.host_temporaries_bytes
 
     @classmethod
@@ -71,9 +71,9 @@ class CompiledMemory:
         temporaries = memory.temporaries_bytes
         standing = memory.arguments_bytes + memory.results_bytes - memory.shared_bytes
         peak = memory.peak_bytes
-        if peak - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
+        if peak - standing <= temporaries / 100:  # XLA:CPU omits the temporaries
             peak = standing + temporaries
-        elif memory.host_bytes:  # and what is in host memory is counted in
+        elif memory.host_bytes:  # it includes host memory
             peak = min(peak, standing + temporaries)
         return dataclasses.replace(memory, peak_bytes=peak)
 
@@ -83,14 +83,14 @@ class TrafficRow:
     """Equal collectives of a program."""
 
     kind: str  # `all-gather`, `reduce-scatter`, ..
-    dtype: str  # on the wire, in HLO's words
+    dtype: str  # on the wire, by HLO's names
     over: tuple[str, ...] | None  # the mesh axes; None if no mesh is known
     group_size: int  # devices of a group
-    unit: str | None  # the unit, equal ones of a list folded as `blocks/0..11`; None if the program does not say
-    phase: str | None  # `forward` or `backward`; None if the program does not say
-    in_loop: bool  # they stand inside a loop
+    unit: str | None  # the unit, equal ones of a list folded as `blocks/0..11`; None if unknown
+    phase: str | None  # `forward` or `backward`; None if unknown
+    in_loop: bool  # they are inside a loop
     windows: tuple[Window, ...]  # the collectives
-    mixing: tuple[Mixing, ...] = ()  # the lines that mix examples by them, with the bytes asked for in one execution
+    mixing: tuple[Mixing, ...] = ()  # the lines that mix examples by them, with the bytes requested in one execution
 
     @property
     def executions(self) -> int:
@@ -169,7 +169,7 @@ class Audit(Printed):
     plan: ShardPlan | None = None  # of the model; None if none was given
     memory: CompiledMemory | None = None  # of one device; None if only a text was given
     differences: tuple[Difference, ...] = ()  # between program and plan; empty without a plan
-    notes: tuple[Difference, ...] = ()  # what XLA:CPU alone compiles otherwise than planned
+    notes: tuple[Difference, ...] = ()  # differences from the plan that are specific to XLA:CPU
 
     @property
     def ok(self) -> bool:
@@ -205,7 +205,7 @@ class Audit(Printed):
             raise ShardingError(
                 "The audit has no plan.",
                 where=f"amount({kind!r})",
-                why="amounts are by the number of parameters, which a program does not have.",
+                why="the ratio needs the number of parameters, which a program does not contain.",
                 do="js.audit(program, model=model)",
             )
         return _total_of(kind, self._others).elements / self.plan.gathered_part.num_parameters
@@ -310,7 +310,7 @@ def _host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
 
 
 def _platform(program: jax.stages.Compiled) -> str | None:
-    """The platform that a program was compiled for; None if it has no arguments to take it from."""
+    """The platform that a program was compiled for; None if it has no arguments that show it."""
     devices = (d for sharding in jax.tree.leaves(program.input_shardings) for d in sharding.device_set)
     return next((d.platform for d in devices), None)
 
@@ -355,7 +355,7 @@ def _collectives_table(found: Audit) -> FittedTable:
 
 def _mixing_table(rows: Iterable[TrafficRow]) -> FittedTable:
     columns = "line", "operation", "collective", "over?", "phase??", "runs>?", "arrays>"
-    caption = "The model looks at the other examples of its batch there. A compiler may join several lines."
+    caption = "In these lines the model uses other examples of its batch. A compiler may join several lines."
     table = made_table("Collectives of the model's own mixing of examples (compiled)", *columns, caption=caption)
     for row in rows:
         lines = [list(dict.fromkeys(texts)) for texts in zip(*((m.line, m.operation) for m in row.mixing), strict=True)]
@@ -373,11 +373,11 @@ def _copies(elements: float, plan: ShardPlan) -> str:
 
 
 def _memory_table(memory: CompiledMemory) -> FittedTable:
-    caption = "peak: by the compiler the most that is in use at one time; the other rows are what it reserves in all."
+    caption = "peak: the most in use at once, by the compiler; other rows: all that it reserves."
     below = memory.peak_bytes < memory.arguments_bytes + memory.temporaries_bytes
     table = made_table("Memory of one device (compiled)", "", "bytes>", caption=caption * below)
     add_row(table, "arguments: state and batch", human_bytes(memory.arguments_bytes))
-    add_row(table, "results that take no argument's place", human_bytes(memory.results_bytes - memory.shared_bytes))
+    add_row(table, "results that reuse no argument's buffer", human_bytes(memory.results_bytes - memory.shared_bytes))
     add_row(table, "temporaries", human_bytes(memory.temporaries_bytes))
     add_row(table, "peak", human_bytes(memory.peak_bytes), style="bold", end_section=bool(memory.host_bytes))
     if memory.host_bytes:
@@ -391,16 +391,16 @@ def _closing_lines(found: Audit) -> list[str]:
     lines += [f"Not counted: {note}" for note in found.schedule.notes]
     exposed = sorted(found.not_overlapped(), key=lambda w: -w.full_bytes * w.executions)
     if not any(w.is_async for w in found.schedule.windows):
-        lines.append("Every collective blocks: nothing is computed beside one, as on CPU.")
+        lines.append("Every collective blocks: nothing is computed meanwhile, as on CPU.")
     elif exposed:
-        lines.append("In loops, blocking or without a matrix product beside them:")
+        lines.append("In loops, blocking or overlapped by no matrix product:")
         how = {True: "async", False: "blocking"}
         lines += [f"  {w.kind} {w.name}, {human_bytes(w.full_bytes)}, {how[w.is_async]}" for w in exposed[:_SHOWN]]
         lines += [f"  ... and {len(exposed) - _SHOWN} more"] if len(exposed) > _SHOWN else []
     if found.plan is None:
-        return [*lines, "No plan was given to compare with."]
+        return [*lines, "There is no plan to compare with."]
     if found.notes:
-        lines += ["Otherwise than planned on CPU only:", *(f"  {d}" for d in found.notes)]
+        lines += ["Differs from the plan on CPU only:", *(f"  {d}" for d in found.notes)]
     if found.ok:
         return [*lines, "Communicates as planned."]
     return [*lines, "Differs from the plan:", *(f"  {d}" for d in found.differences)]

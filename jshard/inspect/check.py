@@ -18,7 +18,7 @@ from jshard.plans.plan import root_forgotten
 from jshard.plans.units import dotted, plain_class, unit_of
 
 Pairs = dict[str, tuple[Any, Any]]
-"""An array of the sharded region and that of global view, by name."""
+"""An array of the sharded region and its counterpart in global view, by name."""
 
 _Run = Callable[[Any, Any, tuple, dict[str, Any]], tuple[Any, Any]]
 """From parameters, state, arguments and arrays given by keyword: outputs and state."""
@@ -34,7 +34,7 @@ class CheckReport:
     outputs: dict[str, float]  # by path of the output
     gradients: dict[str, float]  # by path of the parameter
     state: dict[str, float]  # by path of the variable that the call changed
-    tolerance: float  # what was allowed
+    tolerance: float  # the allowed difference
 
     @property
     def worst(self) -> float:
@@ -43,7 +43,7 @@ class CheckReport:
 
     @property
     def named(self) -> dict[str, float]:
-        """All differences, by what differs."""
+        """All differences, by the name of the output, gradient or state."""
         heads = {"output ": self.outputs, "gradient of ": self.gradients, "state ": self.state}
         return {f"{head}{name}": size for head, found in heads.items() for name, size in found.items()}
 
@@ -68,7 +68,7 @@ def check(
 
     Args:
         model: the annotated model, nnx or Linen.
-        *args: arguments of the call, or of `loss_fn` after the model. For a Linen model the variables come first:
+        *args: arguments of the call, or of `loss_fn` after the model. For a Linen model the variables are first:
             `js.check(model, variables, x)` checks `model.apply(variables, x)`, and with `mutable=["batch_stats"]`
             also the state that it returns.
         loss_fn: `loss_fn(model, *args, **kwargs)`; the model's own `__call__` by default. If it returns a
@@ -113,7 +113,7 @@ def _linen_call(
         raise CallError(
             "The variables of the Linen model are missing.",
             where=f"check({type(model).__name__}, ...)",
-            why="a Linen module holds no parameters; they are its first argument, with 'params' in them.",
+            why="a Linen module holds no parameters; pass the variables, with 'params', as its first argument.",
             do="js.check(model, variables, x)",
         )
     variables, *rest = args
@@ -165,7 +165,7 @@ def _arrays(state: Any) -> dict[str, Any]:
 
 
 def _changed(found: dict[str, Any], wanted: dict[str, Any], before: dict[str, Any]) -> Pairs:
-    """The state that either call changed; None where one of them has none."""
+    """The state that either call changed; None where one call lacks it."""
     pairs = {k: (found.get(k), wanted.get(k)) for k in dict.fromkeys([*wanted, *found])}
     same = lambda k, pair: k in before and all(x is not None and np.array_equal(x, before[k]) for x in pair)
     return {k: pair for k, pair in pairs.items() if not same(k, pair)}
@@ -209,8 +209,8 @@ def _raise_if_apart(report: CheckReport, where: str) -> None:
             "The sharded region and global view do not agree.",
             where=[f"{where}: {k}  {every[k]:.1e}" for k in bad],
             why=f"differences relative to the largest element; {report.tolerance:.0e} is allowed. In bfloat16, or near"
-            " a norm of few values, rounding may be that large. So may it be where a function declared with"
-            " js.per_example combines examples.",
+            " a norm of few values, rounding can be that large. A function declared with js.per_example that"
+            " combines examples also causes such differences.",
             do="js.check(model, x, tolerance=1e-2)  # for bfloat16\n"
-            "with js.global_view(): step(model, batch)  # gives the numbers of one device",
+            "with js.global_view(): step(model, batch)  # computes the numbers of one device",
         )

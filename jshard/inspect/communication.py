@@ -1,4 +1,4 @@
-"""The communication of a plan in a step, and as text where a compiled program differs from it."""
+"""The communication of a plan in a step, and descriptions of how a compiled program differs from it."""
 
 import collections
 import dataclasses
@@ -16,14 +16,14 @@ from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES
 from jshard.plans.placement import Placement, axes_of
 from jshard.plans.plan import LeafPlan, ShardPlan
 
-FORWARD, BACKWARD = "parameters for forward", "parameters for backward"  # how these purposes begin
+FORWARD, BACKWARD = "parameters for forward", "parameters for backward"  # prefixes of these purposes
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """The collectives of one kind in a step."""
 
-    kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, or `all-to-all` of what is summed on arrival
+    kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, or `all-to-all` of gradients summed on arrival
     axes: tuple[str, ...]  # the mesh axes that it runs over
     group_size: int  # devices of a group
     dtype: str  # dtype on the wire
@@ -38,10 +38,10 @@ class Traffic:
 
 
 def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
-    """The collectives of one forward and backward pass as the plan asks for them.
+    """The collectives of one forward and backward pass according to the plan.
 
-    A compiler leaves out the second gather of a parameter that backward does not need, such as most biases. For units
-    that are never gathered nothing is asked.
+    A compiler omits the second gather of a parameter that backward does not need, such as most biases. Units that are
+    never gathered have no collectives here.
     """
     sums: dict[Traffic, int] = collections.defaultdict(int)
     reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
@@ -55,7 +55,7 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
 def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
     placement = leaf.placement
     if not placement.gathered:
-        return  # what it sends is the model's own
+        return  # its communication is the model's own
     same, axes = copied_over(placement, degrees), placement.axes
     num_same = math.prod(degrees[a] for a in same)
     reduce, gather = placement.reduce_dtype, placement.gathered_dtype
@@ -68,7 +68,7 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
     yield from _gather(placement, axes, placement.degree, FORWARD)
     if reshard is True:
         yield from _gather(placement, axes, placement.degree, BACKWARD)
-    elif reshard is not False:  # what is kept is no longer in 8 bits
+    elif reshard is not False:  # the kept copy is no longer in 8 bits
         yield Traffic("all-gather", (FSDP,), int(reshard), gather, full, BACKWARD)
     if not leaf.trained:
         return
@@ -104,7 +104,7 @@ def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, 
     return tuple(axis for axis in REGION_AXES if degrees.get(axis, 1) > 1 and axis not in on)
 
 
-# What units that are never gathered send is the model's own, and so is what its lines that mix examples send.
+# Communication of units that are never gathered, and of lines that mix examples, is the model's own.
 
 Array = tuple[str, tuple[int, ...]]
 
@@ -112,11 +112,11 @@ Array = tuple[str, tuple[int, ...]]
 def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window], list[Window]]:
     """The collectives that the plan is about, and those of units that are never gathered.
 
-    Where a program does not say of which unit one is, those that read it do, if what is sent was computed. A compiler
-    joins collectives, too: there the arrays are distinguished by their shapes. Of units that are gathered all count but
-    what has the shape of a parameter that never is; of both together, and of what has no unit, those that have the
-    shape of a parameter that is. All-reduces count as the former: small arrays are reduced as one, so that no shape is
-    left.
+    If a program does not name a collective's unit, the units that read it decide, if the data sent was computed. A
+    compiler also joins collectives: then arrays are distinguished by their shapes. For gathered units all arrays count
+    except those with the shape of a parameter that is never gathered; for joined ones, and those without a unit, arrays
+    with the shape of a gathered parameter count. All-reduces count as the former: small arrays are reduced as one, so
+    no shape is left.
     """
     names = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
     if not names:
@@ -151,7 +151,7 @@ def gathered_anyway(windows: Iterable[Window], plan: ShardPlan) -> list[tuple[Wi
 
 
 def summed_over_copies(plan: ShardPlan) -> dict[tuple[str, ...], int]:
-    """Elements that a compiler may all-reduce over the axes along which parameters that are never gathered are copies.
+    """Elements that a compiler may all-reduce over the axes along which never gathered parameters are replicated.
 
     Those are the gradients of their shards.
     """
@@ -164,19 +164,19 @@ def summed_over_copies(plan: ShardPlan) -> dict[tuple[str, ...], int]:
 
 
 def _shapes_of(plan: ShardPlan, *, gathered: bool) -> set[tuple[int, ...]]:
-    """Shapes of the parameters that are gathered, or of those that never are: whole, shards, and layers of a stack."""
+    """Shapes of the gathered, or of the never gathered, parameters: whole, shards, and layers of a stack."""
     placements = [leaf.placement for leaf in plan.leaves if leaf.placement.gathered == gathered]
     shapes = {shape for p in placements for shape in (p.shape, *shapes_on_device(p, plan))}
     return {comparable(shape[i:]) for shape in shapes for i in range(len(shape))}
 
 
 def comparable(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape in the form in which it is compared: a compiler transposes what it gathers."""
+    """A shape in a form for comparison: a compiler transposes the arrays that it gathers."""
     return tuple(sorted(n for n in dims if n != 1))
 
 
 def shapes_on_device(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """On one device: of the gathered parameter, and of its shard."""
+    """Shapes on one device: of the gathered parameter, and of its shard."""
     degrees = dict(plan.mesh)
     cut = lambda axes: math.prod(degrees[axis] for axis in axes)
     dims = [(n, axes_of(entry)) for n, entry in zip(placement.stored_shape, placement.spec, strict=True)]
@@ -200,9 +200,9 @@ def array_bytes(array: Array) -> int:
 
 
 def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window]]:
-    """The collectives of parameters and whatever else, and those of the model's own mixing.
+    """The collectives of parameters and everything else, and those of the model's own mixing.
 
-    A compiler joins small ones of both. There, arrays are the model's own if they have the bytes that it asked for.
+    A compiler joins small ones of both. In these, arrays are the model's own if they have the bytes that it requested.
     """
     others, own = [], []
     for window in windows:
@@ -217,13 +217,13 @@ def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window
     return others, own
 
 
-# Where a compiled program communicates otherwise than its plan asks.
+# Where a compiled program communicates differently from its plan.
 
-# Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
-# scalars fall below.
+# As a share of the gathered parameters. Second gathers that backward does not need (most biases), and scalars are
+# below it.
 TOLERANCE = 0.02
 
-# All-reduces of no more elements are the model's own, such as statistics of BatchNorm: they take the time to start one.
+# Smaller all-reduces are the model's own, such as BatchNorm statistics: they only cost the time to start one.
 _OWN_SUMS = 16 * 2**10
 
 _JOINED = "XLA:CPU gathers once for forward and backward; a compiler for GPUs keeps both gathers"
@@ -244,14 +244,14 @@ class CollectiveKind:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Something compiled otherwise than planned."""
+    """A difference between the compiled program and the plan."""
 
     words: str  # what differs, in a sentence
     planned: str | None  # the kind of collective that the plan has and the program lacks; None if it only has more
     compiled: str | None  # the kind that the program has instead, or more of; None if it only has less
     axes: tuple[str, ...]  # the mesh axes
-    units: tuple[str, ...] = ()  # of what was compiled, as far as the program says
-    by_cpu: str = ""  # why XLA:CPU alone compiles so; empty if another compiler would, too
+    units: tuple[str, ...] = ()  # of the compiled collectives, as far as the program names them
+    by_cpu: str = ""  # why only XLA:CPU compiles this way; empty if other compilers would, too
 
     def __str__(self) -> str:
         return f"{self.words} ({self.by_cpu})" if self.by_cpu else self.words
@@ -260,12 +260,12 @@ class Difference:
 def differences(
     windows: Iterable[Window], plan: ShardPlan, *, accumulate: int = 1, sync: str = "each", on_cpu: bool = False
 ) -> tuple[Difference, ...]:
-    """Compares the collectives of a program with those that its plan asks for.
+    """Compares the collectives of a program with those of its plan.
 
-    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`,
-    the exchange with experts and in attention, and those of lines that mix examples are the model's own, and not
-    compared, but for the bytes that such a line asks for; nor are those of units that are never gathered,
-    unless arrays in them are whole parameters of such a unit, or gradients.
+    Counted in elements, because a compiler may widen a dtype; that is a separate difference. Collectives over `tensor`,
+    the exchanges with experts and in attention, and those of lines that mix examples are the model's own, and not
+    compared, except for the bytes that such a line requests. Those of units that are never gathered are not compared
+    either, unless they contain whole parameters of such a unit, or gradients.
     """
     windows, mixing = without_mixing(windows)
     exchanges = [*(("all-to-all", (axis,)) for axis in INNER_AXES), ("collective-permute", (CONTEXT,))]
@@ -289,7 +289,7 @@ def differences(
         *found.amounts(joined, by_cpu=_JOINED),
         *found.dtypes(kept),
         *_named_whole(strange, "no parameter", found.least),
-        *_named_whole(gathered_anyway(apart, plan), "what is never gathered", found.least),
+        *_named_whole(gathered_anyway(apart, plan), "parameters that are never gathered", found.least),
         *_resized(mixing, on_cpu),
     )
 
@@ -317,7 +317,7 @@ def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """What a program sends for the gathered units of a plan, beside what the plan asks for, in elements."""
+    """A program's communication for the gathered units of a plan, compared with the plan, in elements."""
 
     windows: list[Window]
     plan: ShardPlan
@@ -327,11 +327,11 @@ class _Comparison:
 
     @property
     def least(self) -> float:
-        """Elements that make a difference."""
+        """The least number of elements that counts as a difference."""
         return TOLERANCE * self.plan.gathered_part.num_parameters
 
     def replaced(self, less: dict[CollectiveKind, float], more: dict[CollectiveKind, float]) -> Iterator[Difference]:
-        """Pairs what is missing with what is there instead, and takes it off both."""
+        """Pairs missing collectives with those present instead, and subtracts them from both."""
         for lost in list(less):
             others = [kind for kind in more if kind.kind != lost.kind and set(lost.axes) <= set(kind.axes)]
             if not others:
@@ -350,7 +350,7 @@ class _Comparison:
                     del rest[kind]
 
     def amounts(self, among: Iterable[CollectiveKind], by_cpu: str = "") -> Iterator[Difference]:
-        """Kinds of which there is less or more than planned."""
+        """Kinds with less or more communication than planned."""
         for kind in sorted(among):
             planned, compiled = self.planned[kind].total(), self.compiled[kind].total()
             units, all_elements = _units(self.windows, kind), self.plan.gathered_part.num_parameters
@@ -360,7 +360,7 @@ class _Comparison:
             yield Difference(words, lacks, has, kind.axes, units, by_cpu)
 
     def dtypes(self, kinds: Iterable[CollectiveKind]) -> Iterator[Difference]:
-        """Kinds of which a part has a dtype that is not planned."""
+        """Kinds with a dtype that is not planned."""
         for kind in kinds:
             compiled, planned = self.compiled[kind], self.planned[kind]
             for dtype in [dtype for dtype, n in compiled.items() if dtype not in planned and n > self.least]:
@@ -375,15 +375,15 @@ class _Comparison:
 def _gathered_once(
     windows: list[Window], less: dict[CollectiveKind, float], plan: ShardPlan, times: int, place: CollectiveKind
 ) -> tuple[dict[CollectiveKind, float], list[tuple[Window, list[Array]]]]:
-    """Takes off what is missing at a place because gathers before forward and before backward were joined.
+    """Subtracts collectives that are missing because gathers before forward and before backward were joined.
 
-    Each parameter is then gathered at least once, and not more often than planned. Gives what was taken off, and what
-    is gathered besides and has the shape of no parameter.
+    Each parameter is then gathered at least once, and not more often than planned. Returns the subtracted part, and
+    other gathers whose shape is not that of a parameter.
     """
     fewest, most = collections.Counter(), collections.Counter()
     layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-    pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all that stands for a gather
-    scales: dict[tuple[int, ...], tuple[int, ...]] = {}  # of what is sent in 8 bits: of no layer
+    pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all in place of a gather
+    scales: dict[tuple[int, ...], tuple[int, ...]] = {}  # of parameters sent in 8 bits: of no layer
     again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
     for leaf in plan.gathered_part.leaves:
         if leaf.placement.axes != place.axes:
@@ -426,7 +426,7 @@ def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, lea
 
 
 def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
-    """Collectives of lines that mix examples, larger than those lines ask for."""
+    """Collectives of lines that mix examples that are larger than the lines request."""
     found = []
     for window in windows:
         sizes = [m.bytes for m in window.mixing]
@@ -434,7 +434,7 @@ def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
         if compiled <= asked or all(array_bytes(array) in sizes for array in window.arrays):
             continue
         place, lines = _kind(window), ", ".join(dict.fromkeys(m.line for m in window.mixing))
-        words = f"{place.kind} of {human_bytes(compiled)} compiled for {lines}, which asks for {human_bytes(asked)}"
+        words = f"{place.kind} of {human_bytes(compiled)} compiled for {lines}, which needs {human_bytes(asked)}"
         by_cpu = _WIDENED if on_cpu and set(dict(window.sizes)) == {"f32"} and compiled <= 2 * asked else ""
         found.append(Difference(words, place.kind, place.kind, place.axes, window.units, by_cpu))
     return found
@@ -451,7 +451,7 @@ def _kind(window: Window) -> CollectiveKind:
 
 
 def _item(elements: Mapping[str, float]) -> float:
-    """Bytes of an element, on the average."""
+    """Mean bytes of an element."""
     return sum(item_bytes(dtype) * n for dtype, n in elements.items()) / sum(elements.values())
 
 
@@ -463,7 +463,7 @@ def _units(windows: Iterable[Window], place: CollectiveKind) -> tuple[str, ...]:
 def _named(units: tuple[str, ...]) -> str:
     """`unit blocks/0..11`, or `units ...` of several."""
     if not units:
-        return "unit not known"
+        return "unit unknown"
     return f"unit{'s'[: len(units) > 1]} {', '.join(units)}"
 
 

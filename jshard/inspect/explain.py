@@ -1,4 +1,4 @@
-"""`explain`: the plan in readable form: what is stored where and why, and its memory and traffic."""
+"""`explain`: the plan in readable form: where each parameter is stored and why, and the memory and traffic."""
 
 import collections
 import dataclasses
@@ -81,8 +81,8 @@ class Explanation(Printed):
     memory: Memory  # bytes on one device
     traffic: tuple[Traffic, ...]  # the collectives of one step
     leaves: bool = False  # whether every parameter is listed
-    others: tuple[Other, ...] = ()  # float arrays of an nnx model that are no parameters, and in no other figure
-    mixing: tuple[Mixing, ...] = ()  # what the calls traced last send as the model mixes the examples of its batch
+    others: tuple[Other, ...] = ()  # float arrays of an nnx model that are not parameters, and in no other figure
+    mixing: tuple[Mixing, ...] = ()  # communication of the last traced calls for mixing the examples of the batch
 
     def __rich__(self) -> Group:
         tables = [_units_table(self.plan)]
@@ -138,7 +138,7 @@ def _headline(plan: ShardPlan) -> str:
         return f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)} = P, {where}{frozen}"
     return (
         f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)}, {where};"
-        f" {gathered.num_parameters:,} of them, {human_bytes(gathered.logical_bytes)} = P, are ever gathered{frozen}"
+        f" {gathered.num_parameters:,} of them, {human_bytes(gathered.logical_bytes)} = P, are gathered{frozen}"
     )
 
 
@@ -162,7 +162,7 @@ def _units_table(plan: ShardPlan) -> FittedTable:
 
 
 def _gathering(plan: ShardPlan, unit: UnitPlan) -> tuple[str, ...]:
-    """How a unit is gathered: the bytes, the dtypes, what is kept, how early, and what is recomputed."""
+    """How a unit is gathered: the bytes, the dtypes, the part kept, how early, and the recomputation."""
     dtypes = _dtypes(plan.unit_leaves(unit.name))
     gathered = human_bytes(unit_bytes(plan, unit.name))
     return gathered, dtypes, _kept(unit.reshard_after_forward), unit.prefetch, unit.remat
@@ -209,13 +209,13 @@ def _memory_table(held: Memory) -> FittedTable:
     row("gathered ahead of its use", held.prefetched_bytes, "estimate: by prefetch")
     row("largest gradient of a unit, not yet reduced", held.largest_gradient_bytes, "estimate")
     if held.activations_bytes is None:
-        add_row(table, "activations", "not estimated", "give loss= and batch=")
+        add_row(table, "activations", "not estimated", "pass loss= and batch=")
         total, where = "in a step, without activations", "estimate"
     else:
         row("activations", held.activations_bytes, "estimate: saved for backward")
-        total, where = "in a step", "estimate: at the head or in a layer, whichever is more"
+        total, where = "in a step", "estimate: the larger of head and layer"
     if held.recomputed_bytes:
-        row("computed again of a layer", held.recomputed_bytes, "estimate: by remat")
+        row("recomputed in a layer", held.recomputed_bytes, "estimate: by remat")
     row(total, held.step_bytes, where, style="bold", end_section=bool(held.host_bytes))
     if held.host_bytes:
         row("in host memory: parameters", held.host_parameters_bytes, "plan")
@@ -228,9 +228,9 @@ def _memory_table(held: Memory) -> FittedTable:
 
 
 def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> FittedTable:
-    caption = 'With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.'
+    caption = 'accumulate=N with sync="each": N times as much; with sync="last": one gather and one reduction.'
     columns = "collective", "over", "dtype?", "arrays>", "in P>", "sent>", "for"
-    table = made_table("Communication of one forward and backward pass, by device", *columns, caption=caption)
+    table = made_table("Communication of one forward and backward pass, per device", *columns, caption=caption)
     whole = plan.gathered_part.logical_bytes or 1  # a model without parameters sends nothing
     for t in traffic:
         amounts = human_bytes(t.full_bytes), f"{t.full_bytes / whole:.2f}", human_bytes(t.wire_bytes)
@@ -242,7 +242,7 @@ def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> FittedTable
 
 
 def _mixing_table(found: Sequence[Mixing]) -> FittedTable:
-    caption = "Of the calls traced last, in forward and backward. bytes: of the results on one device, loops counted."
+    caption = "Last traced calls, forward and backward. bytes: of the results on one device, over all loop iterations."
     columns = "line", "operation", "how", "times>?", "bytes>"
     table = made_table("Communication of the model's own mixing of examples", *columns, caption=caption)
     for one in found:
@@ -253,9 +253,9 @@ def _mixing_table(found: Sequence[Mixing]) -> FittedTable:
 
 
 def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
-    """Notes for what no table has: never gathered, not gathered ahead, replicated, padded, tied, or no parameter."""
+    """Notes on arrays that are never gathered, not gathered ahead, replicated, padded, tied, or not parameters."""
     if never := folded_names([unit.name for unit in plan.units if not unit.gathered]):
-        why = "called in global view; what that sends is the model's own, and not counted"
+        why = "called in global view; their communication is the model's own, and not counted"
         yield f"Never gathered: {', '.join(never)} ({why})"
     for (path, unit), size in plan.unscheduled_stacks.items():
         how = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
@@ -264,7 +264,7 @@ def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
     if padded := [leaf for leaf in plan.leaves if leaf.placement.padding]:
         zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
         count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
-        yield f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
+        yield f"Padded: {count}, {human_bytes(zeros)} of zeros in all, invisible to reads"
         yield from _counted(map(_padding, padded))
     for leaf in plan.leaves:
         if leaf.aliases:

@@ -31,17 +31,17 @@ _ON_HOST = " on the host"
 class Activations:
     """Bytes on one device."""
 
-    # What autodiff saves between forward and backward, besides the stored parameters. Gathered parameters that are kept
-    # for backward are among them.
+    # Saved by autodiff between forward and backward, in addition to the stored parameters. It includes gathered
+    # parameters that are kept for backward.
     saved_bytes: int
-    outside_bytes: int  # the part of it that no layer saves: what the head and the loss need
+    outside_bytes: int  # the part that no layer saves: for the head and the loss
     recomputed_bytes: int  # what backward computes again of one layer, under its remat policy
-    # What is saved in host memory; it is not in the others, but `recomputed_bytes` counts what is fetched of a layer.
+    # Saved in host memory, and not included above, except that `recomputed_bytes` counts the part fetched for a layer.
     offloaded_bytes: int = 0
 
 
 def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt: Any = nnx.Param) -> Activations:
-    """Traces the loss of a model, and looks at what is saved. Nothing is compiled or run."""
+    """Traces the loss of a model, and finds the saved arrays. Nothing is compiled or run."""
     saved = whole = saved_arrays(model, loss, batch, wrt=wrt)
     layers = repeated_layers(model)
     if any(unit_of(module).policy.remat != "none" for module in layers):  # type: ignore[union-attr]
@@ -60,14 +60,14 @@ def summed(saved: Saved, whole: Saved, depths: Collection[int]) -> Activations:
 
 
 def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt: Any = nnx.Param) -> Saved:
-    """What is saved, from one trace; the arguments are those of `activations`."""
+    """The saved arrays, from one trace; the arguments are those of `activations`."""
     if unit_of(model) is None:
         raise root_forgotten(model)
     arguments = batch if isinstance(batch, tuple) else (batch,)
     graphdef, params, rest = nnx.split(model, wrt, ...)
 
     def forward(params: Any, rest: Any, arguments: tuple) -> Any:
-        # Copied: what the model changes as it runs, as dropout's counts, belongs to the inner trace.
+        # Copied: state that the model changes as it runs, such as dropout's counts, belongs to the inner trace.
         return jax.vjp(lambda params: loss(nnx.merge(graphdef, params, rest, copy=True), *arguments), params)
 
     with shapes_only(), without_update():
@@ -78,7 +78,7 @@ def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt
         for region in regions:
             found.update(_kind(v.aval, 1) for v in _new(region.outvars, set(map(id, region.invars))))
         if regions or (eqn.primitive.name == "sharding_constraint" and id(eqn.invars[0]) in known):
-            known.update(map(id, eqn.outvars))  # counted; or a parameter that is never gathered, held where it is
+            known.update(map(id, eqn.outvars))  # already counted; or a parameter that is never gathered
     shards = region_degree(unit_of(model).mesh)  # type: ignore[union-attr]
     found.update(_kind(v.aval, shards) for v in _new(jaxpr.outvars, known))
     return found
@@ -89,7 +89,7 @@ def _total(saved: Saved) -> int:
 
 
 def _of_layers(count: int, rows: int, depths: Collection[int]) -> bool:
-    """Whether an array is saved by each of the layers: one for each, or one for all of a stack with a row for each."""
+    """Whether an array is saved by each layer: one array per layer, or one array of a stack with a row per layer."""
     layers = sum(depths)
     is_stack = any(rows in (depth, depth - 1) for depth in depths if depth > 1)
     return layers > 1 and (is_stack or count >= max(2, layers - 1))
@@ -106,7 +106,7 @@ def _regions(eqn: Any) -> Iterator[Any]:
 
 
 def _new(variables: Any, given: set[int]) -> list[Any]:
-    """What a program hands out and was not given, each array once."""
+    """The outputs of a program that are not its inputs, each array once."""
     return list({id(v): v for v in variables if not isinstance(v, jex.Literal) and id(v) not in given}.values())
 
 
@@ -118,46 +118,46 @@ def _kind(aval: Any, shards: int) -> tuple[str, int, int]:
     return f"{aval.dtype}{aval.shape}{place}", math.prod(aval.shape) * aval.dtype.itemsize // shards, rows
 
 
-# What a plan holds: bytes on one device, before anything is compiled.
+# The memory of a plan: bytes on one device, before anything is compiled.
 
-# Of what the head and the loss save, the part that their gradients take while it is still there; and of what a layer
-# computes again, the part that is there at once. Both fitted to programs that XLA compiled for GPUs: docs/planning.md.
+# The gradients of values saved by the head and the loss, as a share of them; and the share of a layer's recomputed
+# values that is live at once. Both are fitted to programs that XLA compiled for GPUs: docs/planning.md.
 _HEAD_GRADIENTS, _AT_ONCE = 0.05, 0.85
 
-_STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # what nnx.Optimizer adds
+_STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # added by nnx.Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device.
 
-    The first three follow from the plan alone. The others are estimates: the compiler decides what lives when.
+    The first three follow from the plan alone. The others are estimates: the compiler decides what is live at once.
     """
 
     parameters_bytes: int  # stored parameters
     gradients_bytes: int  # gradients as they leave the sharded region, with the parameters' dtype and placement
     optimizer_bytes: int  # optimizer state
-    optimizer: str  # whose state that is
-    # Gathered copies that stay from forward to backward: the root's, and those of units that do not reshard, or of
-    # which a part is kept.
+    optimizer: str  # the origin of that state
+    # Gathered copies that stay from forward to backward: the root's, and those of units that do not reshard, or that
+    # keep a part.
     kept_bytes: int
-    largest_unit: str  # the unit with the largest gathered copy, of those that come and go
+    largest_unit: str  # the unit with the largest temporary gathered copy
     largest_unit_bytes: int  # that copy
-    # The most that is gathered ahead of its use meanwhile; without a bound on it, of the units that leave the order to
-    # the compiler, nothing.
+    # The most that is gathered ahead of its use meanwhile; units that leave the order to the compiler, without a
+    # bound, count as zero.
     prefetched_bytes: int
     largest_gradient_bytes: int  # the largest gradient of one unit before it is reduced
-    layer_gradient_bytes: int  # the same of those inside the root
+    layer_gradient_bytes: int  # the same for units inside the root
     activations_bytes: int | None = None  # what autodiff saves for backward; None if it was not estimated
-    outside_bytes: int = 0  # what no layer saves of that, but the head and the loss; with copies that they keep
+    outside_bytes: int = 0  # the part that only the head and the loss save; with copies that they keep
     recomputed_bytes: int = 0  # what backward computes again of one layer, under its remat policy
     host_parameters_bytes: int = 0  # parameters in host memory, a device's part of them
     host_gradients_bytes: int = 0  # gradients, of those that are trained
     host_optimizer_bytes: int = 0  # optimizer state
-    host_activations_bytes: int = 0  # of what autodiff saves. All figures above are of the device's own memory.
+    host_activations_bytes: int = 0  # saved by autodiff. All figures above are of the device's own memory.
 
     def with_activations(self, found: Activations) -> "Memory":
-        """The same with what a traced program saves; copies that are kept are counted as such already."""
+        """The memory with the values that a traced program saves; kept copies are already counted as such."""
         return dataclasses.replace(
             self,
             activations_bytes=max(0, found.saved_bytes - self.kept_bytes),
@@ -168,20 +168,20 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """What a device holds between steps: parameters and optimizer state."""
+        """The memory of a device between steps: parameters and optimizer state."""
         return self.parameters_bytes + self.optimizer_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What a step takes of the host's memory for one device."""
+        """The host memory that a step uses for one device."""
         state = self.host_parameters_bytes + self.host_gradients_bytes + self.host_optimizer_bytes
         return state + self.host_activations_bytes
 
     @property
     def step_bytes(self) -> int:
-        """What a device holds at the height of a step, as far as it is estimated.
+        """The peak memory of a device in a step, as far as it is estimated.
 
-        That is where backward begins, at the head; or where it works on a layer, whichever is more.
+        The peak is where backward begins, at the head, or where it computes a layer, whichever is larger.
         """
         standing, gathered = self.held_bytes + self.gradients_bytes, self.largest_unit_bytes + self.prefetched_bytes
         if self.activations_bytes is None:
@@ -223,14 +223,14 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
 
 
 def _stored_bytes(plan: ShardPlan, *, on_host: bool) -> tuple[int, int]:
-    """Bytes for one device of the parameters in one of the memories, and of their gradients: of those not frozen."""
+    """Bytes for one device of the parameters in one of the memories, and of the gradients of those not frozen."""
     leaves = [leaf for leaf in plan.leaves if leaf.placement.on_host == on_host]
     size = lambda leaves: sum(leaf.placement.bytes_per_device for leaf in leaves)
     return size(leaves), size(leaf for leaf in leaves if leaf.trained)
 
 
 def _prefetched_bytes(plan: ShardPlan, passing: dict[str, int]) -> int:
-    """The most that is gathered ahead: of each unit those after it, in the order of the tree, or its own layers."""
+    """The most that is gathered ahead: for each unit the next ones, in tree order, or its own layers."""
     units = [unit for unit in plan.units if unit.name in passing]
     most = 0
     for at, unit in enumerate(units):
@@ -259,7 +259,7 @@ def kept_bytes(plan: ShardPlan, unit: UnitPlan) -> int:
 
 
 def copy_bytes(placement: Placement) -> int:
-    """Bytes of the gathered copy on a device, all layers; 0 where the stored array serves as it is, or its shards."""
+    """Bytes of the gathered copy on a device, all layers; 0 if the stored array, or its shards, are used directly."""
     same = placement.dim is None and placement.gathered_dtype == placement.dtype and not placement.on_host
     return 0 if same else placement.gathered_bytes
 
@@ -277,10 +277,10 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
 
 
 def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, int, str]:
-    """Bytes of optimizer state on one device, those in host memory for it, and whose state it is.
+    """Bytes of optimizer state on one device, those in host memory for it, and the origin of the state.
 
-    State with the shape of its parameter is as the parameter does, other state of a parameter along a dim that
-    divides, the rest is replicated, as `js.shard_optimizer` does it. An `nnx.Optimizer` with arrays is measured.
+    As in `js.shard_optimizer`, state with the shape of its parameter is placed like it, other large state is sharded
+    along a divisible dim, and the rest is replicated. An `nnx.Optimizer` with arrays is measured.
     """
     if isinstance(optimizer, nnx.Optimizer):
         state: Any = nnx.state(optimizer)
@@ -294,7 +294,7 @@ def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, int, s
 
 
 def _abstract_parameters(plan: ShardPlan) -> nnx.State:
-    """The trained parameters as `nnx.state(model, nnx.Param)` would give them: masks over paths and types work."""
+    """The trained parameters as from `nnx.state(model, nnx.Param)`, so masks over paths and types work."""
     of = lambda p: nnx.Param(jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)))
     return nnx.from_flat_state([(leaf.keys[0], of(leaf.placement)) for leaf in plan.leaves if leaf.trained])
 

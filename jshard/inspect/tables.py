@@ -19,8 +19,8 @@ from rich.text import Text
 from jshard._text import duration
 from jshard.errors import printable
 
-_PIPED_WIDTH = 110  # of what no terminal shows
-_LONG = 24  # characters of a word that may be broken, where nothing else helps
+_PIPED_WIDTH = 110  # of output that no terminal shows
+_LONG = 24  # characters of a word that may be broken as a last resort
 
 
 def width() -> int:
@@ -29,7 +29,7 @@ def width() -> int:
 
 
 def printed(renderable: Any) -> str:
-    """What `rich` makes of something, as plain text."""
+    """An object rendered by `rich`, as plain text."""
     console = Console(file=io.StringIO(), width=width(), color_system=None, legacy_windows=False)
     console.print(renderable, crop=False)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def printed(renderable: Any) -> str:
 
 
 class Printed:
-    """A base of what `print`, the console and notebooks show as its `__rich__` says."""
+    """A base for objects that `print`, the console and notebooks show by their `__rich__`."""
 
     def __str__(self) -> str:
         return printed(self)
@@ -46,7 +46,7 @@ class Printed:
 
 
 def show(*things: Any) -> None:
-    """Prints texts, and what `rich` can print: in colour on a terminal, as plain text elsewhere.
+    """Prints texts and objects that `rich` can print: in colour on a terminal, as plain text elsewhere.
 
     On a terminal lines end between words; elsewhere the lines of a text stay whole.
     """
@@ -63,12 +63,12 @@ def _is_terminal() -> bool:
 
 
 def whole_line(text: str) -> Text:
-    """A line that is not broken, as it is to be copied: a path, a command."""
+    """A line that is not broken, so that it can be copied: a path, a command."""
     return Text(text, no_wrap=True, overflow="ignore")
 
 
 def broken_line(command: str) -> str:
-    """A long command line in several, broken before options, such that it can be pasted as it is printed."""
+    """A long command in several lines, broken before options, so that it can be pasted as printed."""
     lines, longest = [""], width() / 2
     for word in shlex.split(command):
         part = shlex.quote(word)
@@ -80,11 +80,11 @@ def broken_line(command: str) -> str:
 
 
 class FittedTable:
-    """A table that takes the width it is given, and cuts neither a number nor a word.
+    """A table that fits the given width without cutting a number or a word.
 
-    Where there is too little room, texts are wrapped between words. Where that does not suffice, columns are left out,
+    If there is too little room, texts are wrapped between words. If that is not enough, columns are omitted,
     and the caption names them; then long words are broken. A column whose name ends in > holds numbers; one that ends
-    in ? may be left out, and in ?? before the others.
+    in ? may be omitted, and in ?? before the others.
     """
 
     def __init__(self, title: str, columns: Sequence[str], caption: str = "") -> None:
@@ -121,7 +121,7 @@ class FittedTable:
         yield table
 
     def _layout(self, room: int) -> tuple[list[int], list[int], bool]:
-        """The columns that are shown, their widths, and whether they stand close together."""
+        """The columns that are shown, their widths, and whether they are close together."""
         shown = list(range(len(self._names)))
         most = [max(_longest_line(text) for text in self._texts(i)) for i in shown]
         if sum(most) + 3 * len(shown) - 1 <= room:
@@ -133,7 +133,7 @@ class FittedTable:
             shown.remove(spare)
         room -= 2 * len(shown)
         widths = [most[i] for i in shown]
-        first_whole = [most[shown[0]], *(least[i] for i in shown[1:])]  # it says what a row is about
+        first_whole = [most[shown[0]], *(least[i] for i in shown[1:])]  # it identifies the row
         for limits in (first_whole, [least[i] for i in shown]):
             widths = _squeezed(widths, limits, room)
         return shown, widths, True
@@ -142,7 +142,7 @@ class FittedTable:
         return [self._names[i], *(cells[i] for cells, _, _ in self._rows)]
 
     def _least(self, i: int) -> int:
-        """The width at which a column cuts no number, and of other texts only long words."""
+        """The width at which a column cuts no number, and otherwise only long words."""
         name, *cells = self._texts(i)
         if self._is_number[i]:
             return max((_longest_word(name), *map(_longest_line, cells)))
@@ -150,7 +150,7 @@ class FittedTable:
 
 
 def made_table(title: str, *columns: str, caption: str = "") -> FittedTable:
-    """A table; see `FittedTable` for what the names of columns say."""
+    """A table; see `FittedTable` for the names of columns."""
     return FittedTable(title, columns, caption)
 
 
@@ -162,7 +162,7 @@ def add_row(
 
 
 def _squeezed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths that need no more room, if that can be: the widest give first."""
+    """Widths that fit the room, if possible: the widest shrink first."""
     found = list(widths)
     while sum(found) > room:
         can = [i for i in range(len(found)) if found[i] > least[i]]
@@ -180,8 +180,8 @@ def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
 
 
-_EXPOSED = "#d1495b"  # what is waited for
-_COLORS = "#3b6ea5 #4aa3c7 #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of other kinds, as they come
+_EXPOSED = "#d1495b"  # time spent waiting
+_COLORS = "#3b6ea5 #4aa3c7 #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of other kinds, in their order
 _LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with their neighbours
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -202,12 +202,12 @@ i span {{ display: block; padding: 0 3px; overflow: hidden; text-overflow: ellip
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """Something that takes time."""
+    """A span of time in a timeline."""
 
-    lane: str  # the line in which it is drawn; lanes come in the order of their first bars
-    begin_s: float  # seconds from the begin of the timeline
-    end_s: float  # seconds from the same moment
-    kind: str  # what it is, such as `matmul` or `all-gather`: it has a colour
+    lane: str  # the line in which it is drawn; lanes are in the order of their first bars
+    begin_s: float  # seconds from the start of the timeline
+    end_s: float  # seconds from the same start
+    kind: str  # the kind of work, such as `matmul` or `all-gather`, which has a colour
     label: str  # written into it, if there is room
     tip: str  # shown when the pointer rests on it, and as its name in a trace
 
@@ -234,7 +234,7 @@ def chrome_trace(bars: Iterable[Bar]) -> str:
 
 
 def html_page(title: str, subtitle: str, bars: Iterable[Bar], report: str) -> str:
-    """One page that needs nothing else: a timeline, and a report below it."""
+    """A self-contained page: a timeline, and a report below it."""
     texts = {"title": html.escape(title), "subtitle": html.escape(subtitle), "report": html.escape(report)}
     return _PAGE.format(**texts, timeline="\n".join(_html_lanes(list(bars))))
 
@@ -298,7 +298,7 @@ def _colors(bars: Iterable[Bar]) -> dict[str, str]:
 
 
 def _joined(bars: Iterable[Bar], least_s: float) -> list[Bar]:
-    """Joins neighbours of which one is too narrow to be seen; the longer one gives color and text."""
+    """Joins neighbours if one is too narrow to be seen; color and text are those of the longer one."""
     took = lambda bar: bar.end_s - bar.begin_s
     found: list[Bar] = []
     for bar in bars:

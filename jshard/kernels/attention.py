@@ -1,4 +1,4 @@
-"""`attention`: cuDNN's on NVIDIA GPUs and JAX's splash kernel on TPUs, which store no scores; elsewhere plain."""
+"""`attention`: cuDNN on NVIDIA GPUs, JAX's splash kernel on TPUs (neither stores scores), and elsewhere plain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OverContext = Literal["auto", "heads", "ring"]
 _OVER_CONTEXT = ("auto", "heads", "ring")
 _BACKENDS = ("auto", "cudnn", "splash", "xla")
 _AMPERE, _HOPPER = 8, 9  # compute capabilities
-_WIDEST, _WIDEST_BEFORE_HOPPER = 256, 128  # heads that cuDNN takes
+_WIDEST, _WIDEST_BEFORE_HOPPER = 256, 128  # head dims that cuDNN supports
 
 
 def attention(
@@ -53,36 +53,36 @@ def attention(
     backend: AttentionBackend = "auto",
     over_context: OverContext = "auto",
 ) -> jax.Array:
-    """Attention of each query to the keys of its sequence: `softmax(scale * q @ k.T + bias) @ v`, by heads.
+    """Multi-head attention: `softmax(scale * q @ k.T + bias) @ v` for each head.
 
-    In bfloat16 and float16 it is `jax.nn.dot_product_attention(implementation="cudnn")` on an NVIDIA GPU since Ampere,
-    and JAX's splash attention on a TPU: no array of (T, S) is made, and a causal mask halves the arithmetic. Elsewhere
-    it is JAX's function in plain form. The choice is made while the model is traced, by the devices of its mesh, so it
-    is right for a cluster that is not there, too. `js.audit` says which form a program has.
+    In bfloat16 and float16 it runs `jax.nn.dot_product_attention(implementation="cudnn")` on NVIDIA GPUs from Ampere
+    on, and JAX's splash attention on TPUs: neither makes a (T, S) array, and a causal mask halves the arithmetic.
+    Elsewhere it runs JAX's function in plain form. The form is chosen at trace time from the devices of the mesh, so
+    a compile for an absent cluster also chooses the right one. `js.audit` reports the form.
 
-    Its result is named "context" for policies of `jax.checkpoint`; policies of `remat=` that keep "context" keep what
-    a kernel's backward needs of its forward, too.
+    The result is named "context" for `jax.checkpoint` policies; `remat=` policies that keep "context" also keep what
+    a kernel's backward needs from its forward.
 
     Args:
         q: (B, T, H, K).
-        k: (B, S, G, K), where G divides H: heads of keys and values may be shared by groups of queries.
+        k: (B, S, G, K), where G divides H: groups of query heads may share a head of keys and values.
         v: (B, S, G, K).
         bias: (1 or B, H, T, S), added to the scores.
-        lengths: (B,) int32: how many of the keys of each sequence are real; what follows is padding.
-        is_causal: each position sees those up to its own; the last query is at the place of the last key.
-        scale: of the scores; 1 / sqrt(K) by default.
-        queries_at_once: in plain form, make the scores of so many queries at a time, and again for backward. Takes
-            neither bias nor lengths, and is for causal attention.
-        backend: "auto"; "cudnn" or "splash", or an error that says why it cannot run; "xla" for the plain form.
+        lengths: (B,) int32: the number of real keys in each sequence; the rest is padding.
+        is_causal: each position sees the positions up to its own; the last query is aligned with the last key.
+        scale: factor of the scores; 1 / sqrt(K) by default.
+        queries_at_once: in plain form, compute the scores of this many queries at a time, and recompute them in
+            backward. For causal attention without bias and lengths.
+        backend: "auto"; "cudnn" or "splash", which raise if the kernel cannot run; "xla" for the plain form.
         over_context: on a mesh whose `context` axis splits the sequence: "heads" exchanges heads for positions; "ring"
-            passes keys and values round, in plain form, without bias and lengths; "auto" is "heads" where the heads
-            of `q` divide by the degree.
+            circulates keys and values, in plain form, without bias and lengths; "auto" is "heads" where the degree
+            divides the heads of `q`.
 
     Returns:
         (B, T, H, K) in the dtype of `q`.
 
     Raises:
-        KernelError: a kernel is asked for and cannot run, or the settings do not go together.
+        KernelError: the requested kernel cannot run, or the settings are incompatible.
 
     Example:
         >>> q, k = jnp.ones((2, 16, 8, 64)), jnp.ones((2, 16, 2, 64))
@@ -121,12 +121,12 @@ def _function(
     is_causal: bool,
     scale: float | None,
 ) -> Callable[..., jax.Array]:
-    """Of q, k and v, as a form has it."""
+    """The function of q, k and v for a form."""
     if form == "splash":
         return _splash(_factor(scale, q), is_causal=is_causal, lengths=lengths)
     if form == "xla" and queries_at_once is not None:
         is_fit = bias is None and lengths is None and is_causal and q.shape[1] == k.shape[1]
-        why = "queries_at_once is for causal attention without bias and lengths, of as many queries as keys."
+        why = "queries_at_once needs causal attention with as many queries as keys, without bias and lengths."
         check_shapes("attention", {"q": q, "k": k}, {}, [] if is_fit else [why])
         return functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
     by_cudnn = {}
@@ -140,23 +140,23 @@ def _factor(scale: float | None, q: jax.Array) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-# ---- a sequence that is split over the mesh: each device has all positions of some heads for as long as it takes
+# ---- a sequence that is split over the mesh: during attention each device has all positions of some heads
 
 
 def _context_degree() -> int:
-    """Over how many devices the sequences of the model that is traced are split."""
+    """The number of devices over which the traced model's sequences are split."""
     mesh = region_mesh()
     return 1 if mesh is None else degree(mesh, CONTEXT)
 
 
 def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool, is_alone: bool) -> bool:
-    """Whether keys and values go round, or heads are exchanged; an error if it can be neither."""
+    """Whether keys and values circulate (True) or heads are exchanged; raises if neither is possible."""
     check_known("attention", "over_context", how, _OVER_CONTEXT)
     parts = 2 * over  # a causal mask pairs chunks
-    heads_not = [f"q has {q.shape[2]} heads, and {over} does not divide them."] if q.shape[2] % over else []
-    ring_not = [] if is_alone else ["keys and values go round without bias, lengths and cuDNN."]
+    heads_not = [f"q has {q.shape[2]} heads, not divisible by {over}."] if q.shape[2] % over else []
+    ring_not = [] if is_alone else ["a ring takes no bias and no lengths, and cannot use cuDNN."]
     ring_not += [f"{parts} does not divide {n} positions." for n in sorted({q.shape[1], k.shape[1]}) if n % parts]
-    ring_not += ["a causal mask is for as many queries as keys."] if is_causal and q.shape[1] != k.shape[1] else []
+    ring_not += ["a causal mask needs as many queries as keys."] if is_causal and q.shape[1] != k.shape[1] else []
     reasons = {"heads": heads_not, "ring": ring_not}
     tried = [how] if how != "auto" else ["heads", "ring"]
     if all(reasons[one] for one in tried):
@@ -169,14 +169,14 @@ def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool
         )
     if how == "auto" and heads_not and _is_16_bits(q) and not _cudnn_reasons(place(), q, k, None)[0]:
         _compat.warn_user(
-            f"attention goes round over {CONTEXT}={over} in plain form, without cuDNN: {heads_not[0]}"
-            ' js.kernels.attention(over_context="ring") says that this is meant.'
+            f"attention runs as a ring over {CONTEXT}={over} in plain form, without cuDNN: {heads_not[0]}"
+            ' js.kernels.attention(over_context="ring") silences this warning.'
         )
     return next(one for one in tried if not reasons[one]) == "ring"
 
 
 def _with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """The same, split along the heads; those of keys and values, if they are too few, repeated."""
+    """The arrays split along heads instead of positions; too few heads of keys and values are repeated."""
     over, mesh, num_heads = _context_degree(), region_mesh(), q.shape[2]
     by_tensor = over * (1 if mesh is None else degree(mesh, TENSOR))
     times = math.lcm(k.shape[2], by_tensor if num_heads % by_tensor == 0 else over) // k.shape[2]
@@ -186,9 +186,9 @@ def _with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.A
 
 
 def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
-    """An array (B, T, H, K) that is split along another dim, and on the way along K where `tensor` has heads."""
+    """An array (B, T, H, K) split along another dim; if `tensor` splits heads, meanwhile split along K."""
     mesh = region_mesh()
-    assert mesh is not None, "who asks has looked"
+    assert mesh is not None, "checked by the caller"
     tensor = degree(mesh, TENSOR)
     if tensor == 1 or x.shape[2] % (tensor * _context_degree()) or x.shape[3] % tensor:
         return exchanged(x, CONTEXT, old, new)
@@ -198,7 +198,7 @@ def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
 
 
 def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int) -> jax.Array:
-    """Causal attention in plain form, of some queries at a time: each part sees the keys up to its end."""
+    """Causal attention in plain form, some queries at a time: each part sees the keys up to its end."""
     T, N = q.shape[1], queries_at_once
     ends = [min(start + N, T) for start in range(0, T, N)]
     return jnp.concatenate([_look_back(scale, q[:, (e - 1) // N * N : e], k[:, :e], v[:, :e]) for e in ends], axis=1)
@@ -206,7 +206,7 @@ def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, 
 
 @functools.partial(jax.checkpoint, static_argnums=0)
 def _look_back(scale: float | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-    """What the last N of S positions find in those up to their own; backward makes the scores again."""
+    """Attention of the last N of S positions to those up to their own; backward recomputes the scores."""
     N, S = q_BNHK.shape[1], k_BSGK.shape[1]
     mask_NS = jnp.tril(jnp.ones((N, S), bool), S - N)
     return jax.nn.dot_product_attention(q_BNHK, k_BSGK, v_BSGK, mask=mask_NS[None, None], scale=scale)
@@ -214,11 +214,11 @@ def _look_back(scale: float | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK
 
 # ---- on a TPU
 
-_TPU_BLOCKS = 512, 256, 128  # positions of a block, as MaxText has them; the largest that divides the lengths
+_TPU_BLOCKS = 512, 256, 128  # positions of a block, as in MaxText; the largest that divides the lengths
 
 
 def _splash(factor: float, *, is_causal: bool, lengths: jax.Array | None) -> Callable[..., jax.Array]:
-    """JAX's splash attention: on the examples of a shard, and on a part of the heads over a `tensor` axis."""
+    """JAX's splash attention on the examples of a shard, and on a part of the heads with a `tensor` axis."""
 
     def examples(q_BHTK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, *real_B: jax.Array) -> jax.Array:
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds  # slow to import
@@ -247,12 +247,12 @@ def _splash(factor: float, *, is_causal: bool, lengths: jax.Array | None) -> Cal
 
 
 def _splash_kernel(T: int, S: int, H: int, *, is_causal: bool) -> Callable[..., jax.Array]:
-    """The kernel for one example; policies of `jax.checkpoint` know its result and its sums as "context"."""
+    """The kernel for one example; its result and its sums are named "context" for `jax.checkpoint` policies."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     one = splash_attention_mask.CausalMask((T, S), S - T) if is_causal else splash_attention_mask.FullMask((T, S))
     t, s = _tpu_block(T), _tpu_block(S)
-    assert t and s, "who asks has looked"
+    assert t and s, "checked by the caller"
     kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([one] * H),
         block_sizes=splash_attention_kernel.BlockSizes(
@@ -273,13 +273,13 @@ def _tpu_block(length: int) -> int | None:
 
 
 def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> str:
-    """What it runs as: the kernel of the device, or in plain form."""
+    """The form to run: the kernel of the device, or the plain form."""
     check_known("attention", "backend", backend, _BACKENDS)
     if backend == "xla":
         return "xla"
     here = place()
     kernel = backend if backend != "auto" else "splash" if here.platform == "tpu" else "cudnn"
-    title = {"cudnn": "by cuDNN", "splash": "by the TPU's kernel"}[kernel]
+    title = {"cudnn": "with cuDNN", "splash": "with the TPU kernel"}[kernel]
     reasons = _cudnn_reasons if kernel == "cudnn" else _splash_reasons
     here_not, these_not = reasons(here, q, k, bias)
     if backend != "auto" and (here_not or these_not):
@@ -287,45 +287,45 @@ def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> s
             f"attention cannot run {title} here.",
             where=[f"backend={backend!r}", f"device: {here.kind}", f"q: {q.dtype}{list(q.shape)}"],
             why="\n".join(f"{reason}." for reason in (*here_not, *these_not)),
-            do='backend="auto" takes the plain form where the kernel cannot run.',
+            do='backend="auto"  # runs in plain form where the kernel cannot run',
         )
-    if these_not and not here_not and _is_16_bits(q):  # in 32 bits nobody expects it
+    if these_not and not here_not and _is_16_bits(q):  # nobody expects the kernel in 32 bits
         _compat.warn_user(
             f"attention runs in plain form, which makes arrays of {q.shape[1]} x {k.shape[1]} scores for each head:"
-            f' {"; ".join(these_not)}. js.kernels.attention(backend="xla") says that this is meant.'
+            f' {"; ".join(these_not)}. js.kernels.attention(backend="xla") silences this warning.'
         )
     return "xla" if here_not or these_not else kernel
 
 
 Reasons = tuple[list[str], list[str]]
-"""Why a kernel does not run: on the device, and for the arrays."""
+"""Why a kernel cannot run: on this device, and with these arrays."""
 
 
 def _cudnn_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Reasons:
-    """Those of cuDNN, as of 9.10, by the limits in `jax.nn.dot_product_attention`."""
+    """The reasons of cuDNN 9.10, following the limits in `jax.nn.dot_product_attention`."""
     is_there = here.platform == "gpu" and here.capability >= _AMPERE
-    here_not = [] if is_there else [f"{here.kind} is no NVIDIA GPU since Ampere, for which cuDNN has it"]
+    here_not = [] if is_there else [f"cuDNN attention needs an NVIDIA GPU from Ampere on, not {here.kind}"]
     width, widest = q.shape[-1], _WIDEST if here.capability >= _HOPPER else _WIDEST_BEFORE_HOPPER
-    found = [] if _is_16_bits(q) else [f"it takes bfloat16 or float16, and q is {q.dtype}"]
+    found = [] if _is_16_bits(q) else [f"it needs bfloat16 or float16, and q is {q.dtype}"]
     if width > widest or width % 8:
-        found.append(f"it takes heads up to {widest} wide, in multiples of 8, and these are {width} wide")
+        found.append(f"the head dim must be a multiple of 8, at most {widest}, and is {width}")
     if bias is not None and (q.shape[1] % 2 or k.shape[1] % 2):
-        found.append(f"with a bias it takes even lengths, and these are {q.shape[1]} and {k.shape[1]}")
+        found.append(f"with a bias the lengths must be even, and are {q.shape[1]} and {k.shape[1]}")
     return here_not, found
 
 
 def _splash_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Reasons:
-    """Those of the kernel for TPUs."""
-    here_not = [] if here.platform == "tpu" else [f"{here.kind} is no TPU"]
-    found = [] if _is_16_bits(q) else [f"it takes bfloat16 or float16, and q is {q.dtype}"]
+    """The reasons of the TPU kernel."""
+    here_not = [] if here.platform == "tpu" else [f"it needs a TPU, not {here.kind}"]
+    found = [] if _is_16_bits(q) else [f"it needs bfloat16 or float16, and q is {q.dtype}"]
     if may_be_split() or (region_mesh() is None and automatic_axes()):
-        found.append("outside of a sharded model arrays may be split over the devices, and it takes whole ones")
+        found.append("it needs whole arrays; outside a sharded model they may be split over the devices")
     if bias is not None:
         found.append("it takes no bias")
     if not (_tpu_block(q.shape[1]) and _tpu_block(k.shape[1])):
-        found.append(f"it takes lengths in multiples of 128, and these are {q.shape[1]} and {k.shape[1]}")
+        found.append(f"the lengths must be multiples of 128, and are {q.shape[1]} and {k.shape[1]}")
     if q.shape[-1] % 64:
-        found.append(f"it takes heads in multiples of 64 wide, and these are {q.shape[-1]} wide")
+        found.append(f"the head dim must be a multiple of 64, and is {q.shape[-1]}")
     heads, parts = k.shape[2], math.prod(automatic_axes().values())
     if heads % parts:
         found.append(f"{heads} heads of keys and values cannot be split over {parts} devices")

@@ -1,4 +1,4 @@
-"""Products of matrices on Pallas Mosaic GPU, for Hopper, with something done to each tile before it is stored."""
+"""Matrix products on Pallas Mosaic GPU, for Hopper, with an epilogue on each tile before it is stored."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _MOST_SUMS = 128 * 128  # float32 of a warpgroup's tile: half of its registers
 _MOST_BARRIERS_BYTES = 1024  # of the pipeline
 WARPGROUPS = 3  # two that multiply, each half of a tile's rows, and one that loads
 _LOADER_REGISTERS = 40  # of the warpgroup that loads; the others share what it leaves
-_GROUP = 8  # tiles along m that blocks visit before they go on along n, so that L2 holds what neighbours share
+_GROUP = 8  # tiles along m that blocks visit before they advance along n, so that L2 holds what neighbours share
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`epilogue(A @ B_0, A @ B_1, ..., vectors)`, of which every B shares the tiles of A."""
+    """`epilogue(A @ B_0, A @ B_1, ..., vectors)`; all products share the tiles of A."""
 
     name: str  # of the kernel, in profiles and in the compiled program
     a_transposed: bool  # whether A is stored as (k, m)
     b_transposed: bool  # whether each B is stored as (n, k)
     num_b: int  # how many products share A
-    # Takes a float32 tile of each product, then a row of each vector spread over the tile's rows, and gives a tile of
+    # Takes a float32 tile of each product, then a row of each vector broadcast to the tile's rows; returns a tile of
     # each output.
     epilogue: Epilogue
     num_out: int = 1  # how many outputs there are, of the operands' dtype
@@ -65,7 +65,7 @@ def padded(x: jax.Array, multiples: Sequence[int]) -> jax.Array:
 
 
 def smem_bytes(product: Product, knobs: Occupancy, dtype: Any) -> int:
-    """Shared memory that a block asks for beside its barriers."""
+    """Shared memory that a block requests besides its barriers."""
     tile = knobs.tile_m * knobs.tile_k + product.num_b * knobs.tile_k * knobs.tile_n
     staged = knobs.stages * tile * np.dtype(dtype).itemsize
     return staged + math.prod(out_shape(knobs)) * np.dtype(dtype).itemsize + knobs.padded_bytes
@@ -80,28 +80,28 @@ def out_shape(knobs: Occupancy) -> tuple[int, ...]:
 
 
 def pieces(knobs: Occupancy) -> tuple[int, int, int]:
-    """How a persistent warpgroup stores its half of a tile: rows and columns of a piece, and pieces on the way."""
+    """How a persistent warpgroup stores its half of a tile: rows and columns of a piece, and pieces in flight."""
     rows = knobs.tile_m // 2
     piece_m, piece_n = min(WARPGROUP_ROWS, rows), min(LEAST_TILE, knobs.tile_n)
     return piece_m, piece_n, min(2, rows * knobs.tile_n // (piece_m * piece_n))
 
 
 def check_fits(product: Product, knobs: Occupancy, dtype: Any, here: TracedDevice) -> None:
-    """Refuses knobs that a GPU cannot give."""
+    """Raises for knobs that need more than the GPU has."""
     wrong = []
     need = smem_bytes(product, knobs, dtype) + _MOST_BARRIERS_BYTES
     if need > here.smem_limit_bytes:
-        wrong.append(f"{need:,} bytes of shared memory, where a block has {here.smem_limit_bytes:,} at most.")
+        wrong.append(f"{need:,} bytes of shared memory: a block has at most {here.smem_limit_bytes:,}.")
     sums = product.num_b * knobs.tile_m * knobs.tile_n // (2 if knobs.persistent else 1)
     if sums > _MOST_SUMS:
-        wrong.append(f"{sums:,} sums in the registers of a warpgroup, which takes {_MOST_SUMS:,} without spilling.")
+        wrong.append(f"{sums:,} sums in the registers of a warpgroup: {_MOST_SUMS:,} fit without spilling.")
     if knobs.reserved_sms >= here.sms:
         wrong.append(f"reserved_sms={knobs.reserved_sms} leaves none of {here.sms} multiprocessors.")
     refuse_knobs(product.name, knobs, here, wrong)
 
 
 class Refs(NamedTuple):
-    """What the body of a kernel is given: arrays in device memory, and shared memory."""
+    """The arguments of a kernel's body: arrays in device memory, and shared memory."""
 
     a: Any
     bs: Sequence[Any]
@@ -111,7 +111,7 @@ class Refs(NamedTuple):
 
     @classmethod
     def of(cls, product: Product, refs: Sequence[Any], num_vectors: int) -> Refs:
-        """Sorts them as they come."""
+        """Sorts the arguments by their order."""
         bs = 1 + product.num_b
         vectors = bs + num_vectors
         outs = vectors + product.num_out
@@ -127,7 +127,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def at(cls, number: jax.Array, tiles: tuple[int, int], knobs: Occupancy) -> Tile:
-        """The tile of a number: blocks that run at the same time share rows and columns."""
+        """The tile with this number: blocks that run at the same time share rows and columns."""
         m, n = plgpu.planar_snake(number, tiles, 0, _GROUP)
         first_row, first_col = m * knobs.tile_m, n * knobs.tile_n
         return cls(pl.ds(first_row, knobs.tile_m), pl.ds(first_col, knobs.tile_n), first_col)
@@ -135,7 +135,7 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """How the tiles of a product's operands come into shared memory: the same for both forms of the kernel."""
+    """How the tiles of a product's operands are loaded into shared memory: the same for both forms of the kernel."""
 
     product: Product
     knobs: Occupancy
@@ -155,15 +155,15 @@ class Operands:
 
     @property
     def _open_steps(self) -> int:
-        """Steps whose products may be under way when the next one begins: their tiles are kept so much longer.
+        """Steps whose products may still be running when the next step begins: their tiles are kept that much longer.
 
-        None where one pipeline follows another, as blocks walk over tiles: what is kept when a pipeline ends is not
-        waited for by the next, which would load over it.
+        Zero if one pipeline follows another, as when blocks walk over tiles: the next pipeline would not wait for
+        tiles kept at the end of one, and would overwrite them.
         """
         return 0 if self.knobs.persistent else 1
 
     def windows(self, refs: Refs, tile: Tile) -> list[Any]:
-        """What a block reads of the operands for a tile."""
+        """The parts of the operands that a block reads for a tile."""
         of_a = refs.a.at[:, tile.rows] if self.product.a_transposed else refs.a.at[tile.rows]
         return [of_a, *(b.at[tile.cols] if self.product.b_transposed else b.at[:, tile.cols] for b in refs.bs)]
 
@@ -207,7 +207,7 @@ def launched(
     """Runs a body, which takes what `Refs.of` sorts."""
     m, n, _ = product.sizes(a, bs[0])
     shape = out_shape(knobs)
-    # What outputs leave through; and what is taken and never touched.
+    # The memory through which outputs leave; and the padding, which is never touched.
     scratch = [plgpu.SMEM(shape, a.dtype, transforms=layout(shape[-1], a.dtype))]
     scratch += [plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else []
     out_type = [jax.ShapeDtypeStruct((m, n), a.dtype)] * product.num_out
@@ -225,7 +225,7 @@ def persistent(
     blocks: int,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Makes the outputs, (m, n) each, of whole tiles: one block on each of so many multiprocessors walks over them."""
+    """Computes the outputs, (m, n) each, of whole tiles: one block on each multiprocessor in use walks over them."""
     m, n, k = product.sizes(a, bs[0])
     tiles = m // knobs.tile_m, n // knobs.tile_n
     operands = Operands(product, knobs, a.dtype)
@@ -261,7 +261,7 @@ def persistent(
 
             plgpu.wait_smem_to_gmem(0)
 
-        # What the pipeline needs does not depend on what it does.
+        # The memory that the pipeline needs does not depend on what it computes.
         allocations = pipeline(nothing, nothing).get_allocations(refs.a, *refs.bs)
         pl.run_scoped(walk, allocations=allocations, collective_axes="warpgroup")
 
@@ -271,13 +271,13 @@ def persistent(
 
 
 def _half(knobs: Occupancy) -> Any:
-    """The rows of a tile that a computing warpgroup makes."""
+    """The rows of a tile that a computing warpgroup computes."""
     rows = knobs.tile_m // 2
     return pl.ds(lax.axis_index("warpgroup") * rows, rows)
 
 
 def _compute(operands: Operands, refs: Refs, tile: Tile, run: Callable[[Any], Any], *, interpret: bool) -> None:
-    """What a computing warpgroup does of a tile; `run` is the pipeline."""
+    """A computing warpgroup's part of a tile; `run` is the pipeline."""
 
     def sums(*totals: Any) -> None:
         run(totals)
@@ -288,9 +288,9 @@ def _compute(operands: Operands, refs: Refs, tile: Tile, run: Callable[[Any], An
 
 
 def _store(operands: Operands, refs: Refs, tile: Tile, products: Sequence[jax.Array], *, interpret: bool) -> None:
-    """Finishes a warpgroup's half of the tiles piece by piece, and writes one piece while the next is made.
+    """Finishes a warpgroup's half of the tiles piece by piece, and writes one piece while the next is computed.
 
-    In pieces, as what the epilogue makes of a whole tile would not fit into the registers beside it.
+    In pieces, because the epilogue's result for a whole tile would not fit into the registers beside the tile.
     """
     knobs, stage = operands.knobs, refs.stage
     outs = [out.at[tile.rows, tile.cols].at[_half(knobs)] for out in refs.outs]
@@ -321,7 +321,7 @@ def tiled(
     *,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Makes the outputs of whole tiles by one block of one warpgroup for each: several share a multiprocessor."""
+    """Computes the outputs with one block of one warpgroup per tile: several blocks share a multiprocessor."""
     m, n, k = product.sizes(a, bs[0])
     shape = knobs.tile_m, knobs.tile_n
     tiles = m // shape[0], n // shape[1]
@@ -361,7 +361,7 @@ def _products(operands: Operands, refs: Refs, tile: Tile, *, steps: int) -> tupl
 def run(
     call: KernelRun, product: Product, a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """Makes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles."""
+    """Computes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles."""
     here, interpret = call.here, call.interpret
     m, n, k = product.sizes(a, bs[0])
     knobs = fitted(call.knobs, m, n, k)
@@ -376,7 +376,7 @@ def run(
     vectors = [padded(vector, (knobs.tile_n,)) for vector in vectors]
     latency_ns = knobs.latency_ns or product_ns(m, n, k, kind=here.kind, products=len(bs))
 
-    @jax.custom_batching.sequential_vmap  # else all kernels of a batch would run at once, also where none is to run
+    @jax.custom_batching.sequential_vmap  # else all kernels of a batch would run at once, even those that must not run
     def launch(a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> list[jax.Array]:
         if knobs.persistent:
             blocks = here.sms - knobs.reserved_sms
@@ -385,6 +385,6 @@ def run(
 
     with stated(latency_ns):
         outs = launch(a, bs, vectors)
-    # The kernel's own type does not say over which axes of a mesh its results differ.
+    # The kernel's own type does not state over which mesh axes its results vary.
     axes = varying_over(a, *bs, *vectors)
     return [checkpoint_name(vary(out[:m, :n], axes), PRODUCT) for out in outs]

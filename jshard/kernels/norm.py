@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm`, with the residual stream added on the way."""
+"""`rms_norm` and `layer_norm`, with an optional fused addition of the residual stream."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def rms_norm(
     occupancy: Occupancy | None = None,
     backend: Backend = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Each row over its root mean square, times `scale` (arXiv 1910.07467), computed in float32.
+    """Each row divided by its root mean square, times `scale` (arXiv 1910.07467), computed in float32.
 
-    Runs where `matmul` does, in small blocks that end soon: they take `smem_pad_bytes` of an `Occupancy` that is not
-    persistent, and no other knob.
+    Runs where `matmul` does, in small, short blocks. `smem_pad_bytes` of a non-persistent `Occupancy` is the only knob
+    that applies.
 
     Args:
         x: (..., D).
         scale: (D,), of the same dtype.
-        residual: as `x`; it is added first.
+        residual: like `x`; added to `x` first.
         eps: added to the mean square.
-        occupancy: how much of the GPU it may hold.
-        backend: as of `matmul`.
+        occupancy: how much of the GPU it may occupy.
+        backend: as for `matmul`.
 
     Returns:
-        As `x`; with a residual a pair: that, and `x + residual`.
+        An array like `x`; with a residual, the pair of it and `x + residual`.
 
     Raises:
-        KernelError: the sizes do not go together, or the device has not what is asked for.
+        KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
     Example:
         >>> x = jnp.ones((8, 64))
@@ -84,24 +84,24 @@ def layer_norm(
     occupancy: Occupancy | None = None,
     backend: Backend = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Each row less its mean, over its standard deviation, times `scale`, plus `bias` (arXiv 1607.06450).
+    """Each row minus its mean, divided by its standard deviation, times `scale`, plus `bias` (arXiv 1607.06450).
 
-    Computed in float32; as `rms_norm` in all else.
+    Computed in float32; otherwise like `rms_norm`.
 
     Args:
         x: (..., D).
         scale: (D,), of the same dtype.
         bias: (D,), of the same dtype.
-        residual: as `x`; it is added first.
+        residual: like `x`; added to `x` first.
         eps: added to the variance.
-        occupancy: how much of the GPU it may hold.
-        backend: as of `matmul`.
+        occupancy: how much of the GPU it may occupy.
+        backend: as for `matmul`.
 
     Returns:
-        As `x`; with a residual a pair: that, and `x + residual`.
+        An array like `x`; with a residual, the pair of it and `x + residual`.
 
     Raises:
-        KernelError: the sizes do not go together, or the device has not what is asked for.
+        KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
     Example:
         >>> js.kernels.layer_norm(jnp.ones((8, 64)), jnp.ones(64), jnp.zeros(64)).shape
@@ -112,14 +112,14 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """Which norm: of rows as they are, or of rows less their mean."""
+    """Which norm: of the rows themselves, or of the rows minus their mean."""
 
     name: str
     eps: float
     centred: bool
 
     def normal(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rows of float32 with square 1, and the inverse of what they were divided by."""
+        """Rows of float32 with mean square 1, and the inverse of their divisors."""
         mean = lambda x: jnp.sum(x, -1, keepdims=x.ndim > 1) / x.shape[-1]
         h = h - mean(h) if self.centred else h
         inverse = lax.rsqrt(mean(h * h) + self.eps)
@@ -140,7 +140,7 @@ def _norm(
     _check(kind, given, occupancy)
     call = decide(kind.name, backend, occupancy, given.values(), default=_SMALL, reasons=_row_reasons(x.shape[-1]))
     if not call.is_plain and call.knobs.padded_bytes + _OWN_BYTES > call.here.smem_limit_bytes:
-        why = f"smem_pad_bytes={call.knobs.smem_pad_bytes:_} and {_OWN_BYTES:,} bytes of its own are more than a block"
+        why = f"smem_pad_bytes={call.knobs.smem_pad_bytes:_} and {_OWN_BYTES:,} bytes of its own exceed what a block"
         refuse_knobs(call.name, call.knobs, call.here, [f"{why} can have: {call.here.smem_limit_bytes:,}."])
     with call.named():
         if call.is_plain:
@@ -208,29 +208,29 @@ _rows.defvjp(_forward, _backward)
 
 
 def _row_reasons(width: int) -> list[str]:
-    """Why rows of a width are left to XLA."""
+    """Why rows of this width are left to XLA."""
     if width % LANES == 0 and width <= MOST_WIDTH:
         return []
-    return [f"a warpgroup holds rows of a multiple of {LANES}, up to {MOST_WIDTH:,}, and these have {width:,}"]
+    return [f"the row width must be a multiple of {LANES}, at most {MOST_WIDTH:,}, and is {width:,}"]
 
 
 def _check(kind: _Kind, given: dict[str, jax.Array], occupancy: Occupancy | None) -> None:
-    """Refuses sizes that do not go together, and knobs that a norm has not."""
+    """Raises for sizes that do not match, and for knobs that a norm does not have."""
     shape = given["x"].shape
     wanted = {"scale": shape[-1:], "bias": shape[-1:], "residual": shape}
-    check_shapes(kind.name, given, wanted, [] if shape else ["x has rows: it is (..., D)."])
+    check_shapes(kind.name, given, wanted, [] if shape else ["x must be (..., D)."])
     if occupancy is not None and occupancy.persistent:
         raise KernelError(
             f"{kind.name} has no persistent form.",
             where=str(occupancy),
-            why="its blocks are small and end soon; which multiprocessors they run on is the GPU's to say.",
+            why="its blocks are small and short; the GPU decides which multiprocessors they run on.",
             do="Occupancy(persistent=False, smem_pad_bytes=56_320)",
         )
 
 
 # Rows of outputs from rows of inputs, on Pallas Mosaic GPU: one warpgroup holds a row in its registers.
 
-_ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks by multiprocessor where each keeps a sum
+_ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks per multiprocessor where each keeps a sum
 
 RowFunction = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
 
@@ -245,10 +245,10 @@ def _run_rows(
     num_out: int,
     num_sums: int = 0,
 ) -> list[jax.Array]:
-    """Runs a function of rows; gives the outputs (R, D) in the dtype of `xs`, then the sums (D,) in float32.
+    """Runs a function of rows; returns the outputs (R, D) in the dtype of `xs`, then the sums (D,) in float32.
 
-    `row` takes a row of each of `xs`, (R, D) with D a multiple of 128, then the vectors (D,), in float32; it gives
-    rows of the outputs, and what is added to each of the sums over all rows.
+    `row` takes a row of each of `xs`, (R, D) with D a multiple of 128, then the vectors (D,), in float32; it returns
+    rows of the outputs, and the terms of the sums over all rows.
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu  # slow to import, and only where a kernel runs
 

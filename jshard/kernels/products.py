@@ -1,4 +1,4 @@
-"""`matmul` and `mlp`: products that leave room on the GPU; the activation of an MLP is part of the first one."""
+"""`matmul` and `mlp`: products that leave room on the GPU; an MLP's activation is fused into its first product."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def matmul(
     occupancy: Occupancy | None = None,
     backend: Backend = "auto",
 ) -> jax.Array:
-    """The product `x @ w + bias`, summed in float32, by a kernel that can leave room for communication.
+    """The product `x @ w + bias`, accumulated in float32, with a kernel that can leave room for communication.
 
-    On a Hopper GPU it runs on Pallas Mosaic GPU, forward and backward; everywhere else, and for other dtypes than
-    bfloat16 and float16, as plain XLA. It takes arrays that are whole on the device: inside a sharded module it sees
-    its shard of the batch and gathered parameters, which is that.
+    On Hopper GPUs it runs on Pallas Mosaic GPU, forward and backward; on other devices, and for dtypes other than
+    bfloat16 and float16, as plain XLA. It needs arrays that are whole on the device; inside a sharded module this
+    holds, because it sees the local shard of the batch and gathered parameters.
 
     Args:
         x: (..., K).
         w: (K, N), of the same dtype.
-        bias: (N,), of the same dtype, or none.
-        occupancy: how much of the GPU it may hold.
-        backend: "auto", "mosaic" (an error where it cannot run), "interpret" (step by step on a CPU, to test), "xla".
+        bias: (N,), of the same dtype, or None.
+        occupancy: how much of the GPU it may occupy.
+        backend: "auto", "mosaic" (raises if it cannot run), "interpret" (step by step on a CPU, for tests), "xla".
 
     Returns:
         (..., N) in the dtype of `x`.
 
     Raises:
-        KernelError: the sizes do not go together, or the device has not what is asked for.
+        KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
     Example:
         >>> x, w = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
@@ -63,7 +63,7 @@ def matmul(
     """
     given = {"x": x, "w": w} | ({} if bias is None else {"bias": bias})
     wanted = {"w": (*x.shape[-1:], *w.shape[-1:]), "bias": w.shape[-1:]}
-    check_shapes("matmul", given, wanted, [] if x.ndim else ["x has rows: it is (..., K)."])
+    check_shapes("matmul", given, wanted, [] if x.ndim else ["x must be (..., K)."])
     call = decide("matmul", backend, occupancy, given.values())
     with call.named():
         if call.is_plain:
@@ -106,14 +106,14 @@ def gradients(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Arra
 
 
 def sum_of_rows(dy_MN: jax.Array) -> jax.Array:
-    """The gradient of what was added to every row."""
+    """The gradient of a vector that was added to every row."""
     return dy_MN.sum(0, dtype=jnp.float32).astype(dy_MN.dtype)
 
 
 def product(
     call: KernelRun, a: jax.Array, b: jax.Array, bias: jax.Array | None = None, *, kind: str = "nn"
 ) -> jax.Array:
-    """One product on Mosaic GPU; `kind` says of each operand whether it is stored (n)ormally or (t)ransposed."""
+    """One product on Mosaic GPU; `kind` states whether each operand is stored (n)ormally or (t)ransposed."""
     from jshard.kernels.mosaic_product import Product, run  # slow to import, and only where a kernel runs
 
     what = Product(f"{PREFIX}{call.name}_{kind}", kind[0] == "t", kind[1] == "t", 1, _sum)
@@ -142,25 +142,25 @@ def mlp(
     """A feed-forward layer: `act(x @ w_up + b_up) @ w_down + b_down`, or gated, `(act(x @ w_gate) * (x @ w_up)) @ ...`.
 
     With a gate and "silu" it is SwiGLU (arXiv 2002.05202). The activation is computed in float32 on the sums of the
-    first product, before they leave the registers: one kernel in place of two or three, and no array between them.
-    Backward keeps what the activation was taken of, and not what came of it. Runs where `matmul` does.
+    first product, before they leave the registers: one kernel instead of two or three, with no array between them.
+    The activation's input is kept for backward, not its output. Runs where `matmul` does.
 
     Args:
         x: (..., D).
-        w_up: (D, F), of the same dtype as all arrays here.
+        w_up: (D, F); all arrays have the same dtype.
         w_down: (F, D).
-        w_gate: (D, F), or none.
-        b_up: (F,), or none; not with a gate.
-        b_down: (D,), or none.
-        activation: "gelu" (its tanh form, as `jax.nn.gelu`) or "silu".
-        occupancy: how much of the GPU each product may hold; with a gate the first one has tiles of half the rows.
-        backend: as of `matmul`.
+        w_gate: (D, F), or None.
+        b_up: (F,), or None; not with a gate.
+        b_down: (D,), or None.
+        activation: "gelu" (the tanh form, as in `jax.nn.gelu`) or "silu".
+        occupancy: how much of the GPU each product may occupy; with a gate, the first one has half the rows per tile.
+        backend: as for `matmul`.
 
     Returns:
         (..., D) in the dtype of `x`.
 
     Raises:
-        KernelError: the sizes do not go together, or the device has not what is asked for.
+        KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
     Example:
         >>> x, up, down = jnp.ones((8, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
@@ -193,7 +193,7 @@ def plain_hidden(x: jax.Array, ws: Sequence[jax.Array], bias: jax.Array | None, 
 
 
 def _bend(activation: Activation, first: jax.Array, *second: jax.Array) -> jax.Array:
-    """The activation of one product, times the other one if there is."""
+    """The activation of one product, times the other product if there is one."""
     bent = ACTIVATIONS[activation](first)
     return bent * second[0] if second else bent
 
@@ -230,18 +230,18 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _firsts(arrays: dict[str, jax.Array]) -> list[str]:
-    """The products whose result the activation takes: that under it comes first."""
+    """The weights of the products that the activation uses: the one it is applied to comes first."""
     return ["w_gate", "w_up"] if "w_gate" in arrays else ["w_up"]
 
 
 def _hidden(call: KernelRun, activation: Activation, arrays: dict[str, jax.Array], *, keep: bool) -> list[jax.Array]:
-    """The hidden layer on Mosaic GPU; with `keep` also what the activation was taken of."""
+    """The hidden layer on Mosaic GPU; with `keep` also the activation's inputs."""
     from jshard.kernels.mosaic_product import Product, run
 
     ws = [arrays[name] for name in _firsts(arrays)]
     biases = [arrays["b_up"]] if "b_up" in arrays else []
 
-    # float16 ends at 65,504: infinite, what is kept for backward would make NaN of a gradient.
+    # float16 ends at 65,504: infinities kept for backward would make gradients NaN.
     limit = float(jnp.finfo(jnp.float16).max)
     in_range = lambda x: jnp.clip(x, -limit, limit) if ws[0].dtype == jnp.float16 else x
 
@@ -250,15 +250,15 @@ def _hidden(call: KernelRun, activation: Activation, arrays: dict[str, jax.Array
         return (_bend(activation, *before), *(map(in_range, before) if keep else ()))
 
     what = Product(f"{PREFIX}{call.name}_{activation}", False, False, len(ws), epilogue, 1 + keep * len(ws))
-    # Each element of the output has two sums in the registers, which hold no more of them.
+    # Each element of the output has two sums in the registers, which have no room for more.
     call = call if len(ws) == 1 else dataclasses.replace(call, knobs=with_half_the_rows(call.knobs))
     return run(call, what, arrays["x"], ws, biases)
 
 
 def _check_mlp(given: dict[str, jax.Array], activation: str) -> None:
-    """Refuses sizes that do not go together, all at once."""
+    """Raises for sizes that do not match, listing all of them."""
     check_known("mlp", "activation", activation, ACTIVATIONS)
     d, f = given["x"].shape[-1:], given["w_up"].shape[-1:]
     wanted = {"w_up": (*d, *f), "w_gate": (*d, *f), "w_down": (*f, *d), "b_up": f, "b_down": d}
     both = {"w_gate", "b_up"} <= given.keys()
-    check_shapes("mlp", given, wanted, ["b_up is only for a layer without a gate."] if both else [])
+    check_shapes("mlp", given, wanted, ["b_up needs a layer without a gate."] if both else [])

@@ -1,11 +1,11 @@
 """Ring attention for a sequence that is split over `context`: keys and values circulate between the devices.
 
-Each device has its own queries. Keys and values pass from device to device, and what queries find in each part of them
-is joined by its sums of exponentials; backward goes round once more, with the gradients of keys and values. Under a
-causal mask the first positions have little to look at: the sequence is cut into twice as many chunks as there are
-devices, and device i takes chunks i and 2N-1-i, so that all have the same work at every step.
+Each device keeps its own queries. Keys and values pass from device to device, and the partial results are combined by
+their sums of exponentials; in backward they circulate once more, with the gradients of keys and values. Under a causal
+mask the first positions have little work: the sequence is cut into twice as many chunks as there are devices, and
+device i takes chunks i and 2N-1-i, so that all have the same work at every step.
 
-It is one equation of a traced program. Over other axes than `context` it is split along the batch.
+It is one equation of a traced program. Over axes other than `context` it is split along the batch.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jshard.plans.mesh import CONTEXT, TENSOR
 
 
 class RingSettings(NamedTuple):
-    """How queries look at keys; a parameter of the equation."""
+    """The settings of the attention; a parameter of the equation."""
 
     is_causal: bool
     scale: float
@@ -45,7 +45,7 @@ def _forward(how: RingSettings, q: jax.Array, k: jax.Array, v: jax.Array) -> tup
 
 ring_attention.defvjp(_forward, lambda how, kept, dy: tuple(_ring_p.bind(*kept, dy, how=how)))
 
-# Of (q, k, v) the result and its sums; of these five and the gradient of the result, those of q, k and v.
+# From (q, k, v): the result and its sums. From these five and the result's gradient: the gradients of q, k and v.
 _ring_p = jex.Primitive("ring_attention")
 _ring_p.multiple_results = True
 _alone = lambda *xs, how: _on_part(1, how, *xs)
@@ -69,7 +69,7 @@ def _split(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
 
 
 def _on_heads(run: Callable[..., list[jax.Array]], eqn: Eqn) -> Callable[..., list[jax.Array]]:
-    """The same on a part of the heads, which the compiler has split over `tensor`; it would gather them first."""
+    """The same on each part of the heads where the compiler split them over `tensor`, else it would gather them."""
     over = _compat.automatic_axes().get(TENSOR, 1)
     if over == 1 or any(a.aval.shape[2] % over for a in eqn.invars[:3]):
         return run
@@ -78,7 +78,7 @@ def _on_heads(run: Callable[..., list[jax.Array]], eqn: Eqn) -> Callable[..., li
     return jax.shard_map(run, in_specs=ins, out_specs=outs, axis_names={TENSOR}, check_vma=False)
 
 
-# ---- on one device of `num`; of one that has the whole sequence, nothing is sent
+# ---- on one device of `num`; a device that has the whole sequence sends nothing
 
 
 def _on_part(num: int, how: RingSettings, *xs: jax.Array) -> list[jax.Array]:
@@ -92,10 +92,10 @@ def _on_part(num: int, how: RingSettings, *xs: jax.Array) -> list[jax.Array]:
 
 
 def _zigzag(num: int) -> tuple[Callable[[jax.Array], list[jax.Array]], Callable[[list[jax.Array]], jax.Array]]:
-    """From a device's two chunks of neighbours to an early and a late one, and back."""
+    """Maps a device's two neighbouring chunks to an early and a late one, and back."""
     place = lambda chunk: min(chunk, 2 * num - 1 - chunk)
     ways = [[(i, place(2 * i + side)) for i in range(num)] for side in (0, 1)]
-    is_even = lax.axis_index(CONTEXT) % 2 == 0  # of an even device the early chunk is an even one, and the late one odd
+    is_even = lax.axis_index(CONTEXT) % 2 == 0  # an even device has an even early chunk and an odd late one
     swapped = lambda a, b: (jnp.where(is_even, a, b), jnp.where(is_even, b, a))
     dim = lambda x: 1 if x.ndim == 4 else 2
 
@@ -112,17 +112,17 @@ def _zigzag(num: int) -> tuple[Callable[[jax.Array], list[jax.Array]], Callable[
 
 
 Side = int | jax.Array
-"""Which of two parts: a number, or whether it is the first."""
+"""Which of two parts: its number, or whether it is the first."""
 
 
 def _blocks(num: int, how: RingSettings, step: int) -> list[tuple[Side, Side, bool]]:
-    """What is computed at a step: queries of a part, keys of a part, and whether these are the same positions."""
+    """The blocks of a step: the part of the queries, of the keys, and whether these are the same positions."""
     if num == 1 or not how.is_causal:
         return [(0, 0, how.is_causal)]
     if step == 0:
         return [(0, 0, True), (1, 0, False), (1, 1, True)]
-    # Keys are of the device `step` places before. Where that is an earlier one, both chunks look at its early chunk;
-    # else the late one looks at both of its chunks.
+    # The keys are those of the device `step` places before. If that device has a lower index, both chunks attend to its
+    # early chunk; else the late chunk attends to both of its chunks.
     is_later = lax.axis_index(CONTEXT) >= step
     return [(1, 0, False), (is_later, is_later, False)]
 
@@ -143,7 +143,7 @@ def _pass_on(num: int, x: Any) -> Any:
 
 
 def _looked_around(num: int, how: RingSettings, q: list, k: list, v: list) -> tuple[list, list]:
-    """What queries find in all keys, in float32, and the sums of its exponentials, as logarithms."""
+    """Attention of the queries to all keys, in float32, and the logarithms of the sums of exponentials."""
     ys = [jnp.zeros((*x.shape[:3], v[0].shape[3]), jnp.float32) for x in q]
     sums = [jnp.full((x.shape[0], x.shape[2], x.shape[1]), -jnp.inf) for x in q]
     weight = lambda x_BHT: jnp.exp(jnp.swapaxes(x_BHT, 1, 2))[..., None]
@@ -160,7 +160,7 @@ def _looked_around(num: int, how: RingSettings, q: list, k: list, v: list) -> tu
 
 
 def _gradients_around(num: int, how: RingSettings, q: list, k: list, v: list, y: list, sums: list, dy: list) -> tuple:
-    """The gradients of q, k and v, in float32; those of keys and values go round with them, and once more, home."""
+    """The gradients of q, k and v, in float32; those of keys and values circulate with them, then one step home."""
     along = [jnp.einsum("bthk,bthk->bht", _wide(a), _wide(b)) for a, b in zip(y, dy, strict=True)]
     dq, dk, dv = ([jnp.zeros(x.shape, jnp.float32) for x in parts] for parts in (q, k, v))
     for step in range(num):
@@ -183,7 +183,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _parts(how: RingSettings, num_queries: int, num_keys: int, is_diagonal: bool) -> list[tuple[slice, slice]]:
-    """Queries that are taken at a time, and the keys that they look at."""
+    """The queries that are processed at a time, and the keys that they attend to."""
     starts = range(0, num_queries, how.queries_at_once)
     parts = [slice(start, min(start + how.queries_at_once, num_queries)) for start in starts]
     return [(part, slice(0, part.stop if is_diagonal else num_keys)) for part in parts]
@@ -195,14 +195,14 @@ def _grouped(x_BTHK: jax.Array, num_groups: int) -> jax.Array:
 
 
 def _scores(how: RingSettings, q_BTGHK: jax.Array, k_BSGK: jax.Array, is_diagonal: bool) -> jax.Array:
-    """(B, G, H / G, T, S); on the diagonal the last query is at the place of the last key."""
+    """(B, G, H / G, T, S); on the diagonal the last query is aligned with the last key."""
     s = how.scale * jnp.einsum("btghk,bsgk->bghts", q_BTGHK, k_BSGK, preferred_element_type=jnp.float32)
     T, S = s.shape[3:]
     return jnp.where(jnp.tril(jnp.ones((T, S), bool), S - T), s, -jnp.inf) if is_diagonal else s
 
 
 def _looked(how: RingSettings, q: jax.Array, k: jax.Array, v: jax.Array, is_diagonal: bool) -> tuple:
-    """What queries find in keys, and the sums, for these keys alone."""
+    """Attention of the queries to these keys alone, and the log-sums of exponentials."""
     ys, sums, (B, T, H, _), G = [], [], q.shape, k.shape[2]
     for at, seen in _parts(how, T, k.shape[1], is_diagonal):
         s = _scores(how, _grouped(q[:, at], G), k[:, seen], is_diagonal)
@@ -224,7 +224,7 @@ def _gradients(
     k: jax.Array,
     v: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What some keys add to the gradient of queries, and the queries to those of keys and values."""
+    """The contributions of one block to the gradients of queries, keys and values."""
     (B, T, H, _), G, dqs = q.shape, k.shape[2], []
     dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

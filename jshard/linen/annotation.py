@@ -1,4 +1,4 @@
-"""Annotating a Linen module: a copy whose calls are passed to the engine, as the outermost call or as a unit's.
+"""Annotating a Linen module: a copy whose calls are passed to the engine, as the outermost call or as a unit's call.
 
 A Linen module is a frozen dataclass that is created before its parameters. The annotation is therefore a set of
 settings and choices; the layout is computed when `init` or `apply` is traced, and stored with the annotation.
@@ -41,7 +41,7 @@ _OWN_PLACEMENT = ("shard_dim", "min_size", "offload", "gathered")
 class Annotation:
     """The record of `fully_shard` for a Linen module, and the layouts found since."""
 
-    base: type[nn.Module]  # the class that the user wrote
+    base: type[nn.Module]  # the user's own class
     root: Unit  # without parameters
     choices: tuple[tuple[UnitChoice, Unit], ...]  # which submodules are units, each with the record of its units
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)  # from `init`, by the parameters' shapes
@@ -54,7 +54,7 @@ class Annotation:
         return all(record.placement.gathered for record in (self.root, *(record for _, record in self.choices)))
 
     def match(self, path: Path, module: nn.Module) -> int | None:
-        """The first choice that a submodule matches, which makes it a unit."""
+        """The first choice that a submodule matches; that choice makes it a unit."""
         found = (i for i, (choice, _) in enumerate(self.choices) if chosen(choice, dotted(path), module))
         return next(found, None) if path else None
 
@@ -94,7 +94,7 @@ class Annotation:
         raise AnnotationError(
             "The parameters of a Linen module are not known yet.",
             where=self.base.__name__,
-            why="they are made by init, from its inputs; it has not been called since fully_shard.",
+            why="init creates them from its inputs, and it has not been called since fully_shard.",
             do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
         )
 
@@ -172,12 +172,12 @@ def _check(module: nn.Module, placement: ShardPlacement) -> None:
         raise AnnotationError(
             "A module is annotated twice, or while it is bound to variables.",
             where=f"{type(module).__name__}: {', '.join(found) or 'bound'}",
-            why="the settings of a Linen model are those of one fully_shard, before init and apply.",
+            why="one fully_shard sets everything for a Linen model, before init and apply.",
             do='js.fully_shard(Model(), mesh=mesh, units={Block: {"remat": "full"}, "head": {}})',
         )
     if placement.stacked:
         raise AnnotationError(
-            "stacked of a placement cannot be set for Linen modules.",
+            "A placement's stacked cannot be set for Linen modules.",
             where=f"fully_shard({type(module).__name__}, stacked={placement.stacked})",
             why="init shows which layers nn.scan stacks.",
             do="js.fully_shard(model, mesh=mesh, units=Block)",
@@ -212,21 +212,21 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
     unknown += [name for name in fields if getattr(asked, name) != getattr(ShardPlacement(), name)]
     if unknown:
         raise AnnotationError(
-            "A unit has no such setting of its own.",
+            "A single unit has no such setting.",
             where=f"fully_shard(units={{{_text(choice)}: {dict(settings)!r}}})",
-            why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(_OWN_SETTINGS)} with"
+            why=f"{', '.join(map(repr, unknown))}; a unit can set {', '.join(_OWN_SETTINGS)} with"
             f" {', '.join(_OWN_PLACEMENT)}.",
             do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
         )
     placement = dataclasses.replace(unit.placement, **{name: getattr(asked, name) for name in _OWN_PLACEMENT})
-    common = unit.policy if asked.gathered else UnitPolicy()  # what is said for all units is not for this one
+    common = unit.policy if asked.gathered else UnitPolicy()  # the settings for all units do not apply to this one
     made = dataclasses.replace(unit, policy=common.changed(unit.mesh, **own), placement=placement)
     checks.check_unit(made)
     return made
 
 
 def _check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf]) -> None:
-    """Raises for a choice of units, or a pattern in `ignored`, that nothing in the initialised model matches."""
+    """Raises for a choice of units, or a pattern in `ignored`, that matches nothing in the initialised model."""
     used = {unit.choice for unit in seen.units.values()}
     unused = [choice for i, (choice, _) in enumerate(annotation.choices) if i not in used]
     if unused:
@@ -240,7 +240,7 @@ def _text(choice: UnitChoice) -> str:
     return repr(choice) if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
 
 
-# What a trace of a Linen model shows: which chosen submodules it calls, and with which parameters.
+# The findings of a trace of a Linen model: which chosen submodules it calls, and with which parameters.
 
 
 def _note(seen: Seen, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -311,7 +311,7 @@ def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _interception() -> Iterator[None]:
-    """Inside, Flax passes every method call to `_intercept`; nested uses have no further effect."""
+    """A context in which Flax passes every method call to `_intercept`; nested uses have no further effect."""
     if _intercepting.get():
         yield
         return
@@ -361,7 +361,7 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
 
 
 def _is_call(module: nn.Module, name: str) -> bool:
-    """Whether a method runs the model, as `__call__` and the public ones that Flax's base class lacks."""
+    """Whether a method runs the model: `__call__`, and public methods that Flax's base class lacks."""
     public = not name.startswith("_") and hasattr(type(module), name) and not hasattr(nn.Module, name)
     return module.scope is not None and (public or name == "__call__")
 
@@ -392,7 +392,7 @@ def _around(annotation: Annotation, module: nn.Module) -> _Inside:
 def _beside(
     inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any], plain: Callable
 ) -> Any:
-    """A call in global view: around units that are never gathered, of one, or beside them, where it is a region."""
+    """A call in global view: around units that are never gathered, of such a unit, or beside them, as a region."""
     if inside.path(module) in inside.layout.around:
         with _context(inside):
             return plain()
@@ -423,14 +423,14 @@ def _through_engine(call: LinenCall, unit: Unit, inside: _Inside) -> tuple[Any, 
 
 
 def _plain(call: LinenCall) -> tuple[Any, Lifted]:
-    """The call in global view: as written, its parameters on the device."""
+    """The call in global view: as written, with its parameters on the device."""
     outs, state = call.body(call.logical(call.guarded(call.params)), call.inputs)
     assert call.result is not None, "it has run"
     return call.finish([*outs, *state], call.result)
 
 
 def _is_unit(inside: _Inside, module: nn.Module) -> bool:
-    """Whether a call is that of a unit; not if the unit is already running, or if the layers are still stacked."""
+    """Whether a call is that of a unit; False if the unit is already running, or if the layers are still stacked."""
     path = inside.path(module)
     if path in ((), inside.unit) or path not in inside.layout.records:
         return False
@@ -470,7 +470,7 @@ def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any
     return out
 
 
-_STATE = frozenset({"batch_stats", "cache", "intermediates", "perturbations"})  # nobody takes these for parameters
+_STATE = frozenset({"batch_stats", "cache", "intermediates", "perturbations"})  # cannot be mistaken for parameters
 
 
 def _check_has_parameters(module: nn.Module, kind: str) -> None:
@@ -482,12 +482,12 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
         for other in checks.others_in((name, *path), x, name)
     ]
     if found:
-        do = 'w = self.param("w", nn.initializers.lecun_normal(), (64, 64))  # in place of self.variable(...)'
+        do = 'w = self.param("w", nn.initializers.lecun_normal(), (64, 64))  # instead of self.variable(...)'
         raise checks.nothing_to_shard(found, needed="the collection params", do=do)
 
 
 def _place(module: nn.Module, layout: Layout) -> None:
-    """Shards the parameters from `init`. One that would be padded is unchanged, as its creator reads its shape."""
+    """Shards the parameters from `init`. One that would be padded is unchanged: its creator reads its shape."""
     mesh = layout.root.mesh
     for path, leaf in flat(module.variables.get(PARAMS, {})) if is_concrete(mesh) else ():
         placement = layout.leaves[path].placement
@@ -504,6 +504,6 @@ def _refuse_other(inside: _Inside, module: nn.Module) -> None:
         raise CallError(
             "An annotated Linen module was called inside another one.",
             where=f"{inside.annotation.base.__name__}: {other.base.__name__} {dotted(inside.path(module))}",
-            why="the settings of a Linen model are those of one fully_shard, of the outermost module.",
+            why="one fully_shard of the outermost module sets everything for a Linen model.",
             do='js.fully_shard(model, mesh=mesh, units={Inner: {"remat": "full"}})',
         )

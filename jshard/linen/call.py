@@ -48,11 +48,11 @@ def described(leaf: Any, path: Path) -> Leaf:
             "A parameter of a Linen module is not an array.",
             where=f"{dotted(path)}: a {type(raw).__name__}",
             why="each parameter is sharded as one array.",
-            do='make several: self.param("scale", ...), self.param("bias", ...)',
+            do='self.param("scale", ...), self.param("bias", ...)  # one for each array',
         )
     shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
     if isinstance(leaf, nn.LogicallyPartitioned):
-        rules = leaf.rules or nn.get_logical_axis_rules()  # without any, the placement's axis_rules say it
+        rules = leaf.rules or nn.get_logical_axis_rules()  # without any, the placement's axis_rules apply
         spec = tuple(logical_to_mesh_axes(leaf.names, rules) or ()) if rules else leaf.names
     elif isinstance(leaf, nn.Partitioned):
         spec = tuple(leaf.get_partition_spec())
@@ -86,7 +86,7 @@ class Result:
     is_array: tuple[bool, ...]  # which of its leaves are arrays; the others are `static`
     static: tuple[Any, ...]
     places: tuple[tuple[int, Path], ...]  # of each changed variable: the number of its scope, and its path from there
-    counts: tuple[dict[Any, Any], ...]  # how many keys each scope has made
+    counts: tuple[dict[Any, Any], ...]  # the number of keys each scope has made
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,13 +97,13 @@ class LinenCall:
     function: Callable[..., Any]  # the method as its class defines it
     args: tuple  # modules and variables among them are in `scopes`
     kwargs: Mapping[str, Any]
-    scopes: Sequence[Scope]  # all that the call reads
+    scopes: Sequence[Scope]  # everything that the call reads
     scope_fn: Callable[..., Any]  # makes scopes of variables and keys
-    repack: Callable[..., Any]  # takes the variables out of them again
+    repack: Callable[..., Any]  # extracts the variables from them
     groups: Lifted  # the variables of each outermost scope, by collection
     rngs: Lifted  # their keys
     prefix: Path  # of the annotated module
-    interceptor: Callable[..., Any]  # of its calls, in which this call is taken apart
+    interceptor: Callable[..., Any]  # for its calls, in which this call is split
 
     def __post_init__(self) -> None:
         self.path: Path = tuple(self.module.path)[len(self.prefix) :]
@@ -111,7 +111,7 @@ class LinenCall:
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered while the method runs
         self.optimizer: LogicalOptimizer | None = None
         self.result: Result | None = None  # of the latest run
-        self.written: Sequence[str] = ()  # a parameter that Flax lets a call write is an output of it
+        self.written: Sequence[str] = ()  # a parameter that Flax lets a call write is an output
         self._outermost = _outermost(self.scopes)
         self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
         self._fields = _array_fields(self.module)
@@ -171,19 +171,19 @@ class LinenCall:
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls of one module that are the same program; the module's path enters its random keys."""
+        """A key that is equal for calls of one module with the same program; its path is part of its random keys."""
         scopes = [(s.mutable, s.path, s.rng_counters) for s in self.scopes]
         around = _compat.exported_state(self.module), nn.get_logical_axis_rules()
         fields = [x for name, x in _fields(self.module) if name not in self._fields]
         static = tuple((type(x), x) for x in (*fields, *others(self._is_input, self._leaves)))
         try:
             hash(static)
-        except (TypeError, ValueError):  # a list, a bound module: nothing else is known to be equal
+        except (TypeError, ValueError):  # a list, a bound module: equal only to itself
             return object()
         return type(self.module), self.function, self._tree, self._params_tree, repr((scopes, around)), static
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs the method on a copy that holds these arrays, logical; the arrays of its result, and what it changed."""
+        """Runs the method on a copy with these logical arrays; returns the arrays of its result and of its changes."""
         for scope, counts in zip(self.scopes, self._counts, strict=True):
             _restore(scope.rng_counters, counts)
         leaves = merged(self._is_input, inputs, others(self._is_input, self._leaves))
@@ -208,14 +208,14 @@ class LinenCall:
         return out, (tuple(nested((p, v) for (k, p), v in changed if k == i) for i in range(len(self._outermost))),)
 
     def _taken(self, out: Any, changed: Mapping[tuple[int, Path], Any]) -> tuple[list[Any], list[Any]]:
-        """The arrays in a result and in changed variables; what else they are goes to `result`."""
+        """The arrays in a result and in changed variables; the rest is stored in `result`."""
         leaves, tree = jax.tree.flatten((out, list(changed.values())))
         if any(isinstance(x, (nn.Module, nn.Variable)) for x in leaves):
             raise CallError(
                 "A method of a Linen model returned a module or a variable.",
                 where=self.where,
-                why="the call runs on a copy of the module, which ends with it.",
-                do="return self.inner(x)  # its result, in place of self.inner",
+                why="the call runs on a copy of the module, which is gone after the call.",
+                do="return self.inner(x)  # its result, instead of self.inner",
             )
         is_array = [isinstance(x, jax.Array) for x in leaves]
         counts = tuple(_copied(scope.rng_counters) for scope in self.scopes)
@@ -224,7 +224,7 @@ class LinenCall:
         return arrays[:num_outs], arrays[num_outs:]
 
     def _path_of(self, keys: tuple) -> Path:
-        """Path of a parameter from the annotated module; what a box adds to it is left out."""
+        """Path of a parameter from the annotated module, without the keys that a box adds."""
         scope, *rest = keys
         whole = (*self._outermost[scope.idx].path, *(key.key for key in rest if isinstance(key, DictKey)))
         return _from(whole, self.prefix)
@@ -261,7 +261,7 @@ def _fields(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _with(module: nn.Module, fields: dict[str, Any]) -> nn.Module:
-    """A module with other values in some fields, to be cloned: Flax would bind a copy of its own making anew."""
+    """A module with other values in some fields, to be cloned; Flax would bind its own copy again."""
     if not fields:
         return module
     copy = object.__new__(type(module))
@@ -282,7 +282,7 @@ def _is_same(leaf: Any, before: Any) -> bool:
 
 
 def _outermost(scopes: Sequence[Scope]) -> list[Scope]:
-    """The scopes that are in no other of them, as `lift.pack` takes them."""
+    """The outermost of these scopes, as `lift.pack` takes them."""
     unique = dict.fromkeys(scopes)
     return [scope for scope in unique if not any(parent in unique for parent in _parents(scope))]
 
@@ -294,7 +294,7 @@ def _parents(scope: Scope) -> Iterator[Scope]:
 
 
 def _from(path: Path, start: Path) -> Path:
-    """A path from another one, where it begins with it."""
+    """A path relative to its prefix."""
     found = inside(start, path)
     return ("..", *path) if found is None else found
 

@@ -23,7 +23,7 @@ from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import Path, Unit, as_filter, dotted, inside, with_views
 
-_LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers of a loop; below that nobody would miss the time
+_LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers of a loop; below that the time is negligible
 
 
 @dataclasses.dataclass
@@ -31,9 +31,9 @@ class SeenUnit:
     """A chosen submodule, as found by a trace."""
 
     record: Unit
-    choice: int  # which of the annotation's choices it is
+    choice: int  # index into the annotation's choices
     shapes: dict[Path, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # one layer of its parameters
-    borrowed: set[Path] = dataclasses.field(default_factory=set)  # modules elsewhere that it was given and may use
+    borrowed: set[Path] = dataclasses.field(default_factory=set)  # modules from elsewhere that it received and may use
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,7 +70,7 @@ class Layout:
         return made
 
     def with_policies(self, policies: Mapping[Path, UnitPolicy]) -> "Layout":
-        """The same with other settings of the units, by path."""
+        """The layout with other settings of the units, by path."""
         records = {path: dataclasses.replace(unit, policy=policies[path]) for path, unit in self.records.items()}
         return Layout(with_views(self.plan, records))
 
@@ -87,7 +87,7 @@ class Layout:
 
     @functools.cached_property
     def places(self) -> StatePlaces:
-        """The places of parameters by path, for placing their state."""
+        """The placements of parameters by path, for placing their state."""
         return StatePlaces(self.plan)
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class Layout:
 
     @functools.cached_property
     def around(self) -> frozenset[Path]:
-        """Paths of the modules that run as written, in global view, as a unit inside is never gathered."""
+        """Paths of the modules that run as written, in global view, because a unit inside is never gathered."""
         never = [path for path, unit in self.records.items() if not unit.placement.gathered]
         return frozenset(path[:i] for path in never for i in range(len(path)))
 
@@ -109,7 +109,7 @@ class Layout:
 
 
 def _check_around(layout: Layout) -> None:
-    """Raises for what would be gathered in a module that runs in global view: around a table, or inside one."""
+    """Raises for units and parameters to be gathered in a module in global view: around a table, or inside one."""
     tables = [path for path, unit in layout.records.items() if not unit.placement.gathered]
     is_within = lambda path: any(path != table and inside(table, path) is not None for table in tables)
     wrong = [dotted(path) for path in layout.records if path and (path in layout.around or is_within(path))]
@@ -119,15 +119,15 @@ def _check_around(layout: Layout) -> None:
         raise AnnotationError(
             "A unit, or a module's own parameters, are around or inside a unit that is never gathered.",
             where=[f"{layout.root.kind}: {one}" for one in wrong],
-            why=f"the call of {', '.join(map(dotted, tables))} runs as written, in global view, and so does what is"
-            " around it: the compiler would gather these as it likes.",
+            why=f"the call of {', '.join(map(dotted, tables))} runs as written, in global view, and so do the calls"
+            " around it: the compiler would decide when to gather these.",
             do='name units beside it, units={"tables": {"placement": js.ShardPlacement(gathered=False)}, Block: {}};'
-            " put the parameters into a submodule, or leave them whole: placement=js.ShardPlacement(ignored=...).",
+            " move the parameters into a submodule, or replicate them: placement=js.ShardPlacement(ignored=...).",
         )
 
 
 def _used(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], seen: Seen) -> Leaf:
-    """A parameter with the units around its uses: where it is, and in units that borrow its module."""
+    """A parameter with the units around its uses: at its place, and in units that borrow its module."""
     within = lambda place: tuple(sorted((p for p in units if place[: len(p)] == p), key=len))
     borrowers = [p for p, unit in units.items() if any(path[: len(b)] == b for b in unit.borrowed)]
     stack, num_stacked = _stack(path, leaf, seen)
@@ -136,7 +136,7 @@ def _used(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], seen: Seen) ->
 
 
 def _twins(seen: Seen, leaves: Mapping[Path, Leaf]) -> dict[Path, SeenUnit]:
-    """Units whose calls a trace did not show, as `nn.jit` reuses that of an equal module beside them."""
+    """Units whose calls a trace did not show, because `nn.jit` reuses the trace of an equal module."""
     content: dict[Path, dict[Path, Leaf]] = {}
     for path, leaf in leaves.items():
         for i in range(1, len(path)):
@@ -153,13 +153,13 @@ def _twins(seen: Seen, leaves: Mapping[Path, Leaf]) -> dict[Path, SeenUnit]:
 
 @functools.cache
 def warn_of_stacks(kind: str, plan: ShardPlan, units: tuple[str, ...]) -> None:
-    """Warns of large ones, once per model and process; `units` are the choices of units, as text."""
+    """Warns of large stacks, once per model and process; `units` are the choices of units, as text."""
     stacks = {key: size for key, size in plan.unscheduled_stacks.items() if size >= _LARGE_BYTES}
     if stacks:
         listed = (f"\n  {path}  {size} bytes, {plan.how_stacked(path, unit)}" for (path, unit), size in stacks.items())
         named = ", ".join([*units, *(repr(path) for path, _ in stacks)])
         _compat.warn_user(
-            f"{len(stacks)} stack(s) of layers of {kind} are not gathered ahead of their use, as no unit is inside"
+            f"{len(stacks)} stack(s) of layers of {kind} are not gathered ahead of their use: no unit is inside"
             f" their loop:{''.join(listed)}\n  js.fully_shard(model, mesh=mesh, units=[{named}])",
         )
 
@@ -170,7 +170,7 @@ def _in_order(path: Path) -> list[list[Any]]:
 
 
 def _stack(path: Path, leaf: Leaf, seen: Seen) -> tuple[Path, int]:
-    """The path of the outermost loop that takes leading dims of a parameter, and how many all loops take, if any do."""
+    """The path of the outermost loop that consumes leading dims of a parameter, and how many all loops consume."""
     loops = [loop for loop in sorted(seen.loops, key=len) if path in seen.loops[loop]]
     row = min((seen.loops[loop][path] for loop in loops), key=len, default=leaf.shape)
     num = len(leaf.shape) - len(row)
@@ -179,7 +179,7 @@ def _stack(path: Path, leaf: Leaf, seen: Seen) -> tuple[Path, int]:
 
 
 def _layers(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:
-    """How many leading dims a scan inside the model takes away before the unit's module runs."""
+    """The number of leading dims that scans inside the model remove before the unit's module runs."""
     found = {p: (leaves[p].shape, shape) for p, shape in unit.shapes.items() if p in leaves}
     counts = {len(whole) - len(seen) for whole, seen in found.values()}
     bad = [p for p, (whole, seen) in found.items() if whole[len(whole) - len(seen) :] != tuple(seen)]
@@ -195,14 +195,14 @@ def _layers(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:
     return counts.pop() if counts else 0
 
 
-# Which parameters of a Linen model are trained, in any tree that has them: parameters, gradients, updates.
+# Which parameters of a Linen model are trained, in any tree of them: parameters, gradients, updates.
 
 
 class Frozen(optax.MaskedNode):
-    """The gradient and the update of a frozen parameter: none. Maps over trees pass it by; the parameter stays."""
+    """Stands for the gradient and update of a frozen parameter. Tree maps skip it; the parameter stays."""
 
     __slots__ = ()
-    __array_ufunc__ = None  # an array of numpy leaves the sum to it, too
+    __array_ufunc__ = None  # so a numpy array also leaves the sum to it
 
     def __radd__(self, parameter: Any) -> Any:
         return parameter
@@ -222,15 +222,15 @@ class Trained:
         check_patterns_used(chosen, names, "wrt")
         if not any(self.parameters.values()):
             raise AnnotationError(
-                "No parameter of the Linen model is trained.",
+                "wrt selects no parameter of the Linen model.",
                 where=f"{layout.root.kind}: wrt={wrt!r}",
-                why=f"it chooses none of {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}; they have"
-                " no types of their own.",
-                do='wrt="*/lora_*", a pattern of paths, or a function: lambda path, x: "lora_a" in path.',
+                why=f"the parameters are {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}; they have"
+                " no types to filter by.",
+                do='wrt="*/lora_*"  # a pattern of paths; or a function: lambda path, x: "lora_a" in path',
             )
 
     def mask(self, tree: Any) -> Any:
-        """Whether each array in a tree is that of a trained parameter; what is none of the model's has its own path."""
+        """Whether each array in a tree belongs to a trained parameter; other arrays are looked up by their own path."""
         is_masked = lambda x: isinstance(x, optax.MaskedNode)
 
         def one(path: tuple, x: Any) -> bool:
@@ -258,8 +258,8 @@ def joined(trained: Any, frozen: Any) -> Any:
     return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
 
 
-# A Linen parameter is an array in the user's own tree. One that no dim divides is there in a box of Flax, as that of
-# `nn.Partitioned` is: the model, plain Flax and whoever reads the box see the logical array; trees are mapped over the
+# A Linen parameter is an array in the user's own tree. A parameter with no divisible dim is held in a Flax box, like
+# `nn.Partitioned`: the model, plain Flax and all readers of the box see the logical array; trees are mapped over the
 # stored one, whose padding is zero and has no gradient.
 
 
@@ -274,15 +274,15 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         return self.padding.cut(self.value)
 
     def replace_boxed(self, val: Any) -> "Padded":
-        """A box of another array, logical or padded."""
+        """A box with another array, logical or padded."""
         return Padded(self.padding.pad(val), self.padding)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Padded":
-        """The same: the padded dim is counted from the end, and layers come first."""
+        """The box itself: the padded dim is counted from the end, and layers come first."""
         return self
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Padded":
-        """The same."""
+        """The box itself."""
         return self
 
     @property
@@ -297,7 +297,7 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         return np.asarray(self.unbox(), dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """What operators come to."""
+        """The operand for operators."""
         if method != "__call__" or kwargs:
             return NotImplemented
         return getattr(jnp, ufunc.__name__)(*[x.unbox() if isinstance(x, Padded) else x for x in inputs])
@@ -312,7 +312,7 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         return iter(self.unbox())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("value", "padding"):  # asked for before they are there, as by copy
+        if name.startswith("_") or name in ("value", "padding"):  # requested before they exist, e.g. by copy
             raise AttributeError(name)
         return getattr(self.value if name in OF_STORAGE else self.unbox(), name)
 
@@ -335,19 +335,19 @@ serialization.register_serialization_state(
 
 
 def is_padded(x: Any) -> bool:
-    """Whether something is the box of an array that is stored padded."""
+    """Whether an object is the box of an array that is stored padded."""
     return isinstance(x, Padded)
 
 
 def padding_in(leaf: Any) -> Padding | None:
-    """The padding of the array in a box, which may be in another one; None if there is none."""
+    """The padding of the array in a box, also in nested boxes; None if there is none."""
     while isinstance(leaf, meta.AxisMetadata) and not is_padded(leaf):
         leaf = getattr(leaf, "value", None)
     return leaf.padding if isinstance(leaf, Padded) else None
 
 
 def boxed(tree: Any, places: StatePlaces) -> Any:
-    """A tree whose arrays are stored padded, in their boxes, where their parameters are."""
+    """A tree whose arrays are stored padded, in boxes, where their parameters are."""
 
     def one(path: tuple, x: Any) -> Any:
         padding = None if is_padded(x) else places.padding(key_texts(path), getattr(x, "shape", ()))
@@ -357,11 +357,11 @@ def boxed(tree: Any, places: StatePlaces) -> Any:
 
 
 def unboxed(tree: Any) -> Any:
-    """A tree with logical arrays for the boxes."""
+    """A tree with logical arrays in place of the boxes."""
     return jax.tree.map(lambda x: x.unbox() if isinstance(x, Padded) else x, tree, is_leaf=is_padded)
 
 
 def boxed_like(old: Any, tree: Any) -> Any:
-    """A tree in the form of the one that it replaces."""
+    """A tree in the form of the tree that it replaces."""
     one = lambda before, x: before.replace_boxed(x) if isinstance(before, Padded) else x
     return jax.tree.map(one, old, tree, is_leaf=is_padded)

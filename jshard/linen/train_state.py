@@ -1,4 +1,4 @@
-"""The state of a Linen model: optimizer state that follows the plan, its loss, and arrays born in place."""
+"""The state of a Linen model: optimizer state that follows the plan, its loss, and arrays initialised in place."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -42,17 +42,17 @@ def linen_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation for the `TrainState` of an annotated Linen model; see `js.shard_optimizer`.
 
-    Its parameters may be unknown yet: where the state is is looked up when it is made and updated.
+    Its parameters need not be known yet: the placement of the state is looked up when it is created and updated.
     """
     annotation = annotation_for(model)
     if shard_replicated:
         raise AnnotationError(
-            "The optimizer of a Linen model shards no state of replicated parameters.",
+            "The optimizer of a Linen model cannot shard the state of replicated parameters.",
             where=f"shard_optimizer({annotation.base.__name__}, tx, shard_replicated=True)",
-            why="js.shard_init places what a TrainState holds: state as its parameters.",
+            why="js.shard_init places the arrays of a TrainState: state like its parameters.",
             do="js.shard_optimizer(model, tx)",
         )
-    assert annotation.root.optimizer is not None, "fully_shard gives every Linen model one"
+    assert annotation.root.optimizer is not None, "fully_shard sets one for every Linen model"
     annotation.root.optimizer.exists = True
     all_are, trained = wrt is nnx.Param, lambda: Trained(annotation.layout, wrt)
     tx = optax.with_extra_args_support(tx if all_are else optax.masked(tx, lambda tree: trained().mask(tree)))
@@ -65,7 +65,7 @@ def linen_optimizer(
         return jax.tree.map_with_path(there, held(boxed(state, places) if has_boxes else state))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        """Updates and the next state, each placed as what it replaces."""
+        """Updates and the next state, each placed like the array that it replaces."""
         extra = unboxed(to_device(extra))
 
         def on_device(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -86,9 +86,9 @@ def linen_optimizer(
 def _streamed(
     rule: Callable[..., Any], held: Callable[[Any], Any], places: StatePlaces, grads: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """An update of arrays in host memory, which come to the device and go back a part at a time.
+    """An update of arrays in host memory, which are copied to the device and back in parts.
 
-    With the update of a parameter there comes its sum with it.
+    The update of a parameter carries the sum of both.
     """
     given, tree = jax.tree.flatten((grads, state, params))
     of_grads, of_state, of_params = map(paths_of, (grads, state, params))
@@ -116,10 +116,10 @@ def _streamed(
 
 
 class HostUpdate:
-    """The update of a parameter in host memory: the sum is there, too.
+    """The update of a parameter in host memory, together with the sum of both.
 
-    The update streams such sums, so it has this one already. It holds for that very array only, and is lost where the
-    update is changed: then the parameter is fetched, and the sum made anew.
+    The streamed update has already computed this sum. It is valid only for that same array, and is lost if the update
+    is changed: then the parameter is fetched, and the sum is computed again.
     """
 
     __array_ufunc__ = None
@@ -160,14 +160,14 @@ def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has
     return Loss(run, trained, frozen, (), (placed[0], placed[1]), layout.root, layout.root.kind)
 
 
-# Deferred initialisation of a Linen model: what `build` returns, such as a TrainState, its arrays born in place.
+# Deferred initialisation of a Linen model: the result of `build`, such as a TrainState, with arrays created in place.
 
 
 def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
-    """What `build()` returns, with shapes for arrays, and shardings if the mesh has devices.
+    """The result of `build()` with shapes in place of arrays, and shardings if the mesh has devices.
 
-    An array at the path of a parameter, of its shape, is sharded and padded as it is. In host memory are parameters
-    that were annotated so, and state that `build` put there, which `js.shard_optimizer` does.
+    An array at the path of a parameter, with its shape, is sharded and padded like it. Host memory holds the parameters
+    annotated with it, and the state that `build` placed there, as `js.shard_optimizer` does.
     """
     annotation = annotation_for(model)
     traced, shapes = jax.make_jaxpr(build, return_shape=True)()
@@ -190,7 +190,7 @@ def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
 
 
 def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
-    """What `build()` returns, made by one compiled program."""
+    """The result of `build()`, created by one compiled program."""
     leaves, tree = jax.tree.flatten(linen_shapes(build, model))
     places = annotation_for(model).layout.places
     options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(mesh)  # jax: only at top level
@@ -200,7 +200,7 @@ def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
 
 
 def _offloaded(shapes: Any, places: StatePlaces) -> list[list[Keys]]:
-    """The paths of the arrays that belong to each offloaded parameter, its own, the shortest, first."""
+    """The paths of the arrays that belong to each offloaded parameter; its own path, the shortest, is first."""
     found: dict[Any, list[Keys]] = {}
     for path, x in jax.tree.leaves_with_path(shapes):
         if places.on_host(keys := key_texts(path), x.shape):
@@ -209,12 +209,12 @@ def _offloaded(shapes: Any, places: StatePlaces) -> list[list[Keys]]:
 
 
 def _check_offloaded(offloaded: list[list[Keys]], kind: str) -> None:
-    """Raises for optimizer state that is to be in host memory, and that Optax alone made: it knows of no memory."""
+    """Raises for optimizer state that belongs in host memory but was created by plain Optax, which ignores memories."""
     state = ["/".join(keys) for _, *rest in offloaded for keys in rest]
     if state:
         raise AnnotationError(
             "The optimizer state would not be in host memory.",
             where=[f"{kind}: {path}" for path in state],
-            why="the model was annotated with offload, and this was made by Optax alone.",
+            why="the model was annotated with offload, and plain Optax made this state.",
             do="TrainState.create(..., tx=js.shard_optimizer(model, tx))",
         )

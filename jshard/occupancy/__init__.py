@@ -1,6 +1,6 @@
 """How many blocks of a kernel fit on a multiprocessor, and whether those of a collective fit beside them.
 
-Numbers and rules only: no GPU is needed. Example:
+Numbers and rules only; no GPU is needed. Example:
 
     >>> from jshard import occupancy
     >>> h200 = occupancy.gpu("h200")

@@ -1,10 +1,10 @@
-"""Which thread blocks fit on one multiprocessor, alone and beside a communication block, and what leaves room.
+"""Which thread blocks fit on one multiprocessor, alone and beside a communication block, and how to leave room.
 
-The rules of NVIDIA's `cuda_occupancy.h`, and the same taken on to blocks of two kernels. Shared memory is one pool.
-Registers are not: they are given to whole warps, and a warp is in one partition of the multiprocessor. The warps of a
-block are taken to be spread evenly over the partitions, as those of a warpgroup must be. So what a block leaves is not
-one sum: where 17 warps are spread 5, 4, 4 and 4, four more warps have only what the first partition has left. For one
-kernel this is what `cuda_occupancy.h` computes; for two it is an assumption, which `benchmarks.overlap` will measure.
+The rules of NVIDIA's `cuda_occupancy.h`, extended to blocks of two kernels. Shared memory is one pool. Registers are
+not: they are allocated to whole warps, and a warp is in one partition of the multiprocessor. The warps of a block are
+assumed to be spread evenly over the partitions, as those of a warpgroup must be. So the registers left by a block are
+not one sum: if 17 warps are spread 5, 4, 4 and 4, four more warps have only what is left in the first partition. For
+one kernel `cuda_occupancy.h` computes the same; for two it is an assumption, which `benchmarks.overlap` will measure.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from jshard.occupancy.footprints import CommFootprint
 
 PAD_UNIT_BYTES = 1024
-"""Padding is a whole number of these: Mosaic aligns every buffer in shared memory to it."""
+"""Padding is a multiple of this: Mosaic aligns every buffer in shared memory to it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What one thread block takes.
+    """The resources of one thread block.
 
     Attributes:
-        threads: of the block.
-        registers: 32-bit registers of a thread, as the compiler reports them.
-        smem_bytes: shared memory, static and dynamic together.
+        threads: threads of the block.
+        registers: 32-bit registers per thread, as reported by the compiler.
+        smem_bytes: shared memory, static plus dynamic.
 
     Example:
         >>> resident(gpu("h200"), Block(threads=128, registers=58, smem_bytes=41_024))
@@ -44,9 +44,9 @@ class Block:
         wrong = {name: getattr(self, name) for name, floor in least.items() if getattr(self, name) < floor}
         if wrong:
             raise OccupancyError(
-                "The thread block cannot be.",
+                "The thread block is not valid.",
                 where="Block",
-                why="\n".join(f"{name} is {value}, the least is {least[name]}." for name, value in wrong.items()),
+                why="\n".join(f"{name} is {value}, the minimum is {least[name]}." for name, value in wrong.items()),
                 do="Block(threads=128, registers=90, smem_bytes=90_176)",
             )
 
@@ -57,15 +57,15 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCost:
-    """What a block is given: rounded up to the units of a GPU."""
+    """The resources allocated to a block: rounded up to the units of a GPU."""
 
     warps: int  # of the block
     warp_registers: int  # of one warp
-    smem_bytes: int  # with what the driver takes
+    smem_bytes: int  # including the driver's share
 
 
 def cost(gpu: GpuFacts, block: Block) -> BlockCost:
-    """What a block is given on a GPU."""
+    """The resources allocated to a block on a GPU."""
     return BlockCost(
         warps=-(-block.threads // gpu.warp_size),
         warp_registers=_rounded(block.registers * gpu.warp_size, gpu.register_unit),
@@ -80,7 +80,7 @@ def refusals(gpu: GpuFacts, block: Block) -> tuple[str, ...]:
         f"{value:,} {what}, and {gpu.title} has at most {limit:,} {of}."
         for value, limit, what, of in (
             (block.threads, gpu.threads_per_block, "threads", "in a block"),
-            (block.registers, gpu.registers_per_thread, "registers by thread", "by thread"),
+            (block.registers, gpu.registers_per_thread, "registers per thread", "per thread"),
             (block.smem_bytes, gpu.smem_per_block_bytes, "bytes of shared memory", "in a block"),
         )
         if value > limit
@@ -88,16 +88,16 @@ def refusals(gpu: GpuFacts, block: Block) -> tuple[str, ...]:
     slots = _register_slots(gpu, taken.warp_registers)
     if not found and taken.warps > slots:
         found.append(
-            f"{taken.warps} warps of {taken.warp_registers:,} registers, and of such {gpu.title} holds {slots} at once."
+            f"{taken.warps} warps of {taken.warp_registers:,} registers, and {gpu.title} holds {slots} of them at once."
         )
     return tuple(found)
 
 
 def check(gpu: GpuFacts, block: Block) -> None:
-    """Refuses a block that a GPU cannot run.
+    """Raises for a block that a GPU cannot run.
 
     Raises:
-        OccupancyError: with every limit that the block is over.
+        OccupancyError: with every limit that the block exceeds.
     """
     found = refusals(gpu, block)
     if found:
@@ -105,12 +105,12 @@ def check(gpu: GpuFacts, block: Block) -> None:
             f"The thread block cannot run on {gpu.title}.",
             where=f"Block(threads={block.threads}, registers={block.registers}, smem_bytes={block.smem_bytes:_})",
             why="\n".join(found),
-            do="smaller tiles, fewer pipeline stages or less padding.",
+            do="use smaller tiles, fewer pipeline stages or less padding.",
         )
 
 
 def limits(gpu: GpuFacts, block: Block) -> dict[str, int]:
-    """How many blocks of one kernel a multiprocessor could hold if only this ran out, for each thing it has."""
+    """For each resource of a multiprocessor, how many blocks of one kernel it could hold if only that were limited."""
     taken = cost(gpu, block)
     return {
         "warps": gpu.warps_per_sm // taken.warps,
@@ -121,28 +121,28 @@ def limits(gpu: GpuFacts, block: Block) -> dict[str, int]:
 
 
 def resident(gpu: GpuFacts, block: Block) -> int:
-    """Blocks of one kernel that a multiprocessor holds at once; 0 if it cannot run."""
+    """The number of blocks of one kernel that a multiprocessor holds at once; 0 if it cannot run."""
     return 0 if refusals(gpu, block) else min(limits(gpu, block).values())
 
 
 def room_beside(gpu: GpuFacts, block: Block, comm: Block) -> int:
-    """The most blocks of a kernel beside which a multiprocessor still takes one block of communication; 0: none."""
+    """The most blocks of a kernel that leave room on a multiprocessor for a block of communication; 0: none do."""
     if refusals(gpu, comm):
         return 0
     return next((n for n in range(resident(gpu, block), 0, -1) if _fit(gpu, block, n, comm)), 0)
 
 
 def drain(gpu: GpuFacts, block: Block, comm: Block) -> int:
-    """Blocks of a kernel that must end on one multiprocessor before a block of communication can begin there.
+    """The number of blocks of a kernel that must end on a multiprocessor before a communication block can start there.
 
-    0: it need not wait. 1: with a higher priority it has the place of the next block that ends. More: several must end
-    on the same multiprocessor, while others may take their places.
+    0: it need not wait. 1: with a higher priority it takes the place of the next block that ends. More: several must
+    end on the same multiprocessor, while others may take their places.
     """
     return resident(gpu, block) - room_beside(gpu, block, comm)
 
 
 def paddings(gpu: GpuFacts, block: Block) -> tuple[tuple[int, int], ...]:
-    """Every number of resident blocks that padding can reach, from the most down, and the least padding for it."""
+    """Every number of resident blocks that padding can achieve, in descending order, with the least padding for it."""
     found = []
     for wanted in range(resident(gpu, block), 0, -1):
         # wanted + 1 blocks must not fit by their shared memory.
@@ -155,7 +155,7 @@ def paddings(gpu: GpuFacts, block: Block) -> tuple[tuple[int, int], ...]:
 
 
 def _register_slots(gpu: GpuFacts, warp_registers: int) -> int:
-    """Warps of one kernel whose registers a multiprocessor has."""
+    """The number of warps of one kernel that fit the registers of a multiprocessor."""
     return gpu.registers_per_sm // gpu.partitions // warp_registers * gpu.partitions
 
 
@@ -164,7 +164,7 @@ def _rounded(value: int, unit: int) -> int:
 
 
 def _fit(gpu: GpuFacts, block: Block, count: int, comm: Block) -> bool:
-    """Whether so many blocks of a kernel, and one of communication, are on a multiprocessor at once."""
+    """Whether a number of blocks of a kernel, and one of communication, fit on a multiprocessor at once."""
     kernel, other = cost(gpu, block), cost(gpu, comm)
     if count + 1 > gpu.blocks_per_sm or kernel.smem_bytes * count + other.smem_bytes > gpu.smem_per_sm_bytes:
         return False
@@ -172,7 +172,7 @@ def _fit(gpu: GpuFacts, block: Block, count: int, comm: Block) -> bool:
     mine, its = kernel.warps // gpu.partitions * count, other.warps // gpu.partitions
     slots = gpu.warps_per_sm // gpu.partitions - mine - its
     registers = gpu.registers_per_sm // gpu.partitions - mine * kernel.warp_registers - its * other.warp_registers
-    # What is left of a block, fewer warps than there are partitions, goes into that many different ones.
+    # The rest of a block, fewer warps than there are partitions, goes into that many different partitions.
     left, its_left = kernel.warps % gpu.partitions, other.warps % gpu.partitions
     shared = slots - 1, registers - other.warp_registers
     if min(slots, registers) < 0 or (its_left and min(shared) < 0):
@@ -189,14 +189,14 @@ class Plan:
     """One way to run a kernel beside a collective.
 
     Attributes:
-        how: "as it is"; "co-resident", beside the collective's blocks; "drain", these wait for blocks to end; or
-            "reserve", multiprocessors are left to them.
-        blocks_per_sm: of the kernel.
-        smem_pad_bytes: shared memory that a block asks for and does not touch.
-        reserved_sms: multiprocessors that a persistent kernel leaves alone.
-        drain: blocks that must end on a multiprocessor before one of the collective begins there; None: it begins only
+        how: "as it is"; "co-resident": beside the collective's blocks; "drain": these wait for blocks to end; or
+            "reserve": multiprocessors are left to them.
+        blocks_per_sm: resident blocks of the kernel.
+        smem_pad_bytes: shared memory that a block requests without using it.
+        reserved_sms: multiprocessors that a persistent kernel leaves free.
+        drain: blocks that must end on a multiprocessor before one of the collective starts there; None: it starts only
             when the kernel has ended.
-        why: what speaks for it or against it.
+        why: the reason for or against it.
     """
 
     how: str
@@ -208,16 +208,16 @@ class Plan:
 
 
 def plans(gpu: GpuFacts, block: Block, comm: CommFootprint, *, persistent: bool = False) -> tuple[Plan, ...]:
-    """Every distinct way that is worth a measurement; the first is the favourite of the model.
+    """Every distinct way that is worth measuring; the first is preferred by the model.
 
-    Of a kernel whose blocks come and go that is the most blocks on a multiprocessor with a drain of at most 1: with a
-    higher priority a collective has the place of the next block that ends. If no padding does that, the least drain. A
-    persistent kernel leaves whole multiprocessors.
+    For a kernel that is not persistent, this is the most blocks per multiprocessor with a drain of at most 1: with a
+    higher priority a collective takes the place of the next block that ends. If no padding achieves that, the least
+    drain. A persistent kernel leaves whole multiprocessors free.
 
     Args:
         gpu: the GPU.
-        block: of the kernel, without padding.
-        comm: what runs beside it.
+        block: block of the kernel, without padding.
+        comm: the collective that runs beside it.
         persistent: whether one block is on each multiprocessor until the kernel ends.
 
     Raises:
@@ -242,12 +242,12 @@ def plans(gpu: GpuFacts, block: Block, comm: CommFootprint, *, persistent: bool 
     reserve = Plan(how="reserve", blocks_per_sm=top, reserved_sms=reserved, why=why)
     if room_beside(gpu, block, beside):
         return Plan(how="co-resident", blocks_per_sm=top, why=_fitting(top)), reserve
-    why = "the collective begins when the kernel has ended."
+    why = "the collective starts when the kernel has ended."
     return reserve, Plan(how="as it is", blocks_per_sm=top, drain=None, why=why)
 
 
 def reserved_for(gpu: GpuFacts, comm: CommFootprint) -> int:
-    """Multiprocessors that a collective fills if nothing else runs on them.
+    """The number of multiprocessors that a collective fills if nothing else runs on them.
 
     Raises:
         OccupancyError: it fills all of them.
@@ -261,13 +261,13 @@ def reserved_for(gpu: GpuFacts, comm: CommFootprint) -> int:
             "No multiprocessor would be left for the kernel.",
             where=f"{comm}: ctas={comm.ctas}",
             why=f"they fill {found} multiprocessors, and {gpu.title} has {gpu.num_sms}.",
-            do=f"ctas={resident(gpu, beside) * (gpu.num_sms - 1)} at most.",
+            do=f"ctas={resident(gpu, beside) * (gpu.num_sms - 1)}  # at most",
         )
     return found
 
 
 def _padded(gpu: GpuFacts, block: Block, blocks: int, pad: int, beside: Block) -> Plan:
-    """A kernel whose blocks come and go, so many of them on a multiprocessor."""
+    """The plan for a kernel that is not persistent, with a number of blocks per multiprocessor."""
     left = drain(gpu, block.padded(pad), beside)
     how = "with padding" if pad else "without padding"
     why = f"{how} {left} blocks must end on one multiprocessor, while others may take their places."
@@ -283,4 +283,4 @@ def _padded(gpu: GpuFacts, block: Block, blocks: int, pad: int, beside: Block) -
 
 
 def _fitting(blocks: int) -> str:
-    return f"beside {blocks} of them fits a block of the collective, if the L1 cache leaves the shared memory of both."
+    return f"a block of the collective fits beside {blocks} of them, if the L1 cache leaves enough shared memory."

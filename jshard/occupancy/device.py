@@ -28,15 +28,15 @@ from jshard.plans.plan import plan as plan_of
 class Device:
     """A device, as far as it is known."""
 
-    title: str  # in words
+    title: str  # display name
     platform: str  # "gpu", "tpu" or "cpu"
-    gpu: GpuFacts | None = None  # what one of its multiprocessors holds; None where that is not known, or it has none
-    facts: DeviceFacts | None = None  # its rates and links; None where they are not known
-    topology: str = ""  # the cluster it was named with, e.g. "h200:64x8"; empty where it was not.
-    kind: str = ""  # as the driver of the one that is here names it; empty where it is only named
+    gpu: GpuFacts | None = None  # the limits of its multiprocessors; None if unknown, or if it has none
+    facts: DeviceFacts | None = None  # its rates and links; None if unknown
+    topology: str = ""  # the cluster that it was given with, e.g. "h200:64x8"; else empty
+    kind: str = ""  # the present device's name by its driver; empty if it was only given by name
 
     def is_of(self, kind: str) -> bool:
-        """Whether what was measured on a kind of device, as a driver names it, holds for this one."""
+        """Whether measurements on a kind of device, by its driver's name, are valid for this one."""
         if self.kind:
             return self.kind == kind
         try:
@@ -46,17 +46,17 @@ class Device:
 
     @property
     def why_unshaped(self) -> str:
-        """Why nothing is chosen for the kernels of jshard on it; empty where it is."""
+        """Why nothing is chosen for the kernels of jshard on it; empty if something is."""
         if self.gpu is not None and self.gpu.arch == "sm_90":
             return ""
         if self.gpu is None and self.platform == "gpu":
-            return f"the multiprocessors of {self.title} are not known: nothing can be computed for it."
+            return f"the multiprocessors of {self.title} are unknown, so nothing can be computed for it."
         return f"not a Hopper GPU ({self.title}): the plain forms run, which have no knobs."
 
     def assumptions(self, num_devices: int) -> Assumptions | None:
-        """What an estimate takes for granted of so many of them; None where the device is not known.
+        """The assumptions of an estimate for a number of these devices; None if the device is unknown.
 
-        Links at the slowest that they are assumed to be: what hides then, hides on quicker ones.
+        Links have the lowest assumed rate: communication hidden at that rate is also hidden on faster links.
         """
         if self.facts is None:
             return None
@@ -67,10 +67,10 @@ class Device:
 
 
 def device_named(name: str | None) -> Device:
-    """A device by its name in a topology or in `jshard occupancy`, or with its topology, or the first that is here.
+    """A device by its name in a topology or in `jshard occupancy`, or with its topology, or the first one present.
 
     Raises:
-        OccupancyError: the device is not known; the error names those that there are.
+        OccupancyError: the device is unknown; the error lists the known ones.
 
     Example:
         >>> device_named("h200").gpu.num_sms
@@ -86,9 +86,9 @@ def device_named(name: str | None) -> Device:
     if short not in DEVICES and short not in GPUS:
         known = ", ".join(dict.fromkeys([*DEVICES, *GPUS]))
         raise OccupancyError(
-            f"The device {name!r} is not known.",
+            f"The device {name!r} is unknown.",
             where=f"device={name!r}",
-            why=f"the devices are {known}; or one with its cluster, as in h200:64x8.",
+            why=f"the devices are {known}; also with a cluster, as in h200:64x8.",
             do='js.overlap(model, device="h200")',
         )
     found = gpu(short)
@@ -102,31 +102,31 @@ def _running() -> Device:
         return Device(kind, here.platform)
     try:
         found = gpu(kind)
-    except OccupancyError:  # of the model: the kernels may run there, and nobody knows how full it is
+    except OccupancyError:  # of the model: the kernels may run there, but its limits are unknown
         return Device(kind, "gpu", kind=kind)
     return Device(found.title, "gpu", found, device_of(kind), kind=kind)
 
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
 class MatrixProduct:
-    """A matrix product of forward; backward has two of the same size for it."""
+    """A matrix product of forward; backward has two of the same size for each."""
 
-    kernel: str  # that computes it: "mlp" in a layer of `js.kernels.mlp`, else "matmul", or what could be one
+    kernel: str  # "mlp" in a layer of `js.kernels.mlp`, else "matmul", also for products in plain form
     m: int  # rows of the output: tokens of one device
     n: int  # columns of the output
     k: int  # the dim that is summed
-    dtype: str  # of what is multiplied
-    unit: str = ""  # that it belongs to
+    dtype: str  # of the operands
+    unit: str = ""  # the unit that it belongs to
     count: int = 1  # how often it is computed in forward
 
     @property
     def flops(self) -> float:
-        """Of all of them, in forward."""
+        """Floating-point operations of all of them, in forward."""
         return 2.0 * self.m * self.n * self.k * self.count
 
     @property
     def is_16_bits(self) -> bool:
-        """Whether the kernels take it."""
+        """Whether the kernels support it."""
         return self.dtype in ("bfloat16", "float16")
 
     @property
@@ -136,12 +136,12 @@ class MatrixProduct:
 
 
 def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[MatrixProduct, ...]:
-    """The products of forward with one matrix on each side; not those of attention, which have a dim for heads."""
+    """The products of forward with one matrix on each side; attention, which has a dim for heads, is excluded."""
     plan = plan_of(model)
-    units, is_alone = plan.units, data_shards(dict(plan.mesh)) == 1  # there a region runs as it is
-    # A loop over stacked layers makes modules of its own, which are named after their class.
+    units, is_alone = plan.units, data_shards(dict(plan.mesh)) == 1  # then a region runs unchanged
+    # A loop over stacked layers creates its own modules, which are named after their class.
     names = {unit.kind: unit.name for unit in units} | {unit.name: unit.name for unit in units}
-    names[""] = units[0].name  # outside of units a region is the root's
+    names[""] = units[0].name  # outside units a region belongs to the root
     arguments = batch if isinstance(batch, tuple) else (batch,)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -157,7 +157,7 @@ def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tupl
 
 
 def by_shape(products: tuple[MatrixProduct, ...]) -> dict[MatrixProduct, tuple[MatrixProduct, ...]]:
-    """Products of equal sizes together, whatever unit they are of; the largest amount of work first."""
+    """Products of equal size grouped, whatever their unit; the largest amount of work first."""
     groups: dict[MatrixProduct, list[MatrixProduct]] = {}
     for product in products:
         groups.setdefault(dataclasses.replace(product, unit="", count=1), []).append(product)
@@ -169,13 +169,13 @@ def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator
     """The products in sharded regions, where shapes are those of one device."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        # What is traced into a loop does not say where the loop is.
+        # Operations traced inside a loop do not show where the loop is.
         place = f"{around}/{eqn.source_info.name_stack}"
         if name == "dot_general" and inside:
             yield from _product(eqn, place, rounds)
         if name.startswith("custom_vjp_call") and _kernel(place)[1] in ("mosaic", "interpret"):
             yield from _of_kernel(eqn, place, rounds) if inside else ()
-            continue  # its tiles are no products of the model
+            continue  # its tiles are not products of the model
         more = rounds * (eqn.params["length"] if name == "scan" else 1)
         for inner in jex.jaxprs_in_params(eqn.params):
             yield from _walk(inner, inside=inside or name == "shard_map", around=place, rounds=more)
@@ -211,7 +211,7 @@ def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[MatrixProduct]:
 
 
 def _kernel(place: str) -> tuple[str, str]:
-    """Name and form of the kernel that something is part of; empty where it is of none."""
+    """Name and form of the kernel that an operation is part of; empty if there is none."""
     found = kernels_of(place)
     return found[-1] if found else ("", "")
 

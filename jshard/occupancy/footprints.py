@@ -12,21 +12,21 @@ from jshard.facts.gpus import GpuFacts, OccupancyError, OccupancyWarning
 from jshard.occupancy.blocks import Block
 
 ASSUMED_CTAS = 16
-"""Blocks of a collective where nothing is known: NCCL chooses by the links, and at most 64."""
+"""The assumed number of blocks of a collective: NCCL chooses it by the links, and at most 64."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommFootprint:
-    """What one collective takes while it runs.
+    """The resources of one collective while it runs.
 
     Attributes:
-        name: how it is asked for, e.g. "ring".
-        ctas: thread blocks; NCCL's channels. 0: it takes no multiprocessor.
-        threads: of a block.
-        registers: of a thread.
-        smem_bytes: of a block, static and dynamic.
-        source: where the numbers are from, and what of them is not known.
-        version: of NCCL; empty where it does not matter.
+        name: its kind, e.g. "ring".
+        ctas: thread blocks, i.e. NCCL's channels. 0: it uses no multiprocessor.
+        threads: threads per block.
+        registers: registers per thread.
+        smem_bytes: shared memory per block, static and dynamic.
+        source: the origin of the numbers, and which of them are assumptions.
+        version: version of NCCL; empty if it does not matter.
 
     Example:
         >>> footprint("ring", gpu=gpu("h200"), version="2.30.7").smem_bytes
@@ -58,19 +58,19 @@ COPY_ENGINE = CommFootprint(
     smem_bytes=0,
     source="NCCL_CTA_POLICY=ZERO since 2.28: all-gather and all-to-all over symmetric windows, no arithmetic",
 )
-"""Collectives by the copy engines: no multiprocessor is taken."""
+"""Collectives by the copy engines, which use no multiprocessor."""
 
 # Read with cuobjdump from the released NCCL: static shared memory of the kernels for sm_80, and for later GPUs; and the
-# most registers of a kernel over symmetric memory.
+# highest register count of a kernel over symmetric memory.
 _RELEASES: Mapping[tuple[int, ...], tuple[int, int, int]] = types.MappingProxyType(
     {(2, 28, 9): (7_104, 22_592, 128), (2, 30, 7): (14_144, 37_824, 128), (2, 32, 3): (14_144, 37_824, 128)}
 )
 RING_THREADS = 512 + 32  # NCCL_NTHREADS by default, and a warp that synchronises
-_DYNAMIC_BYTES = 20 * 4112  # ncclShmemDynamicSize: so much for each of 640 / 32 warps
+_DYNAMIC_BYTES = 20 * 4112  # ncclShmemDynamicSize: 4112 for each of 640 / 32 warps
 _REGISTERS = 96  # of every ncclDevKernel_*
 _SOURCE = (
     "registers and static shared memory: cuobjdump of the released NCCL {}; dynamic: src/include/device.h of 2.30.7,"
-    " and assumed of others; threads: "
+    " and assumed for others; threads: "
 )
 _THREADS: Mapping[str, tuple[int, str]] = types.MappingProxyType(
     {
@@ -79,7 +79,7 @@ _THREADS: Mapping[str, tuple[int, str]] = types.MappingProxyType(
         "nvls": (640, "src/graph/tuning.cc of 2.30.7, maxThreads of NVLS"),
         "pat": (640, "src/enqueue.cc of 2.30.7"),
         "p2p": (640, "src/enqueue.cc of 2.30.7, scheduleP2pTasksToPlan"),
-        "symmetric": (512, "ncclSymkMaxThreads; kernels that load by TMA take all of the shared memory besides"),
+        "symmetric": (512, "ncclSymkMaxThreads; kernels that load by TMA also take all of the shared memory"),
     }
 )
 FOOTPRINTS = (*_THREADS, COPY_ENGINE.name)
@@ -94,42 +94,42 @@ def footprint(
     ctas: int | None = None,
     nccl_nthreads: int | None = None,
 ) -> CommFootprint:
-    """What a collective takes on a GPU.
+    """The resources of a collective on a GPU.
 
     Args:
         kind: one of `FOOTPRINTS`.
         gpu: the GPU.
-        version: of the NCCL that is loaded, e.g. "2.30.7"; the newest known by default. Of one that is not known the
+        version: version of the loaded NCCL, e.g. "2.30.7"; the newest known by default. For an unknown version the
             numbers are those of the nearest older one, with a warning.
-        ctas: blocks that it runs in, as `xla_gpu_nccl_collective_max_nchannels` bounds them; by default an assumption.
-        nccl_nthreads: what NCCL_NTHREADS is, from 64 to 512 in whole warps, which only rings heed; 512 by default.
+        ctas: number of blocks, bounded by `xla_gpu_nccl_collective_max_nchannels`; an assumption by default.
+        nccl_nthreads: the value of NCCL_NTHREADS, from 64 to 512 in whole warps, used only by rings; 512 by default.
 
     Raises:
-        OccupancyError: the kind or version is not known, NCCL has not so many blocks or threads, or the GPU no NVLS.
+        OccupancyError: the kind or version is unknown, NCCL has fewer blocks or threads, or the GPU has no NVLS.
     """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
-            f"The footprint {kind!r} is not known.",
+            f"The footprint {kind!r} is unknown.",
             where="footprint",
-            why=f"there are {', '.join(FOOTPRINTS)}.",
-            do='footprint("ring", gpu=gpu): what collectives of FSDP run as by default',
+            why=f"the footprints are {', '.join(FOOTPRINTS)}.",
+            do='footprint("ring", gpu=gpu)  # the default for collectives of FSDP',
         )
     if kind == "nvls" and gpu.major < 9:
         raise OccupancyError(
             f"{gpu.title} has no NVLS.",
             where="footprint='nvls'",
-            why=f"NVLink SHARP begins with sm_90, and this GPU is {gpu.arch}.",
-            do='footprint("ring", gpu=gpu), or on the command line --footprint ring',
+            why=f"NVLink SHARP needs sm_90 or newer, and this GPU is {gpu.arch}.",
+            do='footprint("ring", gpu=gpu)  # on the command line: --footprint ring',
         )
     wrong = []
     if ctas is not None and not 1 <= ctas <= 64:
-        wrong.append((f"ctas={ctas}", "NCCL has from 1 to 64 channels."))
+        wrong.append((f"ctas={ctas}", "NCCL has 1 to 64 channels."))
     if nccl_nthreads is not None and (kind != "ring" or nccl_nthreads not in range(64, 513, 32)):
-        wrong.append((f"nccl_nthreads={nccl_nthreads}", "it is a multiple of 32 from 64 to 512, for rings alone."))
+        wrong.append((f"nccl_nthreads={nccl_nthreads}", "it must be a multiple of 32 from 64 to 512; only for rings."))
     if wrong:
         where, why = zip(*wrong, strict=True)
         do = f'footprint("ring", gpu=gpu, ctas={ASSUMED_CTAS}, nccl_nthreads=256)'
-        raise OccupancyError("The collective cannot be.", where=where, why="\n".join(why), do=do)
+        raise OccupancyError("The collective is not valid.", where=where, why="\n".join(why), do=do)
     if kind == COPY_ENGINE.name:
         return COPY_ENGINE
     found = _release(version)
@@ -152,20 +152,20 @@ def footprint(
 def parsed_version(version: str) -> tuple[int, ...]:
     """A version of NCCL as numbers."""
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
-        raise _bad_version(version, "it is no version of the form 2.30.7.")
+        raise _bad_version(version, "it is not a version such as 2.30.7.")
     return tuple(map(int, version.split(".")))
 
 
 def _release(version: str | None) -> tuple[int, ...]:
-    """The newest release whose numbers are known and that is not newer than what is asked for."""
+    """The newest release with known numbers that is not newer than the requested one."""
     asked = max(_RELEASES) if version is None else parsed_version(version)
     found = max((known for known in _RELEASES if known <= asked), default=None)
     if found is None:
-        raise _bad_version(str(version), "it is older than any whose kernels were read.")
+        raise _bad_version(str(version), "it is older than all releases whose kernels were read.")
     if found != asked:
         warnings.warn(
-            f"The kernels of NCCL {version} were not read: its footprint is taken to be that of"
-            f" {'.'.join(map(str, found))}, the nearest older one that was.",
+            f"The kernels of NCCL {version} were not read: its footprint is assumed to be that of"
+            f" {'.'.join(map(str, found))}, the nearest older release that was read.",
             OccupancyWarning,
             stacklevel=3,
         )
@@ -175,22 +175,22 @@ def _release(version: str | None) -> tuple[int, ...]:
 def _bad_version(version: str, why: str) -> OccupancyError:
     known = [".".join(map(str, numbers)) for numbers in _RELEASES]
     return OccupancyError(
-        f"The footprint of NCCL {version} is not known.",
+        f"The footprint of NCCL {version} is unknown.",
         where=f"version={version!r}",
-        why=f"{why}\nknown are {', '.join(known)}.",
+        why=f"{why}\nknown versions: {', '.join(known)}.",
         do=f'footprint("ring", gpu=gpu, version="{known[-1]}")',
     )
 
 
-# The kernels of jshard as they were compiled: what a block of each takes.
+# The kernels of jshard as compiled: the resources of a block of each.
 
 
 @dataclasses.dataclass(frozen=True)
 class ShippedKernel:
     """A kernel in one form."""
 
-    name: str  # of the kernel as profiles show it, less "jshard_", e.g. "matmul_nn_tiled".
-    tiles: str  # its tiles and pipeline stages, e.g. "64x128x64/3"; of a norm the width of its rows.
+    name: str  # of the kernel as in profiles, without "jshard_", e.g. "matmul_nn_tiled"
+    tiles: str  # its tiles and pipeline stages, e.g. "64x128x64/3"; for a norm the width of its rows
     threads: int  # of a block
     registers: int  # of a thread, as the assembler reports them
     smem_bytes: int  # of a block, without padding
@@ -198,21 +198,21 @@ class ShippedKernel:
 
     @property
     def label(self) -> str:
-        """Name and tiles: one form."""
+        """Name and tiles, which identify a form."""
         return f"{self.name}:{self.tiles}" if self.tiles else self.name
 
     @property
     def block(self) -> Block:
-        """What a block of it takes."""
+        """The resources of one of its blocks."""
         return Block(self.threads, self.registers, self.smem_bytes)
 
     def is_called(self, name: str) -> bool:
-        """Whether it goes by a name: its own, that of its form, or how they begin, as "matmul" does."""
+        """Whether a name matches it: its own, that of its form, or a prefix such as "matmul"."""
         return name in (self.name, self.label) or self.name.startswith(f"{name}_")
 
 
-# By `python -m benchmarks.kernels.table`, as is the table below; a test compiles them again. Products of transposed
-# operands take the same, and the other products of an MLP are those of matmul.
+# From `python -m benchmarks.kernels.table`, like the table below; a test compiles them again. Products of transposed
+# operands need the same resources, and the other products of an MLP are those of matmul.
 SHIPPED_SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
 
 SHIPPED = (

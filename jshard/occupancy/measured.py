@@ -17,8 +17,8 @@ from jshard.kernels.backend import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
 
 MOST_SLOWER = 1.15
-"""A kernel that alone takes longer than this many times XLA's is dropped: no overlap repays it."""
-_ALIKE = 1.25  # times of calls that one statement to the scheduler may stand for
+"""A kernel whose time alone exceeds XLA's by this factor is dropped: no overlap can make up for it."""
+_ALIKE = 1.25  # ratio of call times for which one latency may be stated to the scheduler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class Timing:
 
 
 Calls = Sequence[tuple[Sequence[Timing], int]]
-"""What was measured of some shapes, and how often each is called."""
+"""The measurements of some shapes, and how often each is called."""
 
 
 def quickest(calls: Calls) -> Timing:
-    """The setting with the least time beside the load; what is more than 1.15 times XLA's alone does not count.
+    """The setting with the least time beside the load; settings above 1.15 times XLA's time alone are excluded.
 
-    Of several shapes that of all their calls together, by settings that were measured with all of them.
+    For several shapes, the total time of all their calls is compared, for settings measured with all shapes.
     """
     kept = []
     for timings, _ in calls:
@@ -58,7 +58,7 @@ def total(setting: Occupancy | None, calls: Calls) -> Timing:
 
 
 def latency_of(setting: Occupancy, calls: Calls) -> int | None:
-    """What one call takes alone; None where that differs much by shape."""
+    """The time of one call alone; None if it differs much by shape."""
     each = [_of(setting, timings).alone_ns for timings, _ in calls]
     return None if max(each) > _ALIKE * min(each) else total(setting, calls).alone_ns // sum(n for _, n in calls)
 
@@ -68,7 +68,7 @@ def _of(setting: Occupancy | None, timings: Sequence[Timing]) -> Timing:
 
 
 def setting_text(knobs: Occupancy | None) -> str:
-    """A setting in few words."""
+    """A short description of a setting."""
     if knobs is None:
         return "XLA's own"
     tiles = f"{knobs.tile_m}x{knobs.tile_n}x{knobs.tile_k}/{knobs.stages}"
@@ -83,56 +83,56 @@ FORMAT = "jshard tuning 2"
 
 
 class CacheError(ShardingError):
-    """A file of measurements that cannot be read, or is another's."""
+    """A file of measurements cannot be read, or has another format."""
 
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
 class Key:
-    """What a measurement holds for."""
+    """The conditions for which a measurement is valid."""
 
     kernel: str  # e.g. "matmul".
     shape: str  # sizes of forward, "m x n x k" as "8192x4096x4096"
-    dtype: str  # of what is multiplied
-    device: str  # as the driver names it
-    footprint: str  # what ran beside it, as `footprint_text` writes it
-    jax: str = dataclasses.field(default_factory=_compat.jax_version)  # and so of the compiler
+    dtype: str  # of the operands
+    device: str  # the driver's name for it
+    footprint: str  # the load beside it, as written by `footprint_text`
+    jax: str = dataclasses.field(default_factory=_compat.jax_version)  # which also stands for the compiler
 
     def holds_for(self, is_of: Callable[[str], bool], footprint: str) -> bool:
-        """Whether it was measured on such a device, beside such a collective, with this version of jax."""
+        """Whether it was measured on this kind of device, beside this collective, with this version of jax."""
         return (self.jax, self.footprint) == (_compat.jax_version(), footprint) and is_of(self.device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningEntry:
-    """What was measured for a key."""
+    """The measurements for a key."""
 
-    timings: tuple[Timing, ...]  # of everything that was tried, XLA's own too
-    load_bytes: int  # that the load beside it moved
-    when: str = ""  # date and time, in words
+    timings: tuple[Timing, ...]  # of all settings that were tried, and XLA's own
+    load_bytes: int  # bytes moved by the load beside it
+    when: str = ""  # date and time as text
 
 
 Measured = Mapping[Key, TuningEntry]
 
 
 def footprint_text(comm: CommFootprint) -> str:
-    """A footprint by its numbers: two kinds of collectives with equal ones disturb a kernel alike."""
+    """A footprint by its numbers: kinds of collectives with equal numbers have the same effect on a kernel."""
     if not comm.ctas:
         return f"{comm.name}: no blocks"
     return f"{comm.name}: {comm.ctas} x {comm.threads} threads x {comm.registers} registers, {comm.smem_bytes} bytes"
 
 
 def default_path() -> Path:
-    """The file in the user's folder for such things."""
+    """The file in the user's cache folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # a relative one does not count
+    folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # a relative path is ignored
     return folder / "jshard" / "tuning.json"
 
 
 def load(path: Path) -> dict[Key, TuningEntry]:
-    """The entries of a file; none where there is no file.
+    """The entries of a file; empty if there is no file.
 
     Raises:
-        CacheError: it cannot be read, or something else wrote it. It stays as it is.
+        CacheError: it cannot be read, or has another format. The file is not changed.
     """
     try:
         return parsed(path.read_text(encoding="utf-8"), path)
@@ -156,7 +156,7 @@ def parsed(text: str, path: Path) -> dict[Key, TuningEntry]:
 
 
 def store(path: Path, entries: Measured) -> None:
-    """Adds entries to a file, in the place of those with the same key. A reader sees the old file or the new one."""
+    """Adds entries to a file, replacing those with the same key. A reader sees the old file or the new one."""
     text = text_of({**load(path), **entries})
     temporary = None
     try:
@@ -172,7 +172,7 @@ def store(path: Path, entries: Measured) -> None:
             "The measurements cannot be written.",
             where=str(path),
             why=f"{error}.",
-            do="name a file in a folder that can be written: --cache FILE",
+            do="--cache FILE  # in a folder with write access",
         ) from error
 
 
@@ -186,34 +186,34 @@ def _entry(data: Mapping[str, Any]) -> TuningEntry:
     settings = [None if one["setting"] is None else Occupancy(**one["setting"]) for one in data["timings"]]
     timings = [Timing(**one | {"setting": s}) for one, s in zip(data["timings"], settings, strict=True)]
     if None not in settings:
-        raise ValueError("XLA's own time is missing, with which all are compared.")
+        raise ValueError("XLA's own time is missing, the baseline of all comparisons.")
     return TuningEntry(timings=tuple(timings), load_bytes=int(data["load_bytes"]), when=str(data["when"]))
 
 
 def _unreadable(path: Path, why: str) -> CacheError:
     return CacheError(
-        "The file is no record of measurements that can be read.",
+        "The file is not a readable record of measurements.",
         where=str(path),
         why=why,
-        do=f"another file: --cache tuning.json; or, if nothing in it is wanted, mv {path} {path}.old",
+        do=f"--cache tuning.json  # another file; or, if it is not needed: mv {path} {path}.old",
     )
 
 
-# Of several processes the first one decides: all must trace the same program.
+# With several processes the first one decides: all must trace the same program.
 
 
 def of_first(work: Callable[[], str], *, where: str) -> str:
-    """What the first process makes; the others do nothing and receive it. All of them must call this."""
+    """The result of the first process; the others only receive it. All processes must call this."""
     made, error = "", None
     if is_primary():
         try:
             made = work()
-        except Exception as caught:  # the others wait to hear of it
+        except Exception as caught:  # the others wait for the outcome
             error = caught
 
     def failed(failures: Mapping[int, Mapping[str, Any]]) -> RunError:
         what = next(iter(failures[0]["what"].splitlines()), "")
         why = f"{failures[0]['kind']}: {what}"
-        return RunError("The first process could not do it.", where=where, why=why, do="see what process 0 says.")
+        return RunError("The first process failed.", where=where, why=why, do="see the output of process 0.")
 
     return str(all_or_none(f"first of {where}", made, error, failed=failed)[0])

@@ -45,7 +45,7 @@ from jshard.plans.plan import plan as plan_of
 PRODUCTS, NORMS = ("matmul", "mlp"), ("rms_norm", "layer_norm")
 _LEGEND = (
     'from: "measured" on this kind of device; "model" computed from facts about the device, its kernels and NCCL;'
-    ' "estimate" compares times under stated assumptions. What is quickest only a measurement says: jshard tune'
+    ' "estimate" compares times under stated assumptions. Only a measurement shows the fastest: jshard tune'
 )
 
 
@@ -53,7 +53,7 @@ _LEGEND = (
 class Reason:
     """One decision."""
 
-    what: str  # a kernel, an option, or a variable of the environment
+    what: str  # a kernel, an option, or an environment variable
     chosen: str  # the decision as text
     origin: Literal["fact", "model", "estimate", "measured"]  # the basis of the decision
     why: str  # the numbers
@@ -65,7 +65,7 @@ class Overlap(Printed):
 
     Attributes:
         device: as text.
-        comm: what runs beside the kernels; None if the footprint of a collective is not known on this device.
+        comm: the collective beside the kernels; None if its footprint on this device is unknown.
         occupancy: the occupancy argument for each kernel: "matmul", "mlp", "rms_norm" and "layer_norm".
         backends: the `backend` of each kernel: "auto", or "xla" where XLA's own was measured to be faster.
         compiler_options: for `jax.jit(compiler_options=...)`.
@@ -103,9 +103,9 @@ class Overlap(Printed):
 
     def _headline(self) -> str:
         if self.comm is None:
-            return f"{self.device}: what a collective takes of it is not known"
+            return f"{self.device}: the resources of a collective on it are unknown"
         if not self.comm.ctas:
-            return f"{self.device}, collectives by {self.comm}: no multiprocessor is taken"
+            return f"{self.device}, collectives by {self.comm}: they use no multiprocessor"
         block = f"{self.comm.threads} threads x {self.comm.registers} registers, {self.comm.smem_bytes:,} B"
         return f"{self.device}, beside {self.comm}: {self.comm.ctas} blocks of {block}"
 
@@ -132,17 +132,17 @@ def overlap(
     Nothing is set or run: the result has the arguments for `js.kernels`, the compiler options and the variables
     to export, each with its reason. Persistent kernels leave free the multiprocessors that a collective fills, as
     long as that costs less than waiting. Measurements of `jshard tune` on the same kind of device take precedence
-    over models. Where the kernels do not run, nothing is left free. With several processes all of them call it, and
-    the measurements of the first one are used.
+    over models. Where the kernels do not run, nothing is left free. With several processes, all of them must call it,
+    and the measurements of the first one are used.
 
     Args:
         model_or_plan: an annotated model, nnx or Linen, concrete or abstract, or its plan.
-        device: as in a topology, "h200", or with its cluster, "h200:64x8"; the present one by default.
-        comm: what runs beside the kernels: "ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine", or a
+        device: a name as in a topology, "h200", or with a cluster, "h200:64x8"; the present one by default.
+        comm: the collective beside the kernels: "ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine", or a
             `jshard.occupancy.CommFootprint`.
         nccl: version of NCCL, e.g. "2.30.7"; by default the newest whose kernels were read.
-        loss: function of an nnx model and the batch. With it and `batch` the model's products are known, and so each
-            unit's computation and the measurements that apply to it.
+        loss: function of an nnx model and the batch. With it and `batch` the model's products are known, and with them
+            each unit's computation and the measurements that apply to it.
         batch: the global batch, abstract or real; a tuple is passed as several arguments of `loss`.
         cache: file of `jshard tune`; the user's by default.
 
@@ -151,7 +151,7 @@ def overlap(
 
     Raises:
         AnnotationError: the root of the model is not annotated.
-        OccupancyError: the device or footprint is not known, or it would take every multiprocessor.
+        OccupancyError: the device or footprint is unknown, or the collective would fill every multiprocessor.
         CacheError: the given `cache` cannot be read.
 
     Example:
@@ -186,16 +186,16 @@ def overlap(
     )
 
 
-_UNKNOWN = "What the model computes is not known, and nothing measured was used: give the nnx model, loss= and batch=."
+_UNKNOWN = "The model's products are unknown, so no measurement was used: pass the nnx model, loss= and batch=."
 
 
 def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> CommFootprint | None:
-    """What runs beside the kernels; None on a device for which it is not known."""
+    """The collective beside the kernels; None on a device for which it is unknown."""
     if isinstance(comm, CommFootprint):
         return comm
     if target.gpu is None and comm in FOOTPRINTS and comm != COPY_ENGINE.name:
         return None
-    return footprint(comm, gpu=target.gpu, version=nccl)  # type: ignore[arg-type]  # copy engines ask for none
+    return footprint(comm, gpu=target.gpu, version=nccl)  # type: ignore[arg-type]  # copy engines need none
 
 
 def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
@@ -211,7 +211,7 @@ def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
         return {}, [note]
 
 
-# What each kernel leaves.
+# The room that each kernel leaves.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,17 +226,15 @@ class _Shaped:
 def _by_model(
     target: Device, comm: CommFootprint | None, plan: ShardPlan, products: Sequence[MatrixProduct] | None
 ) -> dict[str, _Shaped]:
-    """What each kernel leaves, by the model."""
+    """The room that each kernel leaves, by the model."""
     why = target.why_unshaped
     if not why and comm is None:
-        why = f"what a collective takes on {target.title} is not known."
+        why = f"the resources of a collective on {target.title} are unknown."
     if not why and comm is not None and not comm.ctas:
-        why = "copy engines move what is gathered: nothing is to be left to them."
+        why = "copy engines do the gathers, and need no multiprocessors."
     if not why and not any(traffic_of_unit(plan, unit) for unit in plan.units):
-        why = "nothing is sent on this mesh: there is nothing to leave room for."
-    norms_why = (
-        why or "its blocks are small and end soon; with padding it would lose more time than a collective waits."
-    )
+        why = "nothing is sent on this mesh, so there is nothing to leave room for."
+    norms_why = why or "its blocks are small and short; padding would lose more time than a collective waits."
     norms = {
         name: _Shaped(Occupancy(persistent=False), Reason(name, "as it is", "fact" if why else "model", norms_why))
         for name in NORMS
@@ -246,7 +244,7 @@ def _by_model(
         return {name: _Shaped(plain, Reason(name, "as it is", "fact", why)) for name in PRODUCTS} | norms
     sms, needed = target.gpu.num_sms, reserved_for(target.gpu, comm)
     reserved, origin = needed, "model"
-    why = f"{comm.ctas} blocks of a collective fill so many of {sms} SMs, and would wait for a whole kernel."
+    why = f"{comm.ctas} blocks of a collective fill that many of {sms} SMs, and would wait for a whole kernel."
     assumptions = target.assumptions(math.prod(degree for _, degree in plan.mesh))
     if products and assumptions is not None:
         reserved, times = best_reserve(step_times(plan, assumptions, products), needed=needed, sms=sms)
@@ -275,21 +273,21 @@ def _by_measurement(measured: Measured, products: Sequence[MatrixProduct]) -> di
         best, plain = quickest(timings), total(None, timings)
         of = f"{len(timings)} of {len(counts)} shapes measured"
         if best.setting is None:
-            why = f"{of}: XLA's own is quickest beside the load: {duration(plain.both_ns / 1e9)} of a step's forward."
+            why = f"{of}: XLA's own is fastest beside the load: {duration(plain.both_ns / 1e9)} of a step's forward."
             found[name] = _Shaped(Occupancy(), Reason(name, 'backend="xla"', "measured", why), "xla")
             continue
         why = f"{of}: {duration(best.both_ns / 1e9)} beside the load, XLA's own {duration(plain.both_ns / 1e9)}."
         latency_ns = latency_of(best.setting, timings)
         if latency_ns is None:
-            why += " Calls take different times with different shapes: the scheduler has estimates."
+            why += " The times of calls differ by shape, so the scheduler gets estimates."
         knobs = dataclasses.replace(best.setting, latency_ns=latency_ns)
         found[name] = _Shaped(knobs, Reason(name, setting_text(knobs), "measured", why))
     return found
 
 
-# Estimated step times: multiprocessors left to collectives, compared with waiting for the collectives.
+# Estimated step times: leaving multiprocessors to collectives, compared with waiting for the collectives.
 
-_BACKWARD = 2.0  # products of backward for one of forward
+_BACKWARD = 2.0  # products of backward per product of forward
 
 
 @dataclasses.dataclass
@@ -297,8 +295,8 @@ class StepTimes:
     """Seconds of one step on a device, of forward and of backward."""
 
     compute_s: list[float]  # on all multiprocessors
-    hidden_s: list[float]  # of collectives that another unit's products may hide, all their blocks running
-    exposed_s: list[float]  # of the root's, which have no other unit to hide behind
+    hidden_s: list[float]  # of collectives that another unit's products may hide, with all their blocks running
+    exposed_s: list[float]  # of the root's collectives, which no other unit can hide
 
 
 def traffic_of_unit(plan: ShardPlan, unit: UnitPlan) -> list[Traffic]:
@@ -329,7 +327,7 @@ def step_times(plan: ShardPlan, assumptions: Assumptions, products: Sequence[Mat
 
 
 def best_reserve(times: StepTimes, *, needed: int, sms: int) -> tuple[int, Mapping[int, float]]:
-    """The number of multiprocessors to leave for the least time, the smallest of equals; and the time for each."""
+    """The number of multiprocessors to leave for the least time, the smallest in a tie; and the time for each."""
 
     def total_s(reserved: int) -> float:
         parts = zip(times.compute_s, times.hidden_s, times.exposed_s, strict=True)
@@ -345,14 +343,14 @@ def best_reserve(times: StepTimes, *, needed: int, sms: int) -> tuple[int, Mappi
     return min(found, key=lambda reserved: (found[reserved], reserved)), found
 
 
-# The side of XLA and NCCL.
+# Settings of XLA and NCCL.
 
 _LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _PRIORITY = "xla_gpu_enable_highest_priority_async_stream"
 _SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
 _CHANNELS = "xla_gpu_nccl_collective_max_nchannels"
 _P2P_CHANNELS = "xla_gpu_nccl_p2p_max_nchannels"
-_COPIES = "Reduce-scatters and all-reduces compute: copy engines cannot do them, and they still take multiprocessors."
+_COPIES = "Reduce-scatters and all-reduces compute: copy engines cannot do them, so they still use multiprocessors."
 _CAUTION = (
     "XLA held symmetric kernels back for illegal-memory errors (openxla/xla#33613, #36462): try them before a long run."
 )
@@ -374,28 +372,28 @@ def _side(
     if comm is COPY_ENGINE:
         if nccl is not None and parsed_version(nccl) < (2, 28):
             raise OccupancyError(
-                "This NCCL moves nothing by the copy engines.",
+                "This NCCL cannot use the copy engines.",
                 where=f'comm="{COPY_ENGINE.name}", nccl="{nccl}"',
-                why="NCCL_CTA_POLICY=ZERO is known since 2.28.",
-                do='comm="ring", or NCCL 2.28 or newer.',
+                why="NCCL_CTA_POLICY=ZERO needs 2.28 or newer.",
+                do='comm="ring"  # or NCCL 2.28 or newer',
             )
         environment["NCCL_CTA_POLICY"] = "ZERO"
-        why = "NCCL 2.28 and newer: gathers and all-to-alls move by the copy engines. It may cost bandwidth."
+        why = "NCCL 2.28 and newer: gathers and all-to-alls use the copy engines. This may cost bandwidth."
         reasons.append(Reason("NCCL_CTA_POLICY", "ZERO", "fact", why))
         notes.append(_COPIES)
     if comm is not None and comm.name == "ring" and comm.threads != RING_THREADS:
         environment["NCCL_NTHREADS"] = f"{comm.threads - 32}"
-        why = "the footprint has fewer threads than NCCL's own, of which one warp synchronises."
+        why = "the footprint has fewer threads than NCCL's default; one warp of them synchronises."
         reasons.append(Reason("NCCL_NTHREADS", environment["NCCL_NTHREADS"], "fact", why))
     asked = _asked_of_xla(target, comm, kernels)
-    # An option that the installed compiler does not know is left out, with a warning.
+    # An option that the installed compiler does not have is omitted, with a warning.
     options = compiler_options(platform=platform, **{name: value for name, (value, _) in asked.items()})
     for name, value in options.items():
         why = asked[name][1] if name in asked else 'of the profile "fastest": docs/schedules.md has what was tried.'
         reasons.append(Reason(name, str(value), "model" if name in (_CHANNELS, _P2P_CHANNELS) else "fact", why))
     if {_CHANNELS, _P2P_CHANNELS} & options.keys() and comm is not None and "ctas: an assumption" in comm.source:
-        line = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"
-        notes.append(f"{line} comm=footprint(..., ctas=N) says it.")
+        line = f"The {comm.ctas} blocks of a collective are an assumption, because NCCL chooses by the links:"
+        notes.append(f"{line} comm=footprint(..., ctas=N) sets it.")
     if _SYMMETRIC in options:
         notes.append(_CAUTION)
     return options, environment
@@ -406,17 +404,17 @@ def _asked_of_xla(
 ) -> dict[str, tuple[Any, str]]:
     """Compiler options beside the kernels, each with its reason."""
     asked: dict[str, tuple[Any, str]] = {
-        _LIMIT: (IN_FLIGHT, "1 by default: a window closes when the next collective begins."),
-        _PRIORITY: (True, "the default, stated: with it a collective has the next block's place."),
+        _LIMIT: (IN_FLIGHT, "1 by default: a window closes when the next collective starts."),
+        _PRIORITY: (True, "the default, set explicitly: it gives a collective the next block's place."),
     }
     if comm is not None and comm.name in ("symmetric", COPY_ENGINE.name):
         asked[_SYMMETRIC] = True, "symmetric kernels and copy engines need NCCL's symmetric memory."
     leaving = [one for one in kernels.values() if one.knobs.reserved_sms]
     if leaving and comm is not None and comm.block is not None and target.gpu is not None:
-        ctas = comm.ctas  # beside all of which it was measured
+        ctas = comm.ctas  # it was measured beside all of them
         if all(one.reason.origin != "measured" for one in leaving):
             each = resident(target.gpu, comm.block)
             ctas = min(ctas, *(one.knobs.reserved_sms * each for one in leaving))
         name = _P2P_CHANNELS if comm.name == "p2p" else _CHANNELS
-        asked[name] = ctas, "no more blocks than there is room for; XLA hands it to NCCL."
+        asked[name] = ctas, "no more blocks than there is room for; XLA passes it to NCCL."
     return asked

@@ -33,19 +33,19 @@ from jshard.occupancy.measured import Key, Timing, TuningEntry, of_first, quicke
 from jshard.occupancy.overlap import transfers
 from jshard.plans.plan import plan as plan_of
 
-NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."
+NOT_MEASURED = "no GPU here: nothing was measured. The following is an estimate by the occupancy model."
 _ESTIMATED = (
-    "est.: 60 % of the peak for every tile, collectives at the rates that links are assumed to reach. It ranks how"
-    " settings leave room, not how quick they are; run this on the GPU to know."
+    "est.: 60 % of the peak for every tile, collectives at the assumed rates of the links. It ranks settings by the"
+    " room that they leave, not by speed; run this on the GPU to measure."
 )
 _MEASURED = (
-    "times of one call: alone, and until it and a load of the collectives' bytes have ended. The load copies in the"
-    " GPU's own memory with as many blocks, threads and bytes of shared memory: it is like a collective, and is none."
+    "times of one call: alone, and until it and a load of the collectives' bytes have ended. The load imitates a"
+    " collective: it copies in the GPU's own memory with as many blocks, threads and bytes of shared memory."
 )
 
 
 class TuneError(ShardingError):
-    """Tuning where nothing can be measured."""
+    """Tuning is not possible because nothing can be measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,10 @@ class TuneRow:
 
     product: MatrixProduct  # the sizes
     count: int  # calls in forward
-    units: str  # that they are of
+    units: str  # their units
     load_bytes: int  # of the collectives beside one call
-    load_ns: float  # that they are estimated to take
-    timings: tuple[Timing, ...] = ()  # none of a dtype that is left to XLA
+    load_ns: float  # their estimated time
+    timings: tuple[Timing, ...] = ()  # empty for a dtype that is left to XLA
 
     def __str__(self) -> str:
         product = self.product
@@ -67,23 +67,23 @@ class TuneRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TuneReport(Printed):
-    """The products of a model; printed it is tables."""
+    """The products of a model; it prints as tables."""
 
-    device: str  # in words
-    comm: CommFootprint  # what runs beside them
+    device: str  # its display name
+    comm: CommFootprint  # the collective beside them
     rows: tuple[TuneRow, ...]  # the products, the most work first
-    estimated: str = ""  # what to know first where the model was asked in the place of a GPU
+    estimated: str = ""  # a remark printed first if the occupancy model replaced a GPU
 
     def __rich__(self) -> Group:
         head = f"{self.device}, beside {self.comm}" + (f", {self.comm.ctas} blocks" if self.comm.ctas else "")
         first = [Text(self.estimated)] if self.estimated else []
         word = "est. " if self.estimated else ""
         tables = [part for row in self.rows if row.timings for part in (Text(), _table(row, word))]
-        left = [Text(f"left to XLA: {row}: the kernels take 16 bits") for row in self.rows if not row.timings]
+        left = [Text(f"left to XLA: {row}: the kernels need 16 bits") for row in self.rows if not row.timings]
         return Group(*first, Text(head), *tables, *left, Text(), Text(_ESTIMATED if self.estimated else _MEASURED))
 
     def to_json(self) -> str:
-        """Everything, as JSON has it."""
+        """Everything, for JSON."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
@@ -92,7 +92,7 @@ def _table(row: TuneRow, word: str) -> FittedTable:
     beside, alone = best.both_ns / plain.both_ns, best.alone_ns / plain.alone_ns
     caption = f"{beside:.2f} x XLA's time beside the load, {alone:.2f} x alone"
     if best.setting is None or word:
-        caption = "" if word else "nothing was quicker beside the load than XLA's own"
+        caption = "" if word else "nothing was faster beside the load than XLA's own"
     table = made_table(str(row), "setting", f"{word}alone>", f"{word}beside>", "", caption=caption)
     for one in sorted(row.timings, key=lambda each: (each.both_ns, each.alone_ns)):
         mark = "chosen" if one.setting == best.setting and not word else ""
@@ -100,13 +100,13 @@ def _table(row: TuneRow, word: str) -> FittedTable:
     return table
 
 
-# Times on the GPU that is here: XLA's own product and every setting, alone and beside a load, side by side.
+# Times on the present GPU: XLA's own product and every setting, alone and beside a load, side by side.
 
 ROUNDS = 7
-_CALLS = 10  # of a program in one time: so the host is ahead of the device
+_CALLS = 10  # of a program per time, so that the host is ahead of the device
 _WARM_UP = 2
-_PRODUCTS = 3  # of a program: that of forward and its two gradients, for which one setting is used
-_BESIDE = 2  # of them, the load's bytes: it begins when the first has ended, and the second holds the GPU by then
+_PRODUCTS = 3  # of a program: forward and its two gradients, which share one setting
+_BESIDE = 2  # of them, beside the load: it begins when the first has ended, and the second occupies the GPU by then
 # A captured graph may run streams as it likes.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 
@@ -114,12 +114,12 @@ _OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 def measure(
     bench: Any, settings: Sequence[Occupancy], *, rounds: int = ROUNDS
 ) -> tuple[tuple[Timing, ...], list[tuple[Occupancy, str]]]:
-    """Medians over rounds, in each of which everything is timed once: what the GPU's clock does, it does to all.
+    """Medians over rounds, each of which times everything once, so that the GPU's clock affects all alike.
 
     Args:
-        bench: a `GpuBench`, or what times in its place.
-        settings: to be timed beside XLA's own.
-        rounds: times of each.
+        bench: a `GpuBench`, or a replacement.
+        settings: settings to time, in addition to XLA's own.
+        rounds: number of times per setting.
 
     Returns:
         The times, XLA's own first; and the settings that did not run, with the reason.
@@ -137,7 +137,7 @@ def measure(
 
 
 class GpuBench:
-    """A product on the first GPU of this process. Those of an MLP are timed without their activation."""
+    """A product on the first GPU of this process. Products of an MLP are timed without their activation."""
 
     def __init__(self, product: MatrixProduct, comm: CommFootprint, load_bytes: int) -> None:
         self._comm = comm
@@ -153,7 +153,7 @@ class GpuBench:
         self._programs: dict[tuple[Occupancy | None, bool], Callable[[], Any]] = {}
 
     def prepare(self, setting: Occupancy | None) -> str:
-        """Compiles both programs, and runs them; why a setting cannot run, or nothing."""
+        """Compiles both programs, and runs them; returns why a setting cannot run, or an empty text."""
         try:
             for beside in (False, True):
                 program = self._compiled(setting, beside=beside)
@@ -167,7 +167,7 @@ class GpuBench:
         return ""
 
     def time_ns(self, setting: Occupancy | None, *, beside: bool) -> float:
-        """Of one call: a program has three."""
+        """The times of one call: a program has three."""
         program = self._programs[setting, beside]
         begin_ns, result = time.perf_counter_ns(), None
         for _ in range(_CALLS):
@@ -197,15 +197,15 @@ def program_of(setting: Occupancy | None, comm: CommFootprint | None) -> Callabl
     return run
 
 
-# A load like a collective's: so many blocks, threads and bytes of shared memory, which copy bytes as long as it takes.
+# A load like a collective: as many blocks, threads and bytes of shared memory, which copy as many bytes.
 
 _WARPGROUP = 128
-_OTHER_REGISTERS = 16  # of a thread, beside those for what is on the way
+_OTHER_REGISTERS = 16  # of a thread, besides those for data in flight
 _BARRIERS_BYTES = 1024  # of the most that a block can have
 
 
 def load_shape(comm: CommFootprint, num_bytes: int) -> tuple[int, int, int, int]:
-    """The array that the load copies, of at least so many bytes: by block, warpgroup and step, float32."""
+    """The array that the load copies, of at least `num_bytes`: by block, warpgroup and step, float32."""
     groups = -(-comm.threads // _WARPGROUP)
     on_the_way = _WARPGROUP * max(8, comm.registers - _OTHER_REGISTERS)
     steps = max(1, -(-num_bytes // (4 * comm.ctas * groups * on_the_way)))
@@ -243,9 +243,9 @@ def load(x: jax.Array, after: jax.Array, comm: CommFootprint, *, interpret: bool
 
 
 class ModelBench:
-    """What the model of occupancy expects, in the place of a `GpuBench`.
+    """The expectations of the occupancy model, in place of a `GpuBench`.
 
-    It takes all tiles to reach the same part of the peak, which they do not: it ranks how settings leave room.
+    It assumes that all tiles reach the same share of the peak, which is not so: it ranks settings by room only.
     """
 
     def __init__(self, gpu: GpuFacts, comm: CommFootprint, row: TuneRow, plans: Mapping[Occupancy, Plan]) -> None:
@@ -258,16 +258,16 @@ class ModelBench:
         return ""
 
     def time_ns(self, setting: Occupancy | None, *, beside: bool) -> float:
-        """Of one call; beside it until the collective has ended, too."""
+        """The times of one call: alone, and until the collective has also ended."""
         comm, load_ns, sms = self._comm, self._row.load_ns if beside else 0.0, self._gpu.num_sms
-        if setting is None:  # taken to make the collective wait
+        if setting is None:  # assumed to make the collective wait
             return self._plain_ns + load_ns if comm.ctas else max(self._plain_ns, load_ns)
         plan, product = self._plans[setting], self._row.product
-        each = 1 if setting.persistent else plan.blocks_per_sm  # tiles that a multiprocessor makes at once
+        each = 1 if setting.persistent else plan.blocks_per_sm  # tiles that a multiprocessor computes at once
         tiles = math.ceil(product.m / setting.tile_m) * math.ceil(product.n / setting.tile_n)
         round_ns = self._plain_ns * sms * each / tiles
         alone_ns = round_ns * math.ceil(tiles / ((sms - setting.reserved_sms) * each))
-        is_free = sms - math.ceil(tiles / each) >= reserved_for(self._gpu, comm)  # so few tiles that it finds room
+        is_free = sms - math.ceil(tiles / each) >= reserved_for(self._gpu, comm)  # so few tiles that there is room
         if not beside or setting.reserved_sms or not comm.ctas or is_free:
             return max(alone_ns, load_ns)
         if plan.drain is None or plan.drain > 1:  # at worst the collective waits for the whole kernel
@@ -276,7 +276,7 @@ class ModelBench:
         return max(alone_ns / (1 - lost), load_ns + plan.drain * round_ns)
 
 
-# What is measured of a model.
+# Measuring a model.
 
 
 def tune(
@@ -291,16 +291,16 @@ def tune(
     say: Callable[[str], object] = lambda line: None,
     bench: Callable[[MatrixProduct, CommFootprint, int], Any] = GpuBench,
 ) -> TuneReport:
-    """Measures the products of a model, and keeps what came of it in a file.
+    """Measures the products of a model, and stores the results in a file.
 
-    In several processes the first one measures, and its times are those of all.
+    With several processes the first one measures, and all use its times.
     """
-    if _compat.is_tracer(jnp.zeros(())):  # what is computed in a trace becomes part of it
+    if _compat.is_tracer(jnp.zeros(())):  # computations in a trace become part of it
         raise TuneError(
             "Kernels cannot be tuned while a program is traced.",
-            where="tune(...) inside of jax.jit, shard_map, grad or scan",
-            why="nothing runs there, so nothing can be timed; and a measurement would change what is traced.",
-            do="tune before: jshard tune MODEL; js.overlap(model, loss=..., batch=...) reads what was measured.",
+            where="tune(...) inside jax.jit, shard_map, grad or scan",
+            why="nothing runs there, so nothing can be timed; a measurement would also change the traced program.",
+            do="jshard tune MODEL  # before; js.overlap(model, loss=..., batch=...) reads the measurements",
         )
     assert device.gpu is not None
     gpu, rows = device.gpu, _rows(model, products_of(model, loss, batch), device)
@@ -315,10 +315,10 @@ def tune(
             say(f"measuring {row.product.kernel} {row.product.shape} {row.product.dtype}: {len(settings)} settings")
             timings, failed = measure(bench(row.product, comm, row.load_bytes), [*settings])
             for setting, why in failed:
-                say(f"  left out, as it does not run: {setting}: {why}")
+                say(f"  left out, because it does not run: {setting}: {why}")
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             known[key] = TuningEntry(timings=timings, load_bytes=row.load_bytes, when=now)
-            stored.store(path, {key: known[key]})  # now: what was measured is kept if the next one fails
+            stored.store(path, {key: known[key]})  # now, so that it is kept if the next one fails
         return stored.text_of({key: known[key] for key in keys.values()})
 
     entries = stored.parsed(of_first(work, where="jshard tune"), path)
@@ -329,7 +329,7 @@ def tune(
 def rank(
     model: nnx.Module, loss: Callable[..., Any], batch: Any, *, device: Device, comm: CommFootprint, why: str
 ) -> TuneReport:
-    """The same by the model of occupancy: nothing is measured or kept, and `why` is said first."""
+    """The same by the occupancy model: nothing is measured or stored, and `why` is printed first."""
     assert device.gpu is not None
     found = []
     for row in _rows(model, products_of(model, loss, batch), device):
@@ -342,7 +342,7 @@ def rank(
 
 
 def settings_for(gpu: GpuFacts, comm: CommFootprint, product: MatrixProduct) -> dict[Occupancy, Plan]:
-    """Every distinct setting that is worth a measurement: the shipped forms, with each way to leave room."""
+    """Every distinct setting that is worth measuring: the shipped forms, with each way to leave room."""
     found: dict[Occupancy, Plan] = {}
     for kernel in SHIPPED:
         if kernel.is_called("matmul"):
@@ -370,9 +370,9 @@ def _key(product: MatrixProduct, device: Device, comm: CommFootprint) -> Key:
 
 
 def _rows(model: nnx.Module, products: Sequence[MatrixProduct], device: Device) -> list[TuneRow]:
-    """The sizes, each with the collectives that are beside one call of it.
+    """The sizes, each with the collectives beside one call of it.
 
-    A unit's collectives, forward and backward, are shared out over its products and their gradients by their work.
+    A unit's collectives, forward and backward, are divided over its products and their gradients by their work.
     """
     plan, per_flop = plan_of(model), {}
     assumptions = device.assumptions(math.prod(degree for _, degree in plan.mesh))

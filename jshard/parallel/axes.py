@@ -54,13 +54,13 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         entries, ndim = tuple(table[pattern]), len(variable.get_raw_value().shape)
         deep += [f"{pattern!r}: {entries}, and {path} has {ndim} dims"] if len(entries) > ndim else []
         variable.set_metadata(out_sharding=(None,) * (ndim - len(entries)) + entries)
-    if wrong := [*deep, *(f"{pattern!r} fits no parameter" for pattern in unused)]:
+    if wrong := [*deep, *(f"{pattern!r} matches no parameter" for pattern in unused)]:
         listed = f"{', '.join(path for path, _ in params[:4])}{', ...' if len(params) > 4 else ''}"
         raise AnnotationError(
-            "A row of the table fits no parameter.",
+            "A row of the table matches no parameter.",
             where=[f"js.parallel.split({plain_class(model).__name__}, ...): {row}" for row in wrong],
-            why=f"there is an entry for each of the last dims; the parameters are {listed}.",
-            do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * stands for anything',
+            why=f"each entry is for one of the last dims; the parameters are {listed}.",
+            do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * matches anything',
         )
 
 
@@ -76,7 +76,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
         *entries: the mesh axis of each dim, or None; omitted entries are None.
 
     Raises:
-        CallError: the model may not assign an axis, or a dim is not divisible by its degree.
+        CallError: the model cannot assign an axis, or a dim is not divisible by its degree.
 
     Example:
         >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
@@ -85,9 +85,9 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
     where = f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})"
     if wrong := [n for n in named if n not in AXES or n in REGION_AXES]:
         raise CallError(
-            "An activation cannot be held to an axis.",
+            "An activation cannot be split over this axis.",
             where=where,
-            why=f"{', '.join(map(repr, wrong))}: others split the batch and sequences; 'tensor' is the model's own.",
+            why=f"{', '.join(map(repr, wrong))}: only 'tensor' is the model's; others split the batch and sequences.",
             do='js.parallel.hold(x, None, "tensor")',
         )
     mesh = region_mesh()
@@ -101,7 +101,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
             "An activation cannot be split over an axis.",
             where=where,
             why=f"dim{'s'[: len(uneven) > 1]} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
-            do="choose a length that divides, or leave the axis out.",
+            do="choose a length that divides, or omit the axis.",
         )
     spec = spec_over(tuple(degrees), entries)
     return lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))

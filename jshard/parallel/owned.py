@@ -1,9 +1,9 @@
 """`js.owned`: each device runs an optimizer's whole-matrix computations for the matrices it owns.
 
 Muon multiplies a matrix with itself, Shampoo decomposes it. If every device holds some rows, the compiler sums each
-such product over all devices, and every device repeats the rest. Here the equations of the update are read instead:
-those of one matrix between its first and last product, with equal ones of several matrices as one batch. The batch is
-split over the devices: one all-to-all brings every matrix whole to one device, and one brings the results back. Only
+such product over all devices, and every device repeats the rest. Instead, this module reads the equations of the
+update: those of one matrix between its first and last product, batched with equal ones of other matrices. The batch is
+split over the devices: one all-to-all brings each whole matrix to one device, and one returns the results. Only
 the placement of arrays changes: the results are those of the same equations.
 """
 
@@ -39,8 +39,8 @@ def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     """The transformation, with each whole-matrix computation done by the device that owns the matrix.
 
     Matrices of one shape and sharding are stacked; one all-to-all brings whole matrices to their owners, the same
-    number to each, and one brings the results back. The state's sharding and storage are unchanged. If fewer matrices
-    are alike than half the devices that share one, or an update has no matrix product, it runs as without `owned`.
+    number to each, and one returns the results. The state's sharding and storage are unchanged. If the equal matrices
+    number fewer than half the devices that share one, or an update has no matrix product, it runs as without `owned`.
     Stacked layers, `(layers, rows, columns)`, are split by layers.
 
     Args:
@@ -66,7 +66,7 @@ def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
             raise CallError(
                 "js.owned does not know where the arrays are.",
                 where="js.owned(tx).update(...)",
-                why="the mesh and the placements are the model's, and js.shard_optimizer brings them.",
+                why="the model has the mesh and the placements, and js.shard_optimizer passes them on.",
                 do="optimizer = js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3)))\n"
                 "Linen: TrainState.create(..., tx=js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3))))",
             )
@@ -95,7 +95,7 @@ class _MatrixPart:
     """The equations of one matrix as a program, from the first that needs it whole to the last."""
 
     program: Any  # a closed jaxpr
-    inputs: tuple[Any, ...]  # variables of the whole program, as are the outputs
+    inputs: tuple[Any, ...]  # variables of the whole program, like the outputs
     outputs: tuple[Any, ...]
     equations: frozenset[int]  # their numbers in the whole program
 
@@ -133,7 +133,7 @@ class _UpdateProgram:
                 work.append(([v for v in eqn.invars if not isinstance(v, jex.Literal)], run))
         for batch in self.batches:
             work.append(([v for part in batch for v in part.inputs], functools.partial(self._run, batch, known)))
-        while work:  # batches wait for all their members, and hold up what needs one of them
+        while work:  # batches wait for all their members, and delay equations that need one of them
             waiting = []
             for needed, run in work:
                 if all(v in known for v in needed):
@@ -145,7 +145,7 @@ class _UpdateProgram:
         return jax.tree.unflatten(self.tree, [_value(v, known) for v in self.jaxpr.outvars])
 
     def _run(self, batch: Sequence[_MatrixPart], known: dict[Any, Any]) -> dict[Any, Any]:
-        """Computes a batch: brings its matrices to their owners, and the results back."""
+        """Computes a batch: moves its matrices to their owners, and the results back."""
         spec = self._spec(batch[0])
         axes = self._axes(spec)
         degree = math.prod(self.mesh.shape[axis] for axis in axes)
@@ -185,7 +185,7 @@ class _UpdateProgram:
         return None if spec is None else PartitionSpec(None, *spec)
 
     def _batches(self) -> list[list[_MatrixPart]]:
-        """The parts that are alike, where there are enough of them."""
+        """The groups of equal parts that are large enough."""
         alike = collections.defaultdict(list)
         for part in self._parts():
             if any(v in self.specs for v in part.inputs):
@@ -246,7 +246,7 @@ class _UpdateProgram:
         return after & before
 
     def _part(self, equations: list[int]) -> _MatrixPart:
-        """A program of some equations; the constants that it needs are computed in it again."""
+        """A program of some equations; it recomputes the constants that it needs."""
         constant: dict[int, None] = {}  # in order
         mine = set(equations)
 
@@ -298,7 +298,7 @@ def _value(variable: Any, known: dict[Any, Any]) -> Any:
 
 
 def _evaluated(closed: Any, *arrays: Any) -> list[Any]:
-    """The results of a program, with the programs that it calls in their place."""
+    """The results of a program, with the programs that it calls inlined."""
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arrays), strict=True))
     return _run_equations(jaxpr.eqns, known, jaxpr.outvars)

@@ -1,4 +1,4 @@
-"""Checks of annotations, and of what every device would hold whole: errors and warnings that name the cause."""
+"""Checks of annotations, and of arrays that would be replicated: errors and warnings that name the cause."""
 
 import dataclasses
 import fnmatch
@@ -38,11 +38,11 @@ _LISTED = 10
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 ARRAY = "array"
-"""The kind of one that is a plain attribute."""
+"""The kind of an array that is a plain attribute."""
 
 
 def check_modules(modules: list[Any]) -> None:
-    """Raises if what is to be a unit is not made of nnx modules."""
+    """Raises if the objects that should form a unit are not nnx modules."""
     wrong = dict.fromkeys(type(m).__name__ for m in modules if not isinstance(m, nnx.Module))
     if wrong or not modules:
         raise AnnotationError(
@@ -54,7 +54,7 @@ def check_modules(modules: list[Any]) -> None:
 
 
 def check_placement(placement: Any) -> ShardPlacement:
-    """The placement; the usual one for None. Raises for what is none."""
+    """The placement; the default one for None. Raises for any other type."""
     good = placement is None or isinstance(placement, ShardPlacement)
     line = "js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))"
     check_setting(good, f"fully_shard(placement={placement!r})", "a js.ShardPlacement", line)
@@ -66,88 +66,86 @@ def check_has_parameters(modules: list[nnx.Module]) -> None:
     if any(True for module in modules for _ in occurrences(module)):
         return
     if found := [f"{plain_class(module).__name__}: {other}" for module in modules for other in others_of(module)]:
-        do = "self.kernel = nnx.Param(kernel)  # in place of a plain array, or of nnx.Variable(kernel)"
+        do = "self.kernel = nnx.Param(kernel)  # instead of a plain array or nnx.Variable(kernel)"
         raise nothing_to_shard(found, needed="an nnx.Param", do=do)
 
 
 def nothing_to_shard(where: list[str], *, needed: str, do: str) -> AnnotationError:
-    """The error for a model whose float arrays are all not in what was needed."""
+    """The error for a model with no float array in the needed type."""
     return AnnotationError(
         "The model has no parameters to shard.",
         where=where,
-        why=f"none of its {len(where)} float array(s) is in {needed}: each would be whole on every device, and no"
+        why=f"none of its {len(where)} float array(s) is in {needed}: every device would hold each one whole, and no"
         " optimizer would train it.",
         do=do,
     )
 
 
 def check_unit(unit: Unit) -> None:
-    """Raises for settings that do not go together, or that the devices of the mesh have no memory for."""
+    """Raises for incompatible settings, or settings that need a memory that the mesh's devices lack."""
     placement, plain = unit.placement, UnitPolicy(group=unit.policy.group)
     check_offload(placement.offload, unit.mesh, activations=unit.policy.remat == OFFLOADED)
     names = [f.name for f in dataclasses.fields(plain) if getattr(unit.policy, f.name) != getattr(plain, f.name)]
     given = [f"{name}=..." for name in names] + [f"offload={PARAMS!r}"] * (placement.offload == PARAMS)
     if given and not placement.gathered:
         raise AnnotationError(
-            "A unit that is never gathered takes no such settings.",
+            "These settings do not apply to a unit that is never gathered.",
             where=f"gathered=False with {', '.join(given)}",
-            why="its call runs as written, in global view: no copy is gathered, kept, cast or reduced, and nothing is"
-            " split by jshard. It takes shard_dim, stacked, ignored, allow_replicated, min_size and"
+            why="its call runs as written, in global view: jshard gathers, keeps, casts, reduces and splits"
+            " nothing. It accepts shard_dim, stacked, ignored, allow_replicated, min_size and"
             " offload='optimizer'.",
             do="js.fully_shard(model.tables, mesh=mesh, placement=js.ShardPlacement(gathered=False, shard_dim=0))",
         )
 
 
 def check_new_unit(module: nnx.Module, unit: Unit) -> None:
-    """Raises for a module that cannot become this unit: for what it is, or for the units inside."""
+    """Raises for a module that cannot become this unit, because of the module or of the units inside."""
     name, inner = plain_class(module).__name__, list(nested_units(module))
     if unit_of(module) is not None:
         raise AnnotationError(
             "A module is annotated twice.",
             where=name,
-            why="it is a unit already, by an earlier fully_shard, or because it is used in two places.",
+            why="it is already a unit: by an earlier fully_shard, or because it is used in two places.",
             do="call js.fully_shard once per module; to change the settings, annotate a fresh model.",
         )
     if others := [path for path, one in inner if unit_of(one).mesh != unit.mesh]:  # type: ignore[union-attr]
         raise AnnotationError(
             "Units of one model are on different meshes.",
             where=[f"{name}: {dotted(path)}" for path in others],
-            why=f"the module around them is on {dict(unit.mesh.shape)}, or on other devices.",
-            do="make one mesh = js.mesh(fsdp=-1) and pass it to every js.fully_shard.",
+            why=f"the enclosing module is on {dict(unit.mesh.shape)}, or on other devices.",
+            do="mesh = js.mesh(fsdp=-1)  # one mesh for every js.fully_shard",
         )
     call = inspect.getattr_static(plain_class(module), "__call__", None)
     if call is not None and not inspect.isfunction(call):
         raise AnnotationError(
-            "The call of a module is wrapped, so that it cannot become a sharded region.",
+            "The call of a module is wrapped, so it cannot become a sharded region.",
             where=f"{name}.__call__",
             why=f"it is a {type(call).__name__}, not a plain method.",
-            do="take the decorator off, and put @nnx.jit on the training step.",
+            do="remove the decorator, and put @nnx.jit on the training step.",
         )
-    if inner and not unit.placement.gathered:  # no region is opened that they could gather in
+    if inner and not unit.placement.gathered:  # they could not gather: no region is opened
         raise AnnotationError(
             "A unit that is never gathered has units inside.",
             where=[f"{name}: {dotted(path)}" for path, _ in inner],
-            why="its whole call runs as written, and so would they.",
-            do="annotate only what is not to be gathered: js.fully_shard(model.tables, mesh=mesh,"
+            why="its whole call runs as written, including theirs.",
+            do="annotate only the part that must not be gathered: js.fully_shard(model.tables, mesh=mesh,"
             " placement=js.ShardPlacement(gathered=False));"
             "\nthen the root: js.fully_shard(model, mesh=mesh)",
         )
 
 
 def no_unit_chosen(kind: str, units: str, kinds: Mapping[str, str], pattern: str) -> AnnotationError:
-    """The error for a choice of units that no submodule, of classes `kinds` at paths such as these, matches."""
+    """The error for a choice of units that matches no submodule; `kinds` are their classes."""
     return AnnotationError(
-        "No submodule is chosen as a unit.",
+        "No submodule matches the choice of units.",
         where=f"fully_shard({kind}, units={units})",
-        why="none of its submodules matches; there are "
-        + (", ".join(f"{k} ({p})" for k, p in kinds.items()) or "none")
-        + ".",
+        why="the submodules are " + (", ".join(f"{k} ({p})" for k, p in kinds.items()) or "none") + ".",
         do=f'name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="{pattern}".',
     )
 
 
 def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") -> None:
-    """Raises for a pattern in `ignored`, or another setting, that none of the paths matches."""
+    """Raises for a pattern in `ignored`, or another setting, that matches none of the paths."""
     patterns = [c.pattern for c in (choice if isinstance(choice, tuple) else (choice,)) if isinstance(c, PathPattern)]
     if unused := [p for p in patterns if not any(fnmatch.fnmatch(path, p) for path in paths)]:
         from_unit = " or from a unit in it" if setting == "ignored" else ""
@@ -155,19 +153,19 @@ def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") 
             f"A pattern in {setting} matches no parameter.",
             where=[f"{setting}={pattern!r}" for pattern in unused],
             why=f"the parameters are {', '.join(sorted(paths)[:6])}{', ...' if len(paths) > 6 else ''}.",
-            do=f'give a path from the module{from_unit}, e.g. {setting}="*/bias".',
+            do=f'use a path from the module{from_unit}, e.g. {setting}="*/bias".',
         )
 
 
-# What every device holds whole: parameters that could not be sharded, and arrays that are no parameters.
+# Arrays that every device holds whole: parameters that could not be sharded, and arrays that are not parameters.
 
-# State that nobody takes for parameters: statistics, caches, what is collected, random numbers.
+# State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers.
 _ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 
 
 @dataclasses.dataclass(frozen=True)
 class Other:
-    """A float array of a model that is no parameter, so that it is not sharded."""
+    """A float array of a model that is not a parameter, and so is not sharded."""
 
     path: Path
     kind: str  # class of its variable, or `ARRAY`
@@ -179,7 +177,7 @@ class Other:
 
 
 def others_of(module: nnx.Module) -> Iterator[Other]:
-    """The float arrays of a model that are no parameters, but for the state of Flax's own classes."""
+    """The float arrays of a model that are not parameters, except the state of Flax's own classes."""
     for path, x in walk(module):
         if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *_ORDINARY_STATE)):
             continue
@@ -188,17 +186,17 @@ def others_of(module: nnx.Module) -> Iterator[Other]:
 
 
 def others_in(path: Path, x: Any, kind: str) -> Iterator[Other]:
-    """The float arrays of one that is no parameter."""
+    """The float arrays of a variable that is not a parameter."""
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             yield Other(path, kind, f"{leaf.dtype}{list(leaf.shape)}", math.prod(leaf.shape) * leaf.dtype.itemsize)
 
 
 def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> None:
-    """Refuses large parameters that no dim divides, and warns of small ones; once per model and process.
+    """Raises for large parameters with no divisible dim, and warns of small ones; once per model and process.
 
-    And warns of others that are large beside the parameters, but for those in `allow_replicated`: they may be
-    constants. Called when the root is known: by `shard_init`, and by the first call into a model.
+    Also warns of other arrays that are large compared with the parameters, except those in `allow_replicated`: they
+    may be constants. Called when the root is known: by `shard_init`, and by the first call into a model.
     """
     placed = tuple((leaf.path, leaf.placement) for leaf in root.members)
     allowed, precision = root.placement.allow_replicated, root.policy.mixed_precision
@@ -217,7 +215,7 @@ def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int)
     listed += f"\n  ... and {len(others) - _LISTED} more" * (len(others) > _LISTED)
     _compat.warn_user(
         f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {held} bytes,"
-        f" beside {total} bytes of parameters:{listed}\n  If they are trained, make them parameters: nnx.Param(...). If"
+        f" with {total} bytes of parameters:{listed}\n  If they are trained, make them parameters: nnx.Param(...). If"
         f" not, accept it: {_accepted(dotted(other.path) for other in others)}",
     )
 
@@ -236,20 +234,20 @@ def _check_once(
             where=[_describe(*one) for one in large.items()],
             why=f"no dim divides by {axes}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
             f" model's {total} bytes.",
-            do=f"accept it: {_accepted(large)},\nor have it padded: placement=js.ShardPlacement(shard_dim=0).",
+            do=f"accept it: {_accepted(large)},\nor pad it: placement=js.ShardPlacement(shard_dim=0).",
         )
     if odd:
         listed = [f"\n  {_describe(*one)}" for one in list(odd.items())[:_LISTED]]
         listed += [f"\n  ... and {len(odd) - _LISTED} more"] * (len(odd) > _LISTED)
         _compat.warn_user(
-            f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axes}. Each device holds all"
+            f"{len(odd)} parameter(s) of {name} are replicated, because no dim divides by {axes}. Each device holds all"
             f" {held} bytes of them, {held / total:.1%} of the model:{''.join(listed)}\n  To accept it:"
             f" {_accepted(odd)}. To pad them: placement=js.ShardPlacement(shard_dim=0).",
         )
 
 
 def _accepted(named: Iterable[str]) -> str:
-    """The line that accepts replicated arrays: by their paths, or with `*` for the numbers of many layers."""
+    """The line that accepts replicated arrays: by their paths, or with `*` for the indices of many layers."""
     paths = list(named)
     paths = paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))
     return f"js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(allow_replicated={paths!r}))"
@@ -259,7 +257,7 @@ def _check_kept(name: str, paths: list[str], precision: MixedPrecision) -> None:
     unused = [p for p in precision.keep if not any(map(dataclasses.replace(precision, keep=(p,)).keeps, paths))]
     if unused:
         raise AnnotationError(
-            "No parameter matches what should keep its dtype.",
+            "A pattern in keep matches no parameter.",
             where=f"{name}: MixedPrecision(keep={precision.keep!r})",
             why=f"{', '.join(map(repr, unused))}; paths are {', '.join(paths[:4])}{' ...' if paths[4:] else ''}.",
             do='js.MixedPrecision(param="bfloat16", keep=("norm/*",))',
@@ -267,11 +265,11 @@ def _check_kept(name: str, paths: list[str], precision: MixedPrecision) -> None:
 
 
 def warn_of_unplanned(paths: list[str], where: str) -> None:
-    """Warns of parameters that the annotation never saw: they are right, but whole on every device."""
+    """Warns of parameters added after the annotation: they are correct, but whole on every device."""
     if paths:
         listed = "".join(f"\n  {path}" for path in paths)
         _compat.warn_user(
-            f"{where}: {len(paths)} parameter(s) came after the annotation and stay replicated:{listed}\n"
+            f"{where}: {len(paths)} parameter(s) were added after the annotation and stay replicated:{listed}\n"
             "  Change the model first, then js.fully_shard it.",
         )
 

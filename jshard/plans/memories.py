@@ -1,4 +1,4 @@
-"""Host memory and optimizer state: which devices have it, where each array is, updates a part at a time."""
+"""Host memory and optimizer state: which devices have it, where each array is, updates in parts."""
 
 import contextvars
 import dataclasses
@@ -19,11 +19,11 @@ from jshard.plans.plan import ShardPlan
 from jshard.plans.policies import MixedPrecision
 
 HOST_KIND = "pinned_host"
-"""JAX's name of the host's memory that a device reads and writes directly."""
+"""JAX's name for host memory that a device reads and writes directly."""
 
 
 def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = False) -> None:
-    """Raises for an offload, of arrays or of activations, that devices of the mesh say they have no memory for."""
+    """Raises for an offload, of arrays or of activations, if devices of the mesh report no memory for it."""
     if not (offload or activations) or not isinstance(mesh, Mesh):
         return
     asked = f"offload={offload!r}" if offload else 'remat="offload"'
@@ -34,7 +34,7 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
             "These devices have no host memory to offload to.",
             where=[f"{device}  memories: {', '.join(found)}" for device, found in lacking.items()],
             why=f"{asked} needs memory of the kind {HOST_KIND!r}; {len(lacking)} of {len(kinds)} devices lack it.",
-            do='leave it out; remat="full" and accumulate=2 save memory on the device.',
+            do='omit it; remat="full" and accumulate=2 save memory on the device.',
         )
 
 
@@ -44,7 +44,7 @@ def sharding_of(mesh: Any, spec: PartitionSpec, *, on_host: bool) -> NamedShardi
 
 
 def to_device(tree: Any) -> Any:
-    """The tree with what is on the host brought to the device."""
+    """The tree, with arrays on the host copied to the device."""
     return jax.tree.map(fetched, tree)
 
 
@@ -59,23 +59,23 @@ def to_host(x: jax.Array) -> jax.Array:
 
 
 def placed_like(x: jax.Array, like: Any) -> jax.Array:
-    """An array in the memory that another one is in."""
+    """An array in the same memory as another array."""
     return to_host(x) if like is not None and _compat.on_host(like) else x
 
 
 def back(tree: Any, like: Any) -> Any:
-    """A tree of arrays, each in the memory that its like is in."""
+    """A tree of arrays, each in the same memory as its counterpart."""
     return jax.tree.map(placed_like, tree, like)
 
 
-# Where each array of an optimizer's state is placed, and updates of arrays in host memory, a part at a time.
+# Where each array of an optimizer's state is placed, and updates of arrays in host memory, in parts.
 
 Keys = tuple[str, ...]
 """The keys of a path as text."""
 
 
 class StatePlaces:
-    """Where each array of an optimizer's state is; from shapes and paths alone.
+    """Where each array of an optimizer's state is, derived from shapes and paths alone.
 
     With `over_replica` the state of replicated parameters is sharded over `replica`.
     """
@@ -85,7 +85,7 @@ class StatePlaces:
         self._over_replica, self._degrees = over_replica, dict(plan.mesh)
 
     def tail(self, path: Keys) -> Keys | None:
-        """The path of the parameter that a path in the state ends in; None if it ends in none."""
+        """The path of the parameter that a path in the state ends in; None if there is no such parameter."""
         return tail_in(self._parameters, path)
 
     def parameter(self, path: Keys) -> Placement | None:
@@ -110,27 +110,27 @@ class StatePlaces:
         return {path: placement for path, placement in self._parameters.items() if placement.offload is not None}
 
     def on_host(self, path: Keys, shape: tuple[int, ...]) -> bool:
-        """Whether an array of the state is in host memory: one of the shape of a parameter that is offloaded."""
+        """Whether an array of the state is in host memory: if it has the shape of its offloaded parameter."""
         parameter = self.parameter(path)
         shapes = () if parameter is None or parameter.offload is None else (parameter.shape, parameter.stored_shape)
         return shape in shapes
 
     def on_host_itself(self, path: Keys) -> bool:
-        """Whether the parameter at a path is in host memory, and not its state alone."""
+        """Whether the parameter at a path is in host memory itself, not only its state."""
         parameter = self.parameter(path)
         return parameter is not None and parameter.on_host
 
     def padding(self, path: Keys, shape: tuple[int, ...]) -> Padding | None:
-        """The padding of an array of the state: that of its parameter, if it has its shape."""
+        """The padding of an array of the state: that of its parameter, if the shapes are equal."""
         parameter = self.parameter(path)
         if parameter is None or shape not in (parameter.shape, parameter.stored_shape):
             return None
         return Padding.of(parameter)
 
     def held(self, tree: Any, mesh: AnyMesh, *, as_given: bool = False) -> Any:
-        """A tree whose arrays are padded and held to where their parameters are: else the compiler picks anew.
+        """A tree with arrays padded and constrained like their parameters, else the compiler chooses again.
 
-        With `as_given` arrays of other models, and logical ones of what is stored padded, stay as they are.
+        With `as_given`, arrays of other models, and logical arrays of parameters stored padded, stay as they are.
         """
 
         def hold(path: tuple, x: Any) -> Any:
@@ -155,23 +155,23 @@ class StatePlaces:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateLayout:
-    """Where the arrays of an optimizer's update are: by their paths and shapes, on a mesh."""
+    """Where the arrays of an optimizer's update are, by their paths and shapes, on a mesh."""
 
     places: StatePlaces
     mesh: AnyMesh
 
 
 update_layout: contextvars.ContextVar[UpdateLayout | None] = contextvars.ContextVar("update_layout", default=None)
-"""Of the update at work; None outside of a transformation of `js.shard_optimizer`."""
+"""The placements of the current update; None outside a transformation of `js.shard_optimizer`."""
 
 
 def tail_in(paths: Container[Keys], path: Keys) -> Keys | None:
-    """The longest of some paths that a path ends in; None if there is none."""
+    """The longest of some paths that a path ends in, or None."""
     return next((path[start:] for start in range(len(path)) if path[start:] in paths), None)
 
 
 def key_texts(path: tuple) -> Keys:
-    """The keys of a path of `jax.tree_util` as text, without those that lead into a variable or a box of Flax."""
+    """The keys of a `jax.tree_util` path as text, without those that lead into a Flax variable or box."""
     while path and getattr(path[-1], "name", None) == "value":  # a parameter of that name has a `key`
         path = path[:-1]
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
@@ -182,22 +182,22 @@ def paths_of(tree: Any) -> list[Keys]:
     return [key_texts(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-# An update of arrays in host memory, a part at a time: never is all of it on the device.
+# An update of arrays in host memory, in parts: the device never holds all of it.
 
 _PART_BYTES = 8 * 2**20  # of parameters on a device: large enough to copy well
-_IN_FLIGHT = 2  # parts on the device at once: one is fetched or taken back while the other computes
+_IN_FLIGHT = 2  # parts on the device at once: one is copied in or out while the other computes
 
 Part = tuple[list[int], list[int]]
-"""Positions of arguments and of results that belong together."""
+"""Matching positions of arguments and of results."""
 
 
 def parts_of(
     offloaded: Mapping[Keys, Placement], arguments: Sequence[Keys], results: Sequence[Keys], gradients: Sequence[Keys]
 ) -> list[Part]:
-    """Parameters with their gradients and their state, several together, those first whose gradients come first.
+    """Parameters grouped with their gradients and state, ordered by when the gradients arrive.
 
-    A path of an argument or a result ends in that of a parameter, or belongs to none. What has no gradient is frozen,
-    and in no part.
+    The path of an argument or a result ends in that of a parameter, or belongs to no parameter. Parameters without a
+    gradient are frozen, and in no part.
     """
     found: dict[Keys, Part] = {path: ([], []) for path in offloaded}
     for number, paths in enumerate((arguments, results)):
@@ -217,10 +217,10 @@ def parts_of(
 
 
 def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence[Part], like: Sequence) -> list:
-    """The results of a function of arrays on the device, those of each part put where their like is before a later one.
+    """The results of a function on the device; those of each part are moved to their memory before a later part.
 
-    What is on the host is fetched when its part begins. Results in no part come at the end; what is only passed on
-    stays where it is. The like of a result is an array whose memory it goes to, or None for the device.
+    Arrays on the host are fetched when their part begins. Results in no part are computed last; values only passed on
+    stay where they are. The like of a result is an array whose memory it is moved to, or None for the device.
     """
     lazy = _Lazy(function, arguments)
     results = lazy.unchanged(like)
@@ -233,7 +233,7 @@ def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence
             for j, x in zip(before, found, strict=True):
                 results[j] = x
         else:
-            values = lax.optimization_barrier(values)  # none before the last of them, a gradient, is there
+            values = lax.optimization_barrier(values)  # none is used before the last of them, a gradient, exists
         lazy.give(given, values)
         for j in made:
             results[j] = placed_like(lazy.result(j), like[j])
@@ -244,12 +244,12 @@ def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence
 
 
 class _Lazy:
-    """A traced function whose results are computed one by one, each with what it needs and was not there."""
+    """A traced function whose results are computed one by one, each with the missing values that it needs."""
 
     def __init__(self, function: Callable[..., list], arguments: Sequence) -> None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
         closed = jax.make_jaxpr(function)(*shapes)
-        if any(map(_is_call, closed.jaxpr.eqns)):  # of a whole tree: all of it would be needed at once
+        if any(map(_is_call, closed.jaxpr.eqns)):  # calls of a whole tree would need all of it at once
             closed = jax.make_jaxpr(lambda *xs: _without_calls(closed, xs))(*shapes)
         self._inputs, self._results = closed.jaxpr.invars, closed.jaxpr.outvars
         self._arguments = dict(zip(self._inputs, arguments, strict=True))
@@ -257,13 +257,13 @@ class _Lazy:
         self._makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
 
     def unchanged(self, like: Sequence) -> list[Any]:
-        """The results that are arguments where they are, such as frozen parameters; None for the others."""
+        """The results that are unchanged arguments, such as frozen parameters; None for the others."""
         found = [None if isinstance(v, jex.Literal) else self._arguments.get(v) for v in self._results]
         stays = lambda x, y: x is not None and _compat.on_host(x) == (y is not None and _compat.on_host(y))
         return [x if stays(x, y) else None for x, y in zip(found, like, strict=True)]
 
     def give(self, positions: Sequence[int], values: Sequence) -> None:
-        """Other values of some arguments, which come from now on; those that are needed already stay."""
+        """Replaces some arguments from now on; values already used stay."""
         for i, x in zip(positions, values, strict=True):
             self._known.setdefault(self._inputs[i], fetched(x))
 
@@ -294,13 +294,13 @@ class _Lazy:
 
 
 def _is_call(eqn: Any) -> bool:
-    """Whether an equation is a `jax.jit` that asks for nothing but its results."""
+    """Whether an equation is a `jax.jit` without further requirements."""
     asked = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return eqn.primitive.name == "jit" and not any(isinstance(x, jax.sharding.Sharding) for x in asked)
 
 
 def _without_calls(closed: Any, arguments: Sequence) -> list:
-    """The results of a program, each function in it that was jitted traced equation by equation."""
+    """The results of a program, with each jitted function in it traced equation by equation."""
     jaxpr = closed.jaxpr
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
     value = lambda v: v.val if isinstance(v, jex.Literal) else known[v]

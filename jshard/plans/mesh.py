@@ -1,4 +1,4 @@
-"""Named meshes: `replica` copies, each sharded over `fsdp`, and what splits further: `expert`, `context`, `tensor`."""
+"""Named meshes: `replica` copies, each sharded over `fsdp`, and further axes: `expert`, `context`, `tensor`."""
 
 import functools
 import math
@@ -16,9 +16,9 @@ REPLICA, FSDP, EXPERT, CONTEXT, TENSOR = AXES = ("replica", "fsdp", "expert", "c
 DATA_AXES = (REPLICA, FSDP, EXPERT)
 """The axes over which the batch is split."""
 INNER_AXES = (EXPERT, CONTEXT)
-"""The axes over which a data shard's program is run once more on a part: of the experts, of the sequence."""
+"""The axes over which a data shard's program is split further: over the experts, over the sequence."""
 REGION_AXES = (*DATA_AXES, CONTEXT)
-"""The axes that a region is manual over; parameters are sharded over one of them, and repeated over others."""
+"""The axes over which a region is manual; parameters are sharded over some and replicated over the others."""
 
 _ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them
 
@@ -72,7 +72,7 @@ def mesh(
         tensor: degree of the tensor axis; -1: the remaining devices.
         devices: the devices to use, all of them by default. An int creates a mesh of that many devices
             that need not exist: for `js.plan` and `js.explain`, not for arrays.
-        **unknown: refused: there are no other axes.
+        **unknown: not accepted: there are no other axes.
 
     Returns:
         A `jax.sharding.Mesh` with Auto axes, or an `AbstractMesh` if `devices` is an int.
@@ -103,7 +103,7 @@ def mesh(
 
 
 def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """TPUs by position in the torus of their slice; the outermost axes span the slices, which share no torus."""
+    """TPUs by position in the torus of their slice; the outermost axes span the slices."""
     slices = left = len({getattr(d, "slice_index", 0) for d in devices})
     over = []
     for size in sizes:
@@ -111,9 +111,9 @@ def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
         left //= over[-1]
     if left > 1:
         raise MeshError(
-            "The mesh does not go over the slices.",
+            "The mesh cannot span the slices.",
             where=f"degrees {' x '.join(map(str, sizes))}",
-            why=f"the devices are of {slices} slices, and no degrees share their factors.",
+            why=f"the devices form {slices} slices, and no degrees contain their factors.",
             do=f"mesh = js.mesh(replica={slices})  # a copy of the model on each slice",
         )
     if slices == 1:
@@ -134,7 +134,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: A
         why = f"the axes are {', '.join(AXES)}."
     elif bad:
         what = f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number."
-        why = ", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree is 1 or more, or -1 for the rest."
+        why = ", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree must be 1 or more, or -1 for the rest."
     elif len(open_axes) > 1:
         what = f"More than one mesh axis is -1: {', '.join(open_axes)}."
         why = f"only one axis can take the rest of the {count} devices."
@@ -151,11 +151,11 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: A
 
 
 def nearest_degrees(asked: Mapping[str, Any], count: int) -> dict[str, int]:
-    """Degrees for so many devices, close to the requested ones: one axis takes the rest."""
+    """Degrees for a number of devices, close to the requested ones: one axis takes the rest."""
     degrees = {axis: n for axis, n in asked.items() if axis in AXES and type(n) is int and (n > 0 or n == -1)}
     rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
     found, left = {rest: -1}, max(count, 1)
-    for axis in reversed(AXES):  # the innermost keeps what it can
+    for axis in reversed(AXES):  # the innermost keeps as much as it can
         if axis != rest:
             found[axis] = max(n for n in range(1, min(max(degrees.get(axis, 1), 1), left) + 1) if left % n == 0)
             left //= found[axis]
@@ -176,7 +176,7 @@ def _other_devices(wanted: int, count: int, devices: Any) -> str:
         return f"  # or devices=jax.devices()[:{wanted}]"
     if devices is None and jax.default_backend() == "cpu":
         return (
-            f'\njax.config.update("jax_num_cpu_devices", {wanted})  # simulates more; before anything asks for devices'
+            f'\njax.config.update("jax_num_cpu_devices", {wanted})  # simulates more; set before JAX looks for devices'
         )
     return ""
 
@@ -194,7 +194,7 @@ def check_mesh(value: Any) -> AnyMesh:
             why = f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}."
         elif wrong:
             what, do = "The mesh has Manual axes.", "mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
-            why = f"{', '.join(map(repr, wrong))}: that is for the inside of a jax.shard_map."
+            why = f"{', '.join(map(repr, wrong))}: Manual axes are for code inside a jax.shard_map."
     if what:
         raise MeshError(what, where=where, why=why, do=do)
     return with_auto_axes(value)
@@ -218,7 +218,7 @@ def degree(mesh: AnyMesh, axis: str) -> int:
 def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The axes over which the batch is split, outermost first.
 
-    Axes of degree 1 are omitted, as a reduction over one would stay in the program; `fsdp` is always included.
+    Axes of degree 1 are omitted, because a reduction over one would stay in the program; `fsdp` is always included.
     """
     return tuple(a for a in DATA_AXES if a == FSDP or degree(mesh, a) > 1)
 

@@ -1,9 +1,9 @@
 """Parameters whose stored array is padded with rows of zeros at the end of the sharded dim, so that it divides.
 
-JAX has no array that is sharded unevenly. Such a variable holds the padded array, and all that reads or writes the
-variable sees the logical one. As the padding is in the class, it survives everything that nnx does to a variable.
+JAX has no unevenly sharded arrays. Such a variable holds the padded array, and all code that reads or writes the
+variable sees the logical one. Because the padding is in the class, it survives everything that nnx does to a variable.
 Raw arrays (`jax.tree.leaves`, `nnx.as_pure`) are padded; their padding is zero, and has no gradient. An optimizer that
-maps over them takes means over the padding too: `jshard.engine.call` refuses it.
+maps over them averages over the padding too: `jshard.engine.call` refuses it.
 """
 
 import copyreg
@@ -33,21 +33,21 @@ OF_STORAGE = frozenset(
 class Padding:
     """The padded dim of an array."""
 
-    from_end: int  # the dim, counted from the end: right also where a scan took leading dims away
+    from_end: int  # the dim, counted from the end: also correct after a scan has removed leading dims
     size: int  # logical
     stored: int
     ndim: int  # of the array
 
     @classmethod
     def of(cls, placement: Placement) -> "Padding | None":
-        """That of a parameter; None if it is not padded."""
+        """The padding of a parameter; None if it is not padded."""
         if not placement.padding or placement.dim is None:
             return None
         size, ndim = placement.shape[placement.dim], len(placement.shape)
         return cls(placement.dim - ndim, size, size + placement.padding, ndim)
 
     def cut(self, x: Any) -> Any:
-        """The logical array; one that is logical already stays."""
+        """The logical array; an array that is already logical is returned unchanged."""
         shape = getattr(x, "shape", ())
         if not self._fits(shape, self.stored):
             return x
@@ -56,7 +56,7 @@ class Padding:
         return lax.slice_in_dim(x, 0, self.size, axis=x.ndim + self.from_end)
 
     def pad(self, x: Any) -> Any:
-        """The array as it is stored; one that is padded already stays."""
+        """The stored array; an array that is already padded is returned unchanged."""
         if not self._fits(getattr(x, "shape", ()), self.size):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -65,7 +65,7 @@ class Padding:
         return jnp.pad(x, zeros)
 
     def logical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what `cut` makes of an array of a shape."""
+        """The shape that `cut` returns for an array of a shape."""
         return self._resized(shape, self.size) if self._fits(shape, self.stored) else shape
 
     def _resized(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class _LogicalReads:
 
     def update_from_state(self: Any, variable_state: nnx.Variable) -> None:
         same = padding_of(variable_state) == self._jshard_padding
-        old = self.get_raw_value()  # a state of another mesh, or of a plain model, is padded as this one is
+        old = self.get_raw_value()  # a state of another mesh, or of a plain model, is padded like this one
         nnx.Variable.update_from_state(self, variable_state if same else logical(variable_state))
         given = self.get_raw_value()
         stored = _placed(self._jshard_padding.pad(given), given, old)
@@ -129,7 +129,7 @@ def padding_of(variable: Any) -> Padding | None:
 
 
 def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
-    """The shape of the logical array that a variable stands for."""
+    """The shape of the logical array of a variable."""
     padding, shape = padding_of(variable), variable.get_raw_value().shape
     return shape if padding is None else padding.logical_shape(shape)
 
@@ -145,7 +145,7 @@ def logical(variable: V) -> V:
 
 
 def store(variable: nnx.Variable, padding: Padding | None, value: Any) -> None:
-    """Lets a variable hold an array that is padded so, or not at all."""
+    """Makes a variable hold an array with this padding, or with none."""
     cls = unpadded(type(variable))
     object.__setattr__(variable, "__class__", cls if padding is None else _padded_class(cls, padding))
     variable.set_raw_value(value)
@@ -171,14 +171,14 @@ def _padded_class(base: type[nnx.Variable], padding: Padding) -> type[nnx.Variab
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """A metaclass of its own, so that pickle knows how to rebuild a padded class."""
+    """Its own metaclass, so that pickle knows how to rebuild a padded class."""
     made = type("PaddedMeta", (meta,), {})
     copyreg.pickle(made, lambda cls: (_padded_class, (cls._jshard_unpadded, cls._jshard_padding)))  # type: ignore[arg-type]
     return made
 
 
 def _placed(stored: Any, given: Any, old: Any) -> Any:
-    """What was padded just now where the old value is; what was given padded stays where it is."""
+    """A newly padded array is placed like the old value; an array that was already padded stays where it is."""
     are_here = isinstance(stored, jax.Array) and isinstance(old, jax.Array)
     if stored is given or not are_here or _compat.is_tracer(stored) or _compat.is_tracer(old):
         return stored

@@ -1,6 +1,6 @@
-"""Which dim of a parameter is sharded, and what its copies cost. Knows shapes only, no model and no device.
+"""Which dim of a parameter is sharded, and the size of its copies. Uses shapes only, no model and no device.
 
-At the end are deprecated settings and functions: they work for one more release, with a warning that has the new line.
+Deprecated settings and functions are at the end: they work for one more release, with a warning that has the new line.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jshard.plans.policies import MixedPrecision, check_setting
 
 Entry = str | tuple[str, ...] | None
 ShardDim = int | Callable[[str, tuple[int, ...]], int | None] | None
-Offload = Literal["optimizer", "params"]  # what of a parameter is in host memory: the optimizer's state, or it too
+Offload = Literal["optimizer", "params"]  # in host memory: the optimizer's state, or also the parameter
 OPTIMIZER, PARAMS = get_args(Offload)
 
 
@@ -37,7 +37,7 @@ class Placement:
     because: str = ""  # why the parameter is replicated
     layers: int = 1  # stacked in the leading dims; a scan gathers them one at a time
     padding: int = 0  # rows of zeros at the end of `dim` in the stored array, without which it would not divide
-    offload: Offload | None = None  # what of it is in host memory: `OPTIMIZER`, its state; `PARAMS`, the parameter too
+    offload: Offload | None = None  # in host memory: `OPTIMIZER`: its state; `PARAMS`: also the parameter
     gathered: bool = True  # by its unit; False: its uses work on the shards
     gather_wire: str = ""  # the dtype in which it is sent when it is gathered, with scales; empty: `gathered_dtype`
     reduce_wire: str = ""  # dtype in which parts of its gradient are sent, summed on arrival; empty: `reduce_dtype`
@@ -134,14 +134,14 @@ class ShardPlacement:
         allow_replicated: path patterns of parameters that are replicated rather than padded if no dim divides,
             whatever their size and without a warning; and of large arrays that are not parameters.
         min_size: parameters with fewer elements stay replicated.
-        offload: what is in host memory. `"optimizer"`: the state that `js.shard_optimizer` creates for the parameters.
+        offload: data in host memory. `"optimizer"`: the state that `js.shard_optimizer` creates for the parameters.
             `"params"`: also the parameters and their gradients: each is copied to the device before it is gathered.
             Parameters below `min_size` stay on the device.
         gathered: False: parameters, gradients and optimizer state are sharded as in any unit, but never gathered. The
             unit's call runs as written, in global view, where each parameter is one logical array: for tables of
             which a step reads little. Call it outside the root's call, and pass its result in; a Linen model needs no
-            change for this, as the code around it runs in global view, too. Its communication is the model's own; of
-            the settings of `js.fully_shard` it takes only this one, with `offload` at most `"optimizer"`.
+            change for this, because the code around it also runs in global view. Its communication is the model's
+            own; `js.fully_shard` accepts only this setting for it, with `offload` at most `"optimizer"`.
         axis_rules: mesh axes for the dim names in the model's own annotations: an axis, a tuple of axes, or None for
             a name that splits nothing. `fsdp` needs no rule: the dim that it shards is decided here.
 
@@ -171,7 +171,7 @@ class ShardPlacement:
         _check_field(dim, "shard_dim", self.shard_dim, "a number or a function of (path, shape)", 0)
         _check_field(_is_size(self.stacked), "stacked", self.stacked, "a number of leading dims, 0 or more", 1)
         _check_field(_is_size(self.min_size), "min_size", self.min_size, "a number of elements", 1024)
-        known = '"optimizer" (its state is in host memory), "params" (parameters and their gradients, too) or None'
+        known = '"optimizer" (its state is in host memory), "params" (also parameters and their gradients) or None'
         _check_field(self.offload in (None, OPTIMIZER, PARAMS), "offload", self.offload, known, OPTIMIZER)
         _check_field(self.gathered in (True, False), "gathered", self.gathered, "True or False", False)
 
@@ -244,7 +244,7 @@ def place(
 
 
 def _ruled(entry: Entry, rules: Mapping[str, Entry]) -> Entry:
-    """A model's own annotation of a dim in the axes of the mesh."""
+    """A model's own annotation of a dim, as axes of the mesh."""
     if not any(n in rules for n in axes_of(entry)):
         return entry
     found = tuple(axis for n in axes_of(entry) for axis in axes_of(rules.get(n, n)))
@@ -270,12 +270,12 @@ def _check_given(
 ) -> None:
     """Raises for a model's own annotation whose split would be lost, or does not divide."""
     others = [a for a in (TENSOR, EXPERT) if degrees.get(a, 1) > 1]
-    if unknown and others:  # it is unknown which one is meant; with none, there is nothing to split it over
+    if unknown and others:  # the intended axis is unknown; without other axes there is nothing to split over
         raise AnnotationError(
             "The model's own sharding of a parameter cannot be kept.",
             where=f"{path}  out_sharding={named}",
             why=f"{', '.join(map(repr, unknown))}: the mesh has {', '.join(degrees)}.",
-            do="say which axis each name is, or None: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement("
+            do="map each name to an axis, or None: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement("
             f"axis_rules={dict.fromkeys(unknown[:-1]) | {unknown[-1]: others[0]}}))",
         )
     split = [n for entry in given for n in axes_of(entry)]
@@ -286,7 +286,7 @@ def _check_given(
             "Two dims of a parameter cannot be split over one axis.",
             where=f"{path}  shape {tuple(shape)}  out_sharding={named}",
             why=f"{twice!r} would be on {split.count(twice)} dims.",
-            do="leave it to one of the names: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement("
+            do="keep it for one of the names: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement("
             f"axis_rules={ruled | dict.fromkeys(axes_of(last))}))",
         )
     pieces = [math.prod(degrees[n] for n in axes_of(entry)) for entry in given]
@@ -294,10 +294,10 @@ def _check_given(
     if uneven:
         listed = "; ".join(f"dim {d} over {', '.join(axes_of(given[d]))} ({pieces[d]})" for d in uneven)
         raise AnnotationError(
-            "A dim does not divide by the axis that the model's own sharding gives it.",
+            "A dim does not divide by the axis that the model's own sharding assigns to it.",
             where=f"{path}  shape {tuple(shape)}  out_sharding={given}",
-            why=f"{listed}: every device holds an equal part.",
-            do="choose a degree that divides it, or leave the axis out for this parameter.",
+            why=f"{listed}: every device must hold an equal part.",
+            do="choose a degree that divides it, or omit the axis for this parameter.",
         )
 
 
@@ -306,7 +306,7 @@ DEGREE_ONE = "the fsdp axis has degree 1"
 SMALL = "smaller than min_size"
 INDIVISIBLE = "no dim divides by"
 
-PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their own
+PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth their own gather
 
 
 def _choose(
@@ -345,9 +345,9 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], d
     raise AnnotationError(
         f"A parameter cannot be sharded along dim {asked!r}.",
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
-        why="shard_dim is a number, or gives one; that dim must be free of other axes and of layers"
+        why="shard_dim must be or return a number; that dim must be free of other axes and of layers"
         + ("." if pads else even),
-        do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
+        do="omit shard_dim, or return None for this path: js.fully_shard(m, mesh=mesh,"
         " placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
     )
 
@@ -364,18 +364,18 @@ GONE = {
     "batch_dim": f"{_BY_TRACE}; js.value_and_grad cuts microbatches along dim 0",
     "sync_batch_norm": "statistics are always those of the whole batch",
 }
-"""Settings that a trace has made needless, and what holds without them."""
+"""Settings that tracing made unnecessary, and the behaviour without them."""
 
 
 def placement_of(
     placement: ShardPlacement, old: Mapping[str, Any], line: str = "js.fully_shard(..., placement={})"
 ) -> ShardPlacement:
-    """A placement with the fields given beside it; `line` is how to write it."""
+    """A placement with the given fields added; `line` shows how to write it."""
     if unknown := [name for name in old if name not in (*_FIELDS, *GONE)]:
         raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
     if gone := [name for name in old if name in GONE]:
         reasons = "".join(f"\n  {name}: {GONE[name]}." for name in gone)
-        _warn(f"{', '.join(gone)}: these settings of fully_shard are gone, and change nothing. Delete them:{reasons}")
+        _warn(f"{', '.join(gone)}: these settings of fully_shard no longer have an effect. Delete them:{reasons}")
     fields = {name: value for name, value in old.items() if name in _FIELDS}
     if not fields:
         return placement
@@ -394,9 +394,9 @@ def reshard_of(strategy: Any) -> bool | int:
     """The `reshard_after_forward` of each layer for a strategy, given by name or as a value."""
     if strategy not in _RESHARD and not hasattr(strategy, "reshard_after_forward"):
         raise AnnotationError(
-            "The strategy is not known.",
+            "The strategy is unknown.",
             where=f"fully_shard(strategy={strategy!r})",
-            why=f"it is one of {', '.join(_RESHARD)}.",
+            why=f"it must be one of {', '.join(_RESHARD)}.",
             do="js.fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # zero2, for each layer",
         )
     asked = getattr(strategy, "reshard_after_forward", _RESHARD.get(strategy))
@@ -417,7 +417,7 @@ def per_shard(x: T) -> T:
 
 
 def _as_it_is(name: str, x: T) -> T:
-    _warn(f"js.{name}(x) is gone, and returns x. Write x: the model sees the whole batch, as one device does.")
+    _warn(f"js.{name}(x) is deprecated, and returns x. Write x: the model sees the whole batch, as on one device.")
     return x
 
 

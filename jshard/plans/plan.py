@@ -38,8 +38,8 @@ class Leaf:
     aliases: tuple[Path, ...] = ()  # of a tied one
     around: tuple[tuple[Path, ...], ...] = ()  # the units around each of its uses, outermost first
     stack: Path = ()  # path of the layers of a loop that it is stacked with
-    num_stacked: int = 0  # how many leading dims are theirs
-    variable: Any = dataclasses.field(default=None, compare=False)  # for filters, where its class says more
+    num_stacked: int = 0  # the number of leading dims of that stack
+    variable: Any = dataclasses.field(default=None, compare=False)  # for filters, which may use its class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +74,14 @@ class UnitPlan:
     kind: str  # class of the module
     reshard_after_forward: bool | int  # gathered again before backward; or kept, in that many pieces
     remat: str
-    mixed_precision: str  # the dtypes asked for
-    prefetch: str = "1"  # so many units ahead, within so many bytes, or as the compiler chooses
+    mixed_precision: str  # the requested dtypes
+    prefetch: str = "1"  # a number of units ahead, a budget in bytes, or chosen by the compiler
     gathered: bool = True  # False: its parameters are sharded, and never gathered
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """Where every parameter is stored: pure data, made from the model's shapes, for models of any size.
+    """Where every parameter is stored: pure data, derived from the model's shapes, for models of any size.
 
     Args:
         mesh: degree of every mesh axis, outermost first.
@@ -149,7 +149,7 @@ class ShardPlan:
     def how_stacked(self, path: str, unit: str) -> str:
         """How a unit gathers layers of a loop that has no unit inside, as text."""
         by_layer = all(leaf.by_layer for leaf in self.leaves if (leaf.stack, leaf.unit) == (path, unit))
-        return f"by {unit}, " + ("each layer when it is due" if by_layer else "all layers at once")
+        return f"by {unit}, " + ("each layer when it is needed" if by_layer else "all layers at once")
 
     @property
     def replicated(self) -> tuple[LeafPlan, ...]:
@@ -209,10 +209,10 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
         raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
     if shared:
         raise AnnotationError(
-            "A parameter of a unit that is never gathered is used elsewhere, too.",
+            "A parameter of a unit that is never gathered is also used elsewhere.",
             where=[f"{units[()].kind}: {text}" for text in shared],
             why="it belongs to the unit around all of its uses, which would gather it.",
-            do="use it by a method of its own module, outside of the call of any other unit: model.table.attend(x).",
+            do="model.table.attend(x)  # use it in a method of its own module, outside the call of any other unit",
         )
     mesh = units[()].mesh
     return ShardPlan(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), _rows(units), tuple(found))
@@ -306,7 +306,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         >>> js.plan(model).num_parameters
         8704
     """
-    of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters are stored outside it
+    of_its_own = getattr(type(model), "_jshard_plan", None)  # for a model whose parameters are stored outside it
     if of_its_own is not None:
         return of_its_own(wrt)
     root = record_of(model)
@@ -317,9 +317,9 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     there = dict(trained.values())
     if unplanned := [path for path in there if path not in root.by_path]:
         raise AnnotationError(
-            "The model has parameters that the annotation never saw.",
+            "The model has parameters that were added after its annotation.",
             where=[f"{plain_class(model).__name__}: {dotted(path)}" for path in unplanned],
-            why="they were added after fully_shard.",
+            why="fully_shard places the parameters that exist when it is called.",
             do="change the model first, then annotate it: js.fully_shard(model, mesh=mesh).",
         )
     held = (leaf for leaf in root.plan.leaves if leaf.keys[0] in there)
@@ -335,12 +335,12 @@ def record_of(model: Any) -> Unit:
 
 
 def root_forgotten(model: Any) -> AnnotationError:
-    """The error for a model whose root is not a unit, or that is no nnx model."""
+    """The error for a model whose root is not a unit, or that is not an nnx model."""
     if not isinstance(model, nnx.Module):
         return AnnotationError(
             "This is not an annotated nnx model.",
             where=type(model).__name__,
-            why="fully_shard annotates an nnx module in place; of a Linen one it returns a copy, whose loss takes its"
+            why="fully_shard annotates an nnx module in place; for a Linen one it returns a copy, whose loss takes its"
             " parameters.",
             do="model = js.fully_shard(model, mesh=mesh); Linen: js.value_and_grad(loss_fn, model=model)(params, x)",
         )

@@ -67,7 +67,7 @@ class MixedPrecision:
         reduce = self.reduce or self.param
         if self.wire is not None and reduce is not None and jnp.dtype(self.wire).itemsize >= jnp.dtype(reduce).itemsize:
             raise AnnotationError(
-                "What gradients are sent in is no narrower than what they are summed in.",
+                "The wire dtype of gradients is not narrower than their reduce dtype.",
                 where=f"MixedPrecision(reduce={self.reduce!r}, wire={self.wire!r})",
                 why=f"they are summed in {reduce}: an exchange would send as much as a reduce-scatter.",
                 do='js.MixedPrecision(param="bfloat16", reduce="float32", wire="bfloat16")',
@@ -84,16 +84,16 @@ class MixedPrecision:
             return dtype.name
         if field == "gather":
             raise AnnotationError(
-                "Parameters cannot be gathered in this dtype by scales.",
+                "Parameters cannot be gathered with scales in this dtype.",
                 where=f"MixedPrecision(gather={value!r})",
-                why=f"it is one of {', '.join(_GATHERED_BY_SCALE)}; a gather in 16 bits is that of `param`.",
+                why=f"it must be one of {', '.join(_GATHERED_BY_SCALE)}; for a gather in 16 bits use `param`.",
                 do='js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn")',
             )
         in_8_bits = f', gather="{dtype.name}"' if field == "param" and dtype.name in _GATHERED_BY_SCALE else ""
         raise AnnotationError(
             "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
             where=f"MixedPrecision({field}={value!r})",
-            why="it is a floating dtype of 16 bits or more: a cast has no scale, as fp8 needs one.",
+            why="it must be a floating dtype of 16 bits or more: a cast has no scale, which fp8 needs.",
             do=f'js.MixedPrecision(param="bfloat16", reduce="float32"{in_8_bits})',
         )
 
@@ -104,7 +104,7 @@ class MixedPrecision:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """How far ahead of its use a unit is gathered: so many units, or as many as fit a budget on one device."""
+    """How far ahead of its use a unit is gathered: a number of units, or as many as fit a budget on one device."""
 
     units: int | None = None
     budget_bytes: int | None = None
@@ -122,9 +122,9 @@ class Prefetch:
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
         if found is None or found.group(2) not in _BYTES:
             raise AnnotationError(
-                "The prefetch cannot work.",
+                "The prefetch setting is not valid.",
                 where=f"prefetch={value!r}",
-                why="it is a number of units (0: gather a unit when it is needed), a budget in bytes such as"
+                why="it must be a number of units (0: gather a unit when it is needed), a budget in bytes such as"
                 ' "512MiB", or None (the compiler chooses).',
                 do="js.fully_shard(block, mesh=mesh, prefetch=1)",
             )
@@ -172,18 +172,18 @@ class UnitPolicy:
 
 
 def check_setting(good: bool, where: str, wanted: str, do: str) -> None:
-    """Raises unless a setting, given as `where`, is valid; `wanted` is what it may be, and `do` a correct line."""
+    """Raises unless a setting, given as `where`, is valid; `wanted` describes valid values; `do` is a correct line."""
     if not good:
-        raise AnnotationError("The value of a setting is not allowed.", where=where, why=f"it is {wanted}.", do=do)
+        raise AnnotationError("The value of a setting is not valid.", where=where, why=f"it must be {wanted}.", do=do)
 
 
 def _check_reshard(value: bool | int | None, size: int) -> None:
     if value is None or isinstance(value, bool) or (isinstance(value, int) and value >= 1 and size % value == 0):
         return
     raise AnnotationError(
-        "The parameters cannot be resharded to such a group after forward.",
+        "The parameters cannot be resharded to this group size after forward.",
         where=f"fully_shard(reshard_after_forward={value!r}), fsdp={size}",
-        why=f"it is True, False, or a number that divides the degree of the fsdp axis, {size}.",
+        why=f"it must be True, False, or a number that divides the degree of the fsdp axis, {size}.",
         do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)",
     )
 
@@ -206,12 +206,12 @@ NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "save_out_proj": ("out_proj",),
     }
 )
-"""MaxText's policies: the names that each keeps."""
+"""MaxText's policies, with the names that each keeps."""
 
 KEEPS: Mapping[str, str] = MappingProxyType(
     {
         NONE: "everything",
-        "dots": "the results of matrix products, and of attention by cuDNN",
+        "dots": "the results of matrix products, and of cuDNN attention",
         "dots_with_no_batch_dims": "the results of products with weights",
         ATTENTION_AGAIN: "everything but what js.kernels.attention computes",
         SELECTIVE: "every second product with weights, and the result of attention",
@@ -219,10 +219,10 @@ KEEPS: Mapping[str, str] = MappingProxyType(
         FULL: "nothing",
     }
 )
-"""What the other policies keep, in words."""
+"""Descriptions of what the other policies keep."""
 
 KEPT_PRODUCT = "jshard kept product"
-"""What a product that `SELECTIVE` keeps is called: see `jshard.engine.trace.named_products`."""
+"""The name of a product that `SELECTIVE` keeps: see `jshard.engine.trace.named_products`."""
 
 # A gathered parameter must not be kept for backward under another name: these primitives only rename or recast.
 _FREE = frozenset(
@@ -232,16 +232,16 @@ _FREE = frozenset(
 
 
 def check_remat(remat: Remat) -> None:
-    """Raises for a remat policy that does not exist."""
+    """Raises for an unknown remat policy."""
     if callable(remat) or (isinstance(remat, str) and (remat in KEEPS or remat in NAMED or kept_names(remat))):
         return
     keeps = "; ".join(f'"{name}" keeps {what}' for name, what in KEEPS.items())
     raise AnnotationError(
-        "The remat policy is not known.",
+        "The remat policy is unknown.",
         where=f"fully_shard(remat={remat!r})",
         why=f"{keeps}. Of MaxText: {', '.join(NAMED)}. "
-        '"names:NAME,..." keeps what jax.ad_checkpoint.checkpoint_name has called so.'
-        " Or it is a function from jax.checkpoint_policies.",
+        '"names:NAME,..." keeps the values with these names from jax.ad_checkpoint.checkpoint_name.'
+        " A function from jax.checkpoint_policies also works.",
         do='js.fully_shard(block, mesh=mesh, remat="full")',
     )
 
@@ -290,7 +290,7 @@ def _inner(remat: Remat) -> Callable[..., Any]:
 
 
 def _with_context(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy that also keeps the results of cuDNN's attention, so that backward does not run it again."""
+    """A policy that also keeps the results of cuDNN attention, so that backward does not run it again."""
     return lambda prim, *args, **params: prim.name == ATTENTION or policy(prim, *args, **params)
 
 
@@ -306,7 +306,7 @@ def _products_offloaded(prim: Any, *args: Any, **params: Any) -> Any:
 
 
 def _by_name(inner: Callable[..., Any], prim: Any, args: tuple, params: dict[str, Any]) -> bool:
-    """Whether a policy uses a value's name: one that keeps any value would keep gathered parameters, too."""
+    """Whether a policy uses a value's name: a policy that keeps any value would also keep gathered parameters."""
     if prim.name != "name":
         return False
     return inner(prim, *args, **params) != inner(prim, *args, **params | {"name": "a name that nothing has"})

@@ -30,7 +30,7 @@ OWN, NESTED, OUTER = "own", "nested", "outer"
 
 
 def role(owner: Path | None) -> str:
-    """What gathers a parameter: the unit that looks, one inside, or, as its path from here is None, one around."""
+    """Who gathers a parameter: this unit, a unit inside, or (its path from here is None) an enclosing unit."""
     return OUTER if owner is None else NESTED if owner else OWN
 
 
@@ -51,8 +51,8 @@ class Unit:
     placement: ShardPlacement  # `ignored` as a filter
     kind: str = ""  # class of the module
     plan: "ShardPlan | None" = None  # of the parameters under the module; None before they are known
-    nested: bool = False  # an enclosing unit is known
-    name: str = ""  # of a unit that is never gathered, whose calls come from outside of the region
+    nested: bool = False  # whether an enclosing unit is known
+    name: str = ""  # of a unit that is never gathered, whose calls come from outside the region
     optimizer: LogicalOptimizer | None = None  # of a model with padded parameters, whose gradients need one
 
     @property
@@ -62,7 +62,7 @@ class Unit:
 
     @functools.cached_property
     def by_path(self) -> dict[Path, "LeafPlan"]:
-        """The same by their first path as keys."""
+        """The parameters under the module, by their first path as keys."""
         return {leaf.keys[0]: leaf for leaf in self.members}
 
     def __reduce__(self) -> tuple:
@@ -88,7 +88,7 @@ def unit_of(module: Any) -> Unit | None:
 
 
 def plain_class(module: nnx.Module) -> type[nnx.Module]:
-    """The class that the user wrote."""
+    """The user's own class."""
     return getattr(type(module), "_jshard_base", type(module))
 
 
@@ -98,7 +98,7 @@ def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
 
 
 def store_plan(module: nnx.Module, plan: "ShardPlan", units: Mapping[Path, Unit]) -> None:
-    """Gives the units in a module new records, by path, each with its view of the plan of the module."""
+    """Sets new records of the units in a module, by path, each with its view of the module's plan."""
     views = with_views(plan, units)
     for path, one in nested_units(module):
         attach(one, views[path], type(one)._jshard_route)  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def with_views(plan: "ShardPlan", units: Mapping[Path, Unit]) -> dict[Path, Unit
 
 
 def detach(module: nnx.Module) -> None:
-    """Gives a module its own class back."""
+    """Restores a module's own class."""
     object.__setattr__(module, "__class__", plain_class(module))
 
 
@@ -149,7 +149,7 @@ def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[.
 
 @functools.cache
 def _unit_metaclass(meta: type) -> type:
-    """A metaclass of its own, so that pickle knows how to rebuild a unit's class."""
+    """Its own metaclass, so that pickle knows how to rebuild a unit's class."""
     made = type("UnitMeta", (meta,), {})
     copyreg.pickle(made, _reduce_class)  # type: ignore[arg-type]
     return made
@@ -160,7 +160,7 @@ def _reduce_class(cls: Any) -> tuple:
 
 
 def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
-    """Every parameter along every path, so a tied one several times, with the units around it, outermost first."""
+    """Every parameter along every path (a tied one several times), with the units around it, outermost first."""
 
     def visit(node: Any, path: Path, units: tuple, open_nodes: frozenset[int]) -> Iterator:
         if isinstance(node, nnx.Param):
@@ -178,9 +178,9 @@ def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx
 
 
 def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
-    """Everything in a graph of modules with its first path, outer before inner; nodes and variables once.
+    """Every node and variable in a graph of modules, once, with its first path, outer before inner.
 
-    As `nnx.iter_graph` finds it, several times as fast: numbers, names and functions are left out but for `settings`.
+    Like `nnx.iter_graph`, but several times faster: numbers, names and functions are skipped except for `settings`.
     """
     visited: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), graph)]
@@ -213,7 +213,7 @@ def dotted(path: Path) -> str:
 
 
 def inside(outer: Path, path: Path | None) -> Path | None:
-    """A path from a module in it; None if it does not be inside."""
+    """A path relative to a module in it; None if it is not inside the module."""
     return path[len(outer) :] if path is not None and path[: len(outer)] == outer else None
 
 
@@ -223,18 +223,18 @@ def is_named(path: str, patterns: Iterable[str]) -> bool:
 
 
 def numberless(path: str) -> str:
-    """A path with `*` for the numbers of layers: `blocks/*/kernel`."""
+    """A path with `*` for layer indices: `blocks/*/kernel`."""
     return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
 
 
-# Which submodules are units, and which parameters are meant, in the words of a user: classes, patterns, functions.
+# Choices of units and of parameters by users: classes, patterns, functions.
 
 UnitChoice = type | str | Callable[[str, Any], bool]
 """A class, a pattern of paths such as `"blocks/*"`, or a function of (path, module)."""
 
 
 def chosen(choice: UnitChoice, path: str, module: Any) -> bool:
-    """Whether a submodule at a path is meant."""
+    """Whether a submodule at a path is chosen."""
     if isinstance(choice, type):
         return isinstance(module, choice)
     if isinstance(choice, str):
@@ -243,7 +243,7 @@ def chosen(choice: UnitChoice, path: str, module: Any) -> bool:
 
 
 def as_filter(choice: Any) -> Any:
-    """An nnx filter from filters and path patterns of parameters; hashable, as it is part of records."""
+    """An nnx filter from filters and path patterns of parameters; hashable, because it is part of records."""
     if choice is None:
         return False
     if isinstance(choice, str):
@@ -255,10 +255,10 @@ def as_filter(choice: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PathPattern:
-    """A pattern of the paths of parameters, as a filter."""
+    """A pattern of parameter paths, as a filter."""
 
     pattern: str
 
     def __call__(self, path: Path, value: Any) -> bool:
-        """Whether a parameter is meant."""
+        """Whether a parameter is chosen."""
         return fnmatch.fnmatch(dotted(path), self.pattern)

@@ -61,7 +61,7 @@ def test_the_outermost_axes_go_over_the_slices_of_tpus(sizes, over_slices):
 
 def test_a_mesh_that_does_not_go_over_the_slices_is_refused():
     chips = [Tpu(4 * k + x, (x, 0, 0), k) for k in range(4) for x in range(3)]
-    with pytest.raises(MeshError, match="of 4 slices, and no degrees share their factors"):
+    with pytest.raises(MeshError, match="form 4 slices, and no degrees contain their factors"):
         _in_torus(chips, (3, 5))
 
 

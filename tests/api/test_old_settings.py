@@ -66,7 +66,7 @@ def test_a_unit_of_a_linen_model_takes_it():
         assert plan_of({"shard_dim": 1, "min_size": 16}) == new
     assert caught[0].filename == __file__
     assert (new.leaf("inner/kernel").placement.dim, new.leaf("out/kernel").placement.dim) == (1, 0)
-    with pytest.raises(AnnotationError, match="'stacked'; a unit sets"):
+    with pytest.raises(AnnotationError, match="'stacked'; a unit can set"):
         plan_of({"placement": js.ShardPlacement(stacked=1)})
 
 
@@ -74,7 +74,7 @@ def test_settings_that_are_gone_change_nothing():
     with pytest.warns(FutureWarning) as caught:
         found = planned(min_size=16, **OLD)
     gone, moved = (str(one.message) for one in caught)
-    assert gone.startswith(f"{', '.join(OLD)}: these settings of fully_shard are gone")
+    assert gone.startswith(f"{', '.join(OLD)}: these settings of fully_shard no longer have")
     assert all(f"\n  {name}: {GONE[name]}." in gone for name in OLD) and OLD.keys() == GONE.keys()
     assert moved.startswith("min_size: these settings of fully_shard have moved")
     assert found == planned(placement=js.ShardPlacement(min_size=16))
@@ -90,6 +90,6 @@ def test_a_strategy_gives_the_layers_their_setting():
 @pytest.mark.parametrize("function", [batch_mean, per_shard])
 def test_what_declared_a_value_returns_it_as_it_is(function):
     tree = {"a": np.ones(3)}
-    with pytest.warns(FutureWarning, match=rf"js.{function.__name__}\(x\) is gone(.|\n)*Write x") as caught:
+    with pytest.warns(FutureWarning, match=rf"js.{function.__name__}\(x\) is deprecated(.|\n)*Write x") as caught:
         assert getattr(js, function.__name__)(tree) is tree
     assert caught[0].filename == __file__

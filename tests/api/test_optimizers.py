@@ -212,5 +212,5 @@ def test_the_transformation_of_a_sharded_optimizer_is_refused_on_another_mesh():
 
     optimizer = sharded(4, optax.sgd(0.1, momentum=0.9))
     assert sharded(4, optimizer.tx) is not None
-    with pytest.raises(js.ShardingError, match="that of another sharded optimizer"):  # all of it in the golden texts
+    with pytest.raises(js.ShardingError, match="belongs to another sharded optimizer"):  # all of it in the golden texts
         sharded(8, optimizer.tx)

@@ -82,8 +82,8 @@ def test_json_has_all_plans_and_sources(capsys):
     reported = capsys.readouterr()
     (found,) = json.loads(reported.out)["gpus"]
     assert reported.err == (
-        "The kernels of NCCL 2.29.9 were not read: its footprint is taken to be that of 2.28.9, the nearest"
-        " older one that was.\n"
+        "The kernels of NCCL 2.29.9 were not read: its footprint is assumed to be that of 2.28.9, the nearest"
+        " older release that was read.\n"
     )
     assert found["gpu"]["sources"]["num_sms"].endswith("h200.txtpb, core_count")
     assert found["footprints"][0]["ctas"] == 4

@@ -174,7 +174,7 @@ def test_parameters_added_after_the_annotation_are_right_and_named():
     np.testing.assert_allclose(value, want, rtol=1e-6)
     found, wanted = flat(grads), flat(want_grads)
     assert max(worst(found[k], wanted[k]) for k in wanted) < 2e-6
-    with pytest.raises(AnnotationError, match="never saw"):
+    with pytest.raises(AnnotationError, match="added after its annotation"):
         js.plan(grown(True))
 
 

@@ -274,7 +274,7 @@ def test_what_does_not_divide_is_an_error():
     six = js.fully_shard(Layer(nnx.Rngs(0), num_heads=6), mesh=mesh)
     with pytest.raises(KernelError, match=r"heads: q has 6(.|\n)*ring: 8 does not divide 36(.|\n)*--mesh context=2"):
         six(X[:, :36], is_causal=True)
-    with pytest.raises(KernelError, match=r"heads: q has 6 heads, and 4 does not divide them(.|\n)*--mesh context=2"):
+    with pytest.raises(KernelError, match=r"heads: q has 6 heads, not divisible by 4(.|\n)*--mesh context=2"):
         six(X, is_causal=True, over_context="heads")
     recipe = dataclasses.replace(LLAMA_FILE.recipes["tiny"](), sequence_length=130)
     with pytest.raises(RecipeError, match=r"--set sequence_length=128  # or a smaller mesh: --mesh context=2"):

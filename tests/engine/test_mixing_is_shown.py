@@ -189,10 +189,10 @@ def test_a_batch_that_does_not_divide_is_said_once_with_its_lines_and_a_line_to_
     made = named_towers("Odd")
     (text,) = called(made, (1020, WIDE))
     what, where, why, do = text.splitlines()
-    assert what == "Odd.__call__: every device computes products for all examples, 100% of what it multiplies:"
+    assert what == "Odd.__call__: every device computes products for all examples, 100% of its multiplications:"
     assert source(where) == "x = self.images(x)" and where.endswith(": 2.1 GFLOP")
     assert why.endswith("divides by 8, the number of data shards: float32[1020, 1024].")
-    assert do.endswith("is split. To leave out the last of 1020: x = x[:1016]")
+    assert do.endswith("is split. To drop the last of 1020: x = x[:1016]")
     assert called(made, (1020, WIDE)) == called(made, (1012, WIDE)) == []
 
 
@@ -200,7 +200,7 @@ def test_what_it_says_to_write_is_split():
     made = named_towers("Few")
     assert called(made, (1016, WIDE)) == called(made, (1024, WIDE)) == []
     (text,) = called(made, (3, 400, WIDE))
-    assert text.endswith("A batch of a multiple of 8 is split.")
+    assert text.endswith("A batch size that is a multiple of 8 is split.")
     assert called(made, (8, 400, WIDE)) == []
 
 

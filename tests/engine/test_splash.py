@@ -103,16 +103,16 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads():
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (arrays("float32"), "it takes bfloat16 or float16"),
-        (arrays(width=72), "heads in multiples of 64 wide, and these are 72 wide"),
-        (arrays(length=200), "lengths in multiples of 128, and these are 200 and 200"),
+        (arrays("float32"), "it needs bfloat16 or float16"),
+        (arrays(width=72), "head dim must be a multiple of 64, and is 72"),
+        (arrays(length=200), "the lengths must be multiples of 128, and are 200 and 200"),
     ],
 )
 def test_what_it_does_not_take_is_computed_in_plain_form(given, why):
     if "float16" not in why:
         with pytest.warns(UserWarning, match=why):
             assert "per_example" not in traced(*given)
-    with pytest.raises(KernelError, match=rf"cannot run by the TPU's kernel here(.|\n)*{why}"):
+    with pytest.raises(KernelError, match=rf"cannot run with the TPU kernel here(.|\n)*{why}"):
         traced(*given, backend="splash")
 
 
@@ -120,5 +120,5 @@ def test_elsewhere_it_is_refused(monkeypatch):
     assert "per_example" in traced(*arrays())
     trace_for(monkeypatch, TracedDevice("cpu", "cpu"))
     assert "per_example" not in traced(*arrays())
-    with pytest.raises(KernelError, match="cpu is no TPU"):
+    with pytest.raises(KernelError, match="it needs a TPU, not cpu"):
         traced(*arrays(), backend="splash")

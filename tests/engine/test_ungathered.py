@@ -166,7 +166,7 @@ def test_the_audit_tells_if_the_compiler_gathers_it_after_all():
     step = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss)(model, *batch))
     found = js.audit(compile_to_read(step.lower(model, *DATA).lowered), model=model)
     reported = {(d.compiled, d.words.partition(":")[0]) for d in found.differences}
-    assert ("all-gather", "all-gather of what is never gathered") in reported
+    assert ("all-gather", "all-gather of parameters that are never gathered") in reported
     assert all(kind in ("all-gather", "all-reduce") for kind, _ in reported)
 
 

@@ -184,11 +184,11 @@ def test_four_bytes_of_a_parameter_are_sent_instead_of_eight(monkeypatch, hosts)
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"gather": "bfloat16"}, "Parameters cannot be gathered in this dtype by scales"),
-        ({"gather": "int8"}, "Parameters cannot be gathered in this dtype by scales"),
+        ({"gather": "bfloat16"}, "Parameters cannot be gathered with scales in this dtype"),
+        ({"gather": "int8"}, "Parameters cannot be gathered with scales in this dtype"),
         ({"wire": "float8_e4m3fn"}, "too narrow for a plain cast"),
-        ({"param": "bfloat16", "wire": "bfloat16"}, "no narrower than what they are summed in"),
-        ({"reduce": "float32", "wire": "float32"}, "no narrower than what they are summed in"),
+        ({"param": "bfloat16", "wire": "bfloat16"}, "not narrower than their reduce dtype"),
+        ({"reduce": "float32", "wire": "float32"}, "not narrower than their reduce dtype"),
     ],
 )
 def test_other_dtypes_are_errors(settings, what):

@@ -203,7 +203,7 @@ WHERE = "unit blocks/0..1, axis fsdp"
             in_one,
             [
                 f"reduce-scatter written, all-reduce compiled: {WHERE} and axes replica, fsdp, 2.3x the bytes",
-                "less all-reduce than planned: unit not known, axis replica,"
+                "less all-reduce than planned: unit unknown, axis replica,"
                 " 0.25 x the parameters planned, 0.00 x compiled",
             ],
         ),

@@ -147,7 +147,7 @@ def test_adamw_is_assumed_and_the_text_says_so():
 
 
 def test_activations_are_estimated_only_with_loss_and_batch_and_without_devices_too():
-    assert "not estimated   give loss= and batch=" in str(explain(abstract(Config(), js.mesh())))
+    assert "not estimated   pass loss= and batch=" in str(explain(abstract(Config(), js.mesh())))
     batch = token_batch(Config())
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch)  # an abstract batch will do
     found = [

@@ -237,6 +237,6 @@ def test_what_is_not_counted_is_told():
         computations=body("layer", dot("a"), results="%next, %shard"),
     )
     assert read_schedule(text).notes == (
-        "loop layer_loop: the number of its rounds is not known; counted once",
-        "custom call my_kernel: its operations are not known; its memory traffic counts",
+        "loop layer_loop: the number of iterations is unknown; counted once",
+        "custom call my_kernel: its operations are unknown; only its memory traffic is counted",
     )

@@ -121,9 +121,9 @@ def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
     assert {(r.kind, r.unit) for r in found.by_unit} == {("all-gather", None), ("reduce-scatter", None)}
     text = str(found)
     assert "By kind only" in text
-    assert "Units are not known" in text
+    assert "Units are unknown" in text
     assert "Steps are counted from 1" in text
-    assert "less sure" in text
+    assert "less reliable" in text
 
 
 def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
@@ -274,7 +274,7 @@ def test_steps_that_are_cut_off_are_left_out(tmp_path):
     planes = gpu_planes(0, 150, 300, 450, drop=missing)
     found = js.trace(write(tmp_path / FILE, *planes, marks(1, 2, 3, 4), program=PROGRAM))
     assert [s.number for s in found.steps] == [2, 3]
-    assert "Left out, as the profile does not have all of them: 2 steps." in found.notes
+    assert "Left out, because the profile does not have all of them: 2 steps." in found.notes
     assert found.between_s == pytest.approx(50e-6)
 
 
@@ -338,7 +338,7 @@ def test_text(name, tmp_path):
 def test_a_truncated_file(tmp_path):
     path = write(tmp_path / FILE, *gpu_planes(0))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RunError, match=f"{path.stat().st_size:,} bytes that are no profile, or only a part of one"):
+    with pytest.raises(RunError, match=f"{path.stat().st_size:,} bytes are not a profile, or only a part of one"):
         js.trace(path)
 
 

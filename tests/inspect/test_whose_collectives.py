@@ -55,7 +55,7 @@ def test_a_line_that_sends_more_than_it_asked_for_is_a_difference(plan: js.Shard
     right, larger = (sent("all-gather", dims, mixing=(VAE,), is_mixing=True) for dims in ((64,), (8, 64)))
     assert not [d for d in differences([right], plan) if "vae.py" in str(d)]
     (more,) = [d for d in differences([right, larger], plan) if "vae.py" in str(d)]
-    assert "2.00 KiB compiled for vae.py:35 (VAE.__call__), which asks for 256 B" in str(more)
+    assert "2.00 KiB compiled for vae.py:35 (VAE.__call__), which needs 256 B" in str(more)
 
 
 def test_what_has_no_name_is_told_by_who_reads_it(plan: js.ShardPlan):

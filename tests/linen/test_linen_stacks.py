@@ -43,7 +43,7 @@ def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
 
 
 NOT_AHEAD = {
-    "a unit beside": ("head", "(root)", "each layer when it is due"),
+    "a unit beside": ("head", "(root)", "each layer when it is needed"),
     "a unit around": (Stack, "tower", "all layers at once"),
 }
 

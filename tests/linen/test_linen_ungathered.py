@@ -124,9 +124,7 @@ def test_regions_that_flax_transforms_gather_for_themselves_with_a_warning():
     model, variables = made(Clicks(remat=True), js.mesh())
     loss = lambda params, ids: (model.apply({"params": params}, ids) ** 2).mean()
     run = js.value_and_grad(loss, model=model, accumulate=2, sync="last")
-    with pytest.warns(
-        UserWarning, match=r"and then again in each[\S\s]*\n  tower/Dense_0/bias\n  tower/Dense_0/kernel"
-    ):
+    with pytest.warns(UserWarning, match=r"and again in each[\S\s]*\n  tower/Dense_0/bias\n  tower/Dense_0/kernel"):
         jax.eval_shape(run, variables["params"], IDS)
 
 

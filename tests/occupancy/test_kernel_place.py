@@ -29,7 +29,7 @@ def hopper(monkeypatch):
 
 def test_on_a_cpu_the_twin():
     assert form() == form("xla") == "xla"
-    with pytest.raises(KernelError, match="cpu is no Hopper GPU"):
+    with pytest.raises(KernelError, match="tensor cores of Hopper GPUs, not for cpu"):
         form("mosaic")
 
 

@@ -121,7 +121,7 @@ def test_footprints_of_nccl():
     assert {taken(kind, "h200", "2.30.7") for kind in ("tree", "nvls", "pat", "p2p")} == {(640, 96, 120_064)}
     assert taken("symmetric", "h200", None) == (512, 128, 0)
     newest = footprint("ring", gpu=H200, ctas=4)
-    assert (newest.version, newest.ctas) == ("2.32.3", 4) and "assumed of others" in newest.source
+    assert (newest.version, newest.ctas) == ("2.32.3", 4) and "assumed for others" in newest.source
     assert footprint("ring", gpu=H200, version="2.28.9", nccl_nthreads=256).threads == 288
     assert footprint("copy-engine", gpu=H200) is COPY_ENGINE and COPY_ENGINE.block is None
 

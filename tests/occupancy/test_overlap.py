@@ -64,10 +64,10 @@ def test_of_a_plan_alone_all_that_a_ring_fills_is_left(plan):
     for name in NORMS:
         assert shaped.occupancy[name] == Occupancy(persistent=False)
     assert set(shaped.backends.values()) == {"auto"}
-    assert "That a collective has 16 blocks is an assumption" in str(shaped)
-    assert "is an assumption" not in str(js.overlap(plan, device="h200", comm=footprint("ring", gpu=H200, ctas=12)))
+    assert "The 16 blocks of a collective are an assumption" in str(shaped)
+    assert "are an assumption" not in str(js.overlap(plan, device="h200", comm=footprint("ring", gpu=H200, ctas=12)))
     assert shaped.compiler_options[CHANNELS] == 16 and shaped.environment == {} and shaped.exports == ()
-    assert any("nothing measured was used" in note for note in shaped.notes)
+    assert any("no measurement was used" in note for note in shaped.notes)
     assert js.overlap(plan, device="h200", loss=loss_fn, batch=BATCH).notes == shaped.notes  # a plan has no products
 
 
@@ -233,7 +233,7 @@ def test_where_xla_was_quicker_the_kernel_is_not_used(shaped_with):
 
 def test_one_time_is_stated_only_where_all_calls_take_about_as_long(shaped_with):
     shaped = shaped_with(lambda i, product: entry(product, alone_ns=90 - 30 * (i % 2)))
-    assert shaped.occupancy["matmul"] == BEST and "the scheduler has estimates" in why(shaped, "matmul").why
+    assert shaped.occupancy["matmul"] == BEST and "the scheduler gets estimates" in why(shaped, "matmul").why
 
 
 def test_a_file_of_the_user_that_cannot_be_read_is_named_once_and_left(plan, cache_folder):
@@ -244,7 +244,7 @@ def test_a_file_of_the_user_that_cannot_be_read_is_named_once_and_left(plan, cac
     with pytest.warns(UserWarning, match="were not used: its format is 'other'") as caught:
         shaped = js.overlap(plan, device="h200")
     assert len(caught) == 1 and "were not used" in shaped.notes[0] and "other" in path.read_text()
-    with pytest.raises(measured.CacheError, match="no record of measurements"):
+    with pytest.raises(measured.CacheError, match="not a readable record of measurements"):
         js.overlap(plan, device="h200", cache=path)
 
 

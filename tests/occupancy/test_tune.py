@@ -112,7 +112,7 @@ def test_a_file_that_is_damaged_or_anothers_is_refused_and_left(tmp_path, name):
     path = tmp_path / "tuning.json"
     path.write_text(BAD[name])
     for do in (lambda: measured.load(path), lambda: measured.store(path, {KEY: entry()})):
-        with pytest.raises(measured.CacheError, match="The file is no record of measurements") as caught:
+        with pytest.raises(measured.CacheError, match="The file is not a readable record of measurements") as caught:
             do()
         assert caught.value.why and "--cache" in caught.value.do
     assert path.read_text() == BAD[name] and os.listdir(tmp_path) == ["tuning.json"]
@@ -289,10 +289,10 @@ def test_without_a_gpu_there_is_a_ranking_that_says_so(capsys, tmp_path):
     path = tmp_path / "tuning.json"
     assert cli.main([*TINY, "--cache", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("no GPU here: nothing was measured. What follows is an estimate")
+    assert lines[0].startswith("no GPU here: nothing was measured. The following is an estimate")
     assert lines[1] == "NVIDIA H200, beside NCCL 2.32.3 ring, 16 blocks"
     assert sum("est. alone" in line for line in lines) == sum(line.startswith(" XLA's own ") for line in lines) == 5
-    assert "run this on the GPU to know." in lines[-1] and not path.exists()
+    assert "run this on the GPU to measure." in lines[-1] and not path.exists()
 
 
 def test_json_has_every_setting_of_the_gpu_that_is_named(capsys):
@@ -309,8 +309,8 @@ def test_json_has_every_setting_of_the_gpu_that_is_named(capsys):
     ("options", "text"),
     [
         (["--gpu", "a100-80"], "There is nothing to tune for this GPU."),
-        (["--gpu", "h300"], "The device 'h300' is not known."),
-        (["--footprint", "circle"], "The footprint 'circle' is not known."),
+        (["--gpu", "h300"], "The device 'h300' is unknown."),
+        (["--footprint", "circle"], "The footprint 'circle' is unknown."),
         (["--mesh", "fsdp=5"], "does not split"),
     ],
 )
@@ -343,7 +343,7 @@ def test_measurements_are_of_the_very_kind_of_device_that_is_here(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [running])
     assert device_named(None) == HERE
     running.device_kind = "NVIDIA H100 PCIe"  # fewer multiprocessors: of the model, nothing is known
-    assert device_named(None).gpu is None and "are not known" in device_named(None).why_unshaped
+    assert device_named(None).gpu is None and "are unknown" in device_named(None).why_unshaped
 
 
 @pytest.mark.gpu

@@ -120,7 +120,7 @@ def test_the_scale_stays_within_bounds():
     for wanted in (1.0, 1.0):
         updates, state = tx.update({"a": jnp.array([jnp.inf, 0.0])}, state)
         assert float(state.scale) == wanted and not updates["a"].any()
-    with pytest.raises(AnnotationError, match="loss scale cannot work"):
+    with pytest.raises(AnnotationError, match="loss scale settings are not valid"):
         LossScale(growth_interval=0)
 
 

@@ -1,8 +1,8 @@
 """The states of values on one data shard, and the table of how each primitive propagates them.
 
-`RULES[name]` is called with operands of which one at least is split and none is partial. It returns the results, or
-None where a shard cannot compute its part alone: then the operands are gathered and the equation is computed whole.
-What may act on partial values is in the sets of `LINEAR`.
+`RULES[name]` is called with operands of which at least one is split and none is partial. It returns the results, or
+None if a shard cannot compute its part alone: then the operands are gathered and the equation is computed whole.
+Operations that may act on partial values are in the sets of `LINEAR`.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ PARTIAL = "partial"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The state of a value that is stored as a parameter is: split over `fsdp`, and the same over `replica`."""
+    """The state of a value that is stored like a parameter: split over `fsdp`, and the same over `replica`."""
 
     placement: Placement
-    pieces: int = 0  # 0: a stored shard. Else one of so many pieces of a gathered parameter, for a group of neighbours
+    pieces: int = 0  # 0: a stored shard. Else the number of pieces of a gathered parameter, for a group of neighbours
 
 
 State = int | str | Shard | None
 """A dim: split along it. PARTIAL: the sum over the shards is the value. A `Shard`: stored as a parameter, and gathered
-by whoever reads it. None: whole on every shard."""
+by its reader. None: whole on every shard."""
 
 
 class MadeFrom(NamedTuple):
-    """The equation that made a whole value from others that are known without data."""
+    """The equation that made a whole value from other values known without data."""
 
     eqn: Eqn
     values: list["Value"]
@@ -55,10 +55,10 @@ class Value:
     x: Any
     state: State = None
     source: MadeFrom | None = None  # how a shard of a whole value is made, instead of cut from the whole
-    done: dict[State, "Value"] = dataclasses.field(default_factory=dict)  # the same in states it was converted to
+    done: dict[State, "Value"] = dataclasses.field(default_factory=dict)  # the value in states it was converted to
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of indices: `{column: dim}`, where `[..., column]` is the index along that dim, in global view."""
-    parameter: str = ""  # path of the parameter that it is, perhaps cast; empty for anything else, as a gradient
+    parameter: str = ""  # path of the parameter that it is, perhaps cast; empty for anything else, such as a gradient
 
     def __post_init__(self) -> None:
         if isinstance(self.state, np.integer):
@@ -128,9 +128,9 @@ Rule = Callable[[Partitioner, Eqn, list[Value]], list[Value] | None]
 
 RULES: dict[str, Rule] = {}
 TAKE_PARTIAL: set[str] = set()
-"""Primitives whose rule takes operands in any state, and is asked always."""
+"""Primitives whose rule takes operands in any state, and is always called."""
 KEEP_STORED: set[str] = set()
-"""Of these, those whose rule takes stored shards as they are."""
+"""Of these, the ones whose rule takes stored shards unchanged."""
 CONVERT_PARTIAL: set[str] = set()
 """Primitives whose rule reads no operand but by `whole` and `split`, and so takes partial ones beside a split one."""
 
@@ -154,12 +154,12 @@ def rule(
 
 
 def same(p: Partitioner, eqn: Eqn, values: Sequence[Value], state: State, **params: Any) -> list[Value]:
-    """The equation on what the shards hold; all results in one state."""
+    """The equation on the shards' arrays; all results in one state."""
     return [Value(x, state) for x in p.bind(eqn, [v.x for v in values], **params)]
 
 
 def traced(run: Callable[..., list[Value]], *xs: Any) -> tuple[Any, list[State]]:
-    """A function of arrays that returns values, as a program that returns arrays; and the states of these."""
+    """A function of arrays that returns values, as a program that returns arrays; and the states of the results."""
     states: list[State] = []
 
     def arrays(*xs: Any) -> list[Any]:
@@ -203,8 +203,8 @@ def beside(
 ) -> list[Value] | None:
     """An equation that acts along the dims `taken`, of operands and results of one rank, on values split along another.
 
-    If they are split along one of those, they are split along another for as long as it takes, which costs two moves of
-    a shard and gathers nothing. `run` is the equation on operands split along one dim; by default as it is.
+    If they are split along one of those, they are temporarily split along another, which moves a shard twice and
+    gathers nothing. `run` is the equation on operands split along one dim; by default unchanged.
     """
     dim = split_dim(values)
     other = dim if dim not in taken else free_dim(p, eqn.invars[0].aval.shape, taken)
@@ -261,7 +261,7 @@ def call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 
 def _behind_barrier(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Operands of a remat in a backward pass: without a barrier XLA would see that forward has computed it."""
+    """Operands of a remat in a backward pass: without a barrier XLA would reuse forward's computation."""
     prevents = eqn.params["prevent_cse"]
     if isinstance(prevents, bool):
         prevents = (prevents,) * len(values)
@@ -276,7 +276,7 @@ def _behind_barrier(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value
 
 @rule("compute_on", "xla_metadata_call", takes_partial=True)
 def annotated_call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Calls that say something of the program that they hold: the same call of what runs on a shard."""
+    """Calls that annotate the program they hold: the same call around the program on a shard."""
     values = [p.land(v) for v in values]
 
     def on_shard(*xs: Any) -> list[Value]:
@@ -287,16 +287,16 @@ def annotated_call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]
     return [Value(x, s) for x, s in zip(p.bind(eqn, [v.x for v in values], jaxpr=jaxpr), states, strict=True)]
 
 
-# ---- what may act on partial values: equations that are linear in them
+# ---- operations that may act on partial values: equations that are linear in them
 #
 # A wrong entry here is silent: the sum over the shards of f(x_i) would be taken for f of the sum. So an entry needs a
 # proof that f(x + y) = f(x) + f(y) for all x and y, with the other operands whole (the same on every shard):
 #
-# * Numbers of floating point are taken for real numbers: rounding differs as it does between any two orders of a sum.
+# * Floating-point numbers are treated as real numbers: rounding differs as between any two orders of a sum.
 #   Where one device has an infinity, the sum may have NaN.
-# * Integers are taken modulo 2**bits, as sums of them wrap on one device, too. A conversion to fewer bits keeps that;
-#   one to more bits, to floating point or to bool does not.
-# * A constant term is not linear: a `gather` that fills what is out of bounds is, for a fill of 0 (or of NaN) only.
+# * Integers are treated modulo 2**bits, because their sums also wrap on one device. A conversion to fewer bits keeps
+#   that; one to more bits, to floating point or to bool does not.
+# * A constant term is not linear: a `gather` that fills out-of-bounds elements is linear for a fill of 0 (or NaN) only.
 
 MOVES = frozenset(
     """
@@ -328,7 +328,7 @@ LINEAR = MOVES | SUMS | JOINED.keys() | BILINEAR | TAKES | {"div", "convert_elem
 
 
 def apply_linear(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The equation on partial values, if it is linear in them; None: they are to be summed before."""
+    """The equation on partial values, if it is linear in them; None: they must be summed before."""
     if not eqn.outvars or any(v.is_split for v in values) or not _is_sound(eqn, values):
         return None
     name, partial = eqn.primitive.name, [k for k, v in enumerate(values) if v.is_partial]

@@ -1,7 +1,7 @@
 """Values known without data (masks, positions, random bits): whole ones, from whose equations shards are computed.
 
-So nothing as large as the global batch is made on a device. `backwards` says which split each operand of an equation
-needs for a result that is split along a dim; then the rule of the table is applied to operands so split.
+So no device computes anything as large as the global batch. `backwards` defines which split each operand of an equation
+needs for a result that is split along a dim; then the rule of the table is applied to the split operands.
 """
 
 import math
@@ -20,7 +20,7 @@ from jshard.engine.rules.reductions import free_dims
 from jshard.engine.rules.shapes import ELEMENTWISE, draws_alone
 
 MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"})
-"""Their result is known without data, or as large as it is without need."""
+"""Their result is known without data, or is needlessly large."""
 
 FOLLOW = ELEMENTWISE | frozenset(
     """
@@ -32,17 +32,17 @@ FOLLOW = ELEMENTWISE | frozenset(
 """Their result is known if an operand is."""
 
 COSTLY = frozenset({"random_bits", "threefry2x32", "dot_general", "sort", "erf_inv"})
-"""A shard of their result is worth keeping; of others it is cheaper to make it again."""
+"""A shard of their result is worth keeping; for others it is cheaper to recompute it."""
 
 
 def can_be_known(eqn: Eqn, values: list[Value]) -> bool:
-    """Whether an equation on whole values has a result of which a shard can be made."""
+    """Whether a shard of the result can be computed for an equation on whole values."""
     name = eqn.primitive.name
     return name in MAKERS or (name in FOLLOW and any(v.source is not None for v in values))
 
 
 def is_costly(value: Value, seen: dict[int, bool] | None = None) -> bool:
-    """Whether a value is made of random bits or the like."""
+    """Whether a value is computed from random bits or the like."""
     seen = {} if seen is None else seen
     if id(value) not in seen:
         source = value.source
@@ -53,7 +53,7 @@ def is_costly(value: Value, seen: dict[int, bool] | None = None) -> bool:
 
 
 def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
-    """A value for another trace: its equations again, made there; nothing of what was made here.
+    """A value for another trace: its equations are repeated there, and nothing of this trace is used.
 
     `memo` is what has entered that trace; it keeps the originals alive, as their ids are its keys.
     """
@@ -68,7 +68,7 @@ def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
 def land(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value:
     """A value as an array that leaves this trace; a known one is not split along the dims to skip.
 
-    A known one leaves as a shard, if it was asked for as one, or has a dim of the size of the batch.
+    A known value leaves as a shard if it was requested as one, or has a dim of the size of the batch.
     """
     if not value.is_known:
         return value
@@ -80,7 +80,7 @@ def land(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value:
 
 
 def shard_of(p: Partitioner, value: Value, dim: int) -> Any | None:
-    """This shard's part of a known value, made from its equation; None if it cannot be."""
+    """This shard's part of a known value, computed from its equation; None if that is not possible."""
     assert value.source is not None
     eqn, values, index = value.source
     with _compat.running(eqn):
@@ -89,7 +89,7 @@ def shard_of(p: Partitioner, value: Value, dim: int) -> Any | None:
         if name == "iota":
             if dim != eqn.params["dimension"]:
                 return lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
-            # rounded once, as it is on one device
+            # rounded once, as on one device
             return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
         if name == "iota_2x32_shape":
             return positions(shape, value.shape, dim, p.shard * shape[dim])[index]
@@ -156,7 +156,7 @@ def positions(shape: Sequence[int], whole: Sequence[int], dim: int, start: Any) 
 
 
 def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> list[int | None] | None:
-    """Along which dim each operand is wanted, for the result to be split along `dim`; None: it cannot be."""
+    """The dim along which each operand must be split, for a result split along `dim`; None: not possible."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
     one = values[0]
     every = lambda d: [d] * len(values)

@@ -18,9 +18,9 @@ from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Shard, State, Value, 
 def fixed_point(p: Partitioner, body: Any, operands: list[Value], states: list[State], once: Callable) -> tuple:
     """The states of a loop's carry.
 
-    A whole value becomes split or partial if it comes out so; one that does not stay partial becomes whole again, or
-    split. A loop inside of a loop starts from what was found before, so that its body is traced once more and no more.
-    `once` traces the body for states of the carry, and returns those that come out, and what it made; so does this.
+    A whole value becomes split or partial if it leaves the body that way; one that does not stay partial becomes whole
+    again, or split. A loop inside a loop starts from the earlier result, so that its body is traced only once more.
+    `once` traces the body for states of the carry, and returns the resulting states and values, like this function.
     """
     never_partial: set[int] = set()
     key = id(body), tuple((v.state, v.is_known) for v in operands), tuple(states)
@@ -44,7 +44,7 @@ def fixed_point(p: Partitioner, body: Any, operands: list[Value], states: list[S
 
 
 def _array(value: Value) -> Any:
-    """What crosses into the inner trace as an array; of a known value nothing does."""
+    """The values that cross into the inner trace as arrays; known values do not."""
     return jnp.zeros(()) if value.is_known else value.x
 
 
@@ -56,7 +56,7 @@ def _inside(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
 
 @contextlib.contextmanager
 def _times(p: Partitioner, trips: int) -> Iterator[None]:
-    """Inside, a collective is noted as many times as it runs."""
+    """A context in which a collective is noted as many times as it runs."""
     before, p.trips = p.trips, p.trips * trips
     try:
         yield
@@ -65,7 +65,7 @@ def _times(p: Partitioner, trips: int) -> Iterator[None]:
 
 
 def rows(value: Value, x: Any) -> Value:
-    """The value of one trip of what is scanned over."""
+    """One trip's value of a scanned value."""
     row = value.with_array(x)
     row.state = value.dim - 1 if value.is_split else value.state
     row.counted = {column: dim - 1 for column, dim in value.counted.items() if dim}
@@ -73,7 +73,7 @@ def rows(value: Value, x: Any) -> Value:
 
 
 def row_type(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of a row, on the mesh of this trace: a program that was traced for it is that of rows that are cut."""
+    """The type of a row, on the mesh of this trace, as for a program that was traced for cut rows."""
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
@@ -85,7 +85,7 @@ def is_stored_along_trips(value: Value) -> bool:
 
 
 class Scan:
-    """A `lax.scan` on a data shard. What is scanned over is not split along the dim of the trips."""
+    """A `lax.scan` on a data shard. Scanned values are not split along the dim of the trips."""
 
     def __init__(self, p: Partitioner, eqn: Eqn, values: list[Value]) -> None:
         self.p, self.eqn = p, eqn
@@ -93,17 +93,17 @@ class Scan:
         end = n_consts + self.n_carry
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.jaxpr, self.consts = opened(eqn.params["jaxpr"])
-        self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]  # what every trip reads
+        self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]  # read by every trip
         self.carry = values[n_consts:end]  # at the start
         scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
         self.scanned = [p.whole(v) if v.state == 0 or is_stored_along_trips(v) else v for v in scanned]
         self.mark = len(p.noted)
         self.row_states: list[State] = []  # of the results of one trip that are stacked
-        self.through: list[int | None] = []  # of these: which of `scanned` it is a row of, unchanged, if that is stored
+        self.through: list[int | None] = []  # for each: of which stored value in `scanned` it is a row
         self._settle([v.state for v in self.carry])
         landed = [p.land(v) if s is None else v for v, s in zip(self.carry, self.states, strict=True)]
         if any(v.is_split and s is None for v, s in zip(landed, self.states, strict=True)):
-            # what no trip splits, and is as large as the batch: it is carried as a shard
+            # values that no trip splits, and that are as large as the batch, are carried as shards
             del p.noted[self.mark :]
             self._settle([v.state if s is None else s for v, s in zip(landed, self.states, strict=True)])
 
@@ -135,9 +135,9 @@ class Scan:
         return list(found), (program, start)
 
     def trip(self, carry: list[Value], scanned: list[Value], shared_xs: Any = None, trips: int = 1) -> list[Value]:
-        """One trip: what is carried on, then what is stacked.
+        """One trip: the carry, then the stacked results.
 
-        This trace stands for `trips` of them; `shared_xs` are the arrays of what every trip reads, by default those
+        This trace stands for `trips` of them; `shared_xs` are the arrays that every trip reads, by default those
         outside.
         """
         p = self.p
@@ -148,7 +148,7 @@ class Scan:
             return [*outs[: self.n_carry], *(p.store_row(v, stack) for v, stack in rows)]
 
     def run(self) -> list[Value]:
-        """The loop, as it was traced."""
+        """The loop in its traced form."""
         function, shared = jex.jaxpr_as_fun(self.traced), [_array(v) for v in self.shared]
 
         def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -160,7 +160,7 @@ class Scan:
         return self.results(last, stacked)
 
     def results(self, last: Sequence[Any], stacked: Sequence[Any]) -> list[Value]:
-        """What the loop returns, from the arrays of the carry and of what was stacked."""
+        """The loop's results, from the arrays of the carry and of the stacked results."""
         arrays = iter(stacked)
         found = [Value(x, state) for x, state in zip(last, self.states, strict=True)]
         for state, i in zip(self.row_states, self.through, strict=True):
@@ -179,7 +179,7 @@ def scan(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("while", keeps_stored=True)
 def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """The condition is whole: all shards take the same trips. A loop for each row goes on while one row does."""
+    """The condition is whole: all shards take the same trips. A loop over rows continues while any row does."""
     params, n_test, n_body = eqn.params, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     values = [p.settle(v) for v in values]
     for_test = [p.cross(v) for v in values[:n_test]]
@@ -205,7 +205,7 @@ def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
             if not for_each_row:
                 return [v.x for v in new]
             going = test(xs, states)
-            if going.is_split:  # what is carried goes with the rows
+            if going.is_split:  # the carry is split with the rows
                 found[:] = [going.state if s is None else s for s in states]
             return [_where(p, going, v, x) for v, x in zip(new, xs, strict=True)]
 
@@ -219,7 +219,7 @@ def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 
 def _where(p: Partitioner, going: Value, value: Value, before: Any) -> Any:
-    """The new value in the rows that go on; in the others, which have ended, what was there."""
+    """The new value in the rows that continue, and the old value in the others, which have ended."""
     if value.is_split and value.dim < going.ndim:
         going = p.split(going, value.dim)
     else:
@@ -232,7 +232,7 @@ def _where(p: Partitioner, going: Value, value: Value, before: Any) -> Any:
 
 @rule("cond", keeps_stored=True)
 def cond(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """All shards take the same branch. What the branches return has one state."""
+    """All shards take the same branch. The results of the branches have one state."""
     index, operands = p.whole(values[0]), [p.cross(v) for v in values[1:]]
     xs, branches = [_array(v) for v in operands], eqn.params["branches"]
 
@@ -244,7 +244,7 @@ def cond(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     states = [_joined(states) for states in zip(*(states for _, states in programs), strict=True)]
     if all(own == states for _, own in programs):
         functions = [jex.jaxpr_as_fun(jaxpr) for jaxpr, _ in programs]
-    else:  # traced again: what is known without data takes another state from its equation
+    else:  # traced again: a value known without data takes another state from its equation
         del p.noted[mark:]
         in_states = lambda outs: [p.in_state(v, state).x for v, state in zip(outs, states, strict=True)]
         functions = [lambda *xs, branch=branch: in_states(run(branch, *xs)) for branch in branches]
@@ -252,7 +252,7 @@ def cond(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 
 def _joined(states: tuple[State, ...]) -> State:
-    """One state for what the branches return."""
+    """One state for the results of the branches."""
     if any(isinstance(s, Shard) for s in states):
         return states[0] if len(set(states)) == 1 else None
     split = next((s for s in states if isinstance(s, int)), None)

@@ -38,7 +38,7 @@ def per_example(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | 
             where=[body.name, _compat.user_place(eqn)],
             why=f"{type(error).__name__}: {error}\nIt ran on all {sizes[0]} of the batch; each of the {p.degree} "
             "data shards runs it on its part.",
-            do="y = fn(x)  # in place of js.per_example(fn)(x): every device computes it for the whole batch\n"
+            do="y = fn(x)  # instead of js.per_example(fn)(x): every device computes it for the whole batch\n"
             "Or write fn for any number of examples.",
         ) from error
     _check_shapes(p, eqn, body, found)
@@ -58,11 +58,11 @@ def _check_shapes(p: Partitioner, eqn: Eqn, body: "Body", found: Any) -> None:
 
 @rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper", converts_partial=True)
 def cudnn_attention(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """CuDNN's attention: every operand that has the batch has it as dim 0.
+    """CuDNN attention: operands with a batch have it as dim 0.
 
-    Pages of keys and values belong to no example. Dropout's mask depends on the place in the batch: whole. Queries that
-    are split along their heads stay so. Over other axes than those of the data it runs on a part of the heads, as
-    `tensor` has them.
+    Pages of keys and values belong to no example. Dropout's mask depends on the position in the batch: whole. Queries
+    that are split along their heads stay split. Over axes other than the data axes it runs on a part of the heads, as
+    split by `tensor`.
     """
     query, batch = values[0], p.full_shape(values[0])[0]
     paged = any(v.ndim == 4 for v in values[8:10])
@@ -90,7 +90,7 @@ def cudnn_attention(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value
 def _on_heads(eqn: Eqn, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
     """The call on a part of the heads, over axes that the compiler splits arrays over: it cannot split this one.
 
-    Of more devices than divide the heads, each has all of them.
+    If the devices do not divide the heads, each has all of them.
     """
     axes = _compat.automatic_axes()
     if not axes:
@@ -106,7 +106,7 @@ def _heads(eqn: Eqn) -> tuple[list[int | None], list[int | None], list[int]]:
     in_array = 2 - eqn.params["layout"]  # (B, T, H, K), or (B, H, T, K)
 
     def dim(k: int, shape: tuple[int, ...]) -> int | None:
-        """Where the heads are: of the bias, the sums of forward, and their gradients they are dim 1."""
+        """The dim of the heads: dim 1 for the bias, the sums of forward, and their gradients."""
         if 0 in shape or 4 <= k < 10:  # lengths and pages
             return None
         return 1 if k == 3 or len(shape) == 3 else in_array
@@ -130,7 +130,7 @@ def scaled_matmul(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] 
 
 @rule("custom_partitioning")
 def custom_partitioning(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Its function for whole arrays, in place, as JAX itself runs it where all axes are manual."""
+    """Its function for whole arrays, inlined, as JAX itself runs it where all axes are manual."""
     return p.run(*opened(eqn.params["call"]), values)
 
 
@@ -154,7 +154,7 @@ class _Inner:
         if wrong := [f"{a} of degree {theirs[a]}" for a in params["newly_manual_axes"] if sizes.get(a) != theirs[a]]:
             ours = ", ".join(f"{a}={n}" for a, n in sizes.items())
             raise CallError(
-                "A shard_map inside the model is over another mesh than the model's.",
+                "A shard_map inside the model uses a different mesh than the model.",
                 where=_compat.user_place(eqn),
                 why=f"it is over {', '.join(sorted(wrong))}; the model is over {ours}.",
                 do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
@@ -164,8 +164,7 @@ class _Inner:
             raise CallError(
                 "A shard_map inside the model has an unreduced argument or result.",
                 where=_compat.user_place(eqn),
-                why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data"
-                " shards.",
+                why="an unreduced array is a sum not computed yet, and the engine cannot cut one into data shards.",
                 do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
             )
         manual = [a for a in params["newly_manual_axes"] if sizes[a] > 1]
@@ -176,13 +175,13 @@ class _Inner:
         self.ins, self.outs = dims[: len(eqn.invars)], dims[len(eqn.invars) :]
 
     def _dims(self, spec: P, ndim: int) -> Dims:
-        """The axes of each dim by a spec; refuses a dim that is split over a data axis inside of another one."""
+        """The axes of each dim by a spec; raises for a dim that is split over a data axis inside another axis."""
         dims = tuple(tuple(a for a in axes_of(dim) if self.sizes[a] > 1) for dim in spec) + ((),) * (ndim - len(spec))
         for dim in dims:
             data_first = tuple(sorted(dim, key=lambda a: a not in self.data))
             if [a in self.data for a in dim] != [a in self.data for a in data_first]:
                 raise CallError(
-                    "A shard_map inside the model splits a dim over a data axis inside of another axis.",
+                    "A shard_map inside the model splits a dim over a data axis inside another axis.",
                     where=_compat.user_place(self.eqn),
                     why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(self.data)}.",
                     do=f"jax.P({data_first!r})  # the data axes first",
@@ -190,12 +189,12 @@ class _Inner:
         return dims
 
     def run(self, values: list[Value]) -> list[Value]:
-        """Over data axes the body runs as it is, on the parts that the specs say; else it is split as any program."""
+        """Over data axes the body runs unchanged, on the parts by the specs; else it is split like any program."""
         body = _compat.without_varying(self.eqn.params["jaxpr"], ())
         if self.is_over_data:
             xs = [self._local(v, dims) for v, dims in zip(values, self.ins, strict=True)]
             return [self._result(x, dims) for x, dims in zip(self._nested(body)(*xs), self.outs, strict=True)]
-        values = [v if v.is_partial else self.p.land(v) for v in values]  # the body settles the sums that it must
+        values = [v if v.is_partial else self.p.land(v) for v in values]  # the body computes the sums that it needs
         values = [self._apart(v, dims) for v, dims in zip(values, self.ins, strict=True)]
         states: list[State] = []
 
@@ -219,7 +218,7 @@ class _Inner:
         return jax.shard_map(body, in_specs=tuple(ins), out_specs=outs, axis_names=axes, check_vma=False)
 
     def _apart(self, value: Value, dims: Dims) -> Value:
-        """The value split along a dim that is not split over the user's axes, too: those are outside of the region's.
+        """The value split along a dim that is not also split over the user's axes: those are outside the region's.
 
         JAX passes what backward needs of a `shard_map` with all its axes on dim 0, which are the examples as a rule.
         """
@@ -240,7 +239,7 @@ class _Inner:
         return x
 
     def _result(self, x: Any, dims: Dims) -> Value:
-        """The value of which a shard has a part by `out_specs`; what they do not split is the same on all shards."""
+        """The value of which a shard has a part by `out_specs`; unsplit values are the same on all shards."""
         own = self._over_data(dims)
         if [*own.values()] == [self.data]:
             return Value(x, next(iter(own)))
@@ -250,17 +249,17 @@ class _Inner:
         return Value(x)
 
     def _over_data(self, dims: Dims) -> dict[int, tuple[str, ...]]:
-        """The dims that are split over data axes; one over all of them is split as the region splits it."""
+        """The dims that are split over data axes; a dim over all of them is split like in the region."""
         own = {dim: tuple(a for a in over if a in self.data) for dim, over in enumerate(dims)}
         return {dim: over for dim, over in own.items() if over}
 
 
 def _full(p: Partitioner, value: Value) -> jax.ShapeDtypeStruct:
-    """What a program was written for: whole over the data axes, of others the part."""
+    """The view that a program was written for: whole over the data axes, a part over the others."""
     return jax.ShapeDtypeStruct(p.full_shape(value), value.x.dtype)
 
 
-# ---- collectives over axes that are not the region's, and over dims, as a vmap that names its axis makes them
+# ---- collectives over axes that are not the region's, and over dims, as from a vmap with a named axis
 
 
 _OVER_DIMS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
@@ -284,7 +283,7 @@ def reduction(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("ppermute", "pbroadcast", "layout_constraint", takes_partial=True)
 def linear_in_place(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Of each element, and linear: all states stay."""
+    """Elementwise and linear: all states stay."""
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
 
 
@@ -298,17 +297,17 @@ def moving_collective(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Val
         return same(p, eqn, values, value.dim + (dims[0] <= value.dim))
     if value.dim in dims:
         return None
-    if not params["tiled"]:  # the dim goes; of all_to_all another one comes
+    if not params["tiled"]:  # the dim is removed; all_to_all adds another
         return None if len(dims) > 1 else same(p, eqn, values, value.dim - (dims[0] < value.dim))
     return same(p, eqn, values, value.dim)
 
 
-# ---- what a program does besides computing: constraints, memories, barriers, callbacks
+# ---- effects of a program besides computing: constraints, memories, barriers, callbacks
 
 
 @rule("sharding_constraint", "reshard", takes_partial=True)
 def constraint(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """`with_sharding_constraint`, `reshard`, and what Flax makes of logical axes: without the data axes."""
+    """`with_sharding_constraint`, `reshard`, and Flax's constraints by logical axes: without the data axes."""
     sharding = eqn.params["sharding" if "sharding" in eqn.params else "dst_sharding"]
     free = eqn.params.get("unconstrained_dims", frozenset())
     return [placed(v, sharding, frozenset(free)) for v in values]
@@ -316,12 +315,12 @@ def constraint(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("device_put", takes_partial=True)
 def device_put(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """A memory, or a sharding without the data axes; a single device says nothing here."""
+    """A memory, or a sharding without the data axes; a single device has no meaning here."""
     return [placed(v, to) for v, to in zip(values, eqn.params["devices"], strict=True)]
 
 
 def placed(value: Value, to: Any, free: frozenset[int] = frozenset()) -> Value:
-    """A value at a place (a memory, a sharding, a device); itself where that says nothing on a shard.
+    """A value at a place (a memory, a sharding, a device); unchanged if that has no meaning on a shard.
 
     Its state stays. The user leaves the dims `free` to the compiler.
     """
@@ -343,7 +342,7 @@ def placed(value: Value, to: Any, free: frozenset[int] = frozenset()) -> Value:
 
 @rule("optimization_barrier", takes_partial=True)
 def optimization_barrier(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """States stay; known values have nothing to wait for."""
+    """States stay; known values need not wait."""
     values = [p.cross(v) for v in values]
     tied = iter(lax.optimization_barrier([v.x for v in values if not v.is_known]))
     return [v if v.is_known else v.with_array(next(tied)) for v in values]
@@ -369,7 +368,7 @@ def callback(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("rng_uniform", takes_partial=True)
 def rng_uniform(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Numbers of the device's own generator: those of the first shard, on every shard."""
+    """Numbers of the device's own generator: every shard gets those of the first shard."""
     return [_of_first_shard(p, eqn, x) for x in p.bind(eqn, [p.whole(v).x for v in values])]
 
 

@@ -77,10 +77,10 @@ def conv_general_dilated(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[
 
 @rule("ragged_dot_general", "ragged_dot", converts_partial=True)
 def ragged_dot(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """Rows split: each shard multiplies its own, with the part of each group that is among them.
+    """Rows split: each shard multiplies its own rows, with the part of each group that is among them.
 
     The same for the gradient of the groups' matrices, which contracts the rows: partial. The rows are tokens sorted by
-    their expert: to sort those of the whole batch moves them all; `js.per_example` around both sorts those of a shard.
+    their expert: sorting the whole batch moves them all; `js.per_example` around both sorts only those of a shard.
     """
     left, right, sizes = values
     numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -103,7 +103,7 @@ def ragged_dot(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | N
 
 
 def _own_part(p: Partitioner, sizes: Value, num_rows: int) -> Value:
-    """How many rows of each group are on this shard."""
+    """The number of rows of each group on this shard."""
     ends: jax.Array = jnp.cumsum(sizes.x)
     start = (p.shard * num_rows).astype(ends.dtype)
     inside = lambda row: jnp.clip(row, start, start + num_rows)
@@ -134,7 +134,7 @@ def reduce(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
 
 
 def extreme(p: Partitioner, name: str, x: Any) -> jax.Array:
-    """The largest or the smallest of the shards' arrays; NaN where one of them has NaN.
+    """The largest or smallest of the shards' arrays; NaN where one of them has NaN.
 
     An all-reduce of floats may lose a NaN. So integers are compared, in the order of the floats, with NaN at the end.
     """
@@ -169,7 +169,7 @@ def arg_reduce(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | N
 
 @rule("reduce")
 def reduce_by(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """A reduction of the user's own, over other dims."""
+    """A custom reduction, over other dims."""
     dim, dims = split_dim(values), eqn.params["dimensions"]
     if dim in dims:
         return None
@@ -178,7 +178,7 @@ def reduce_by(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | No
 
 @rule(*"cumsum cumprod cummax cummin cumlogsumexp sort split concatenate top_k approx_top_k rev fft tile pad".split())
 def along(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """Operations along some dims. Along the split one: split along another for as long as it takes."""
+    """Operations along some dims. If one is the split dim, values are temporarily split along another."""
     found = beside(p, eqn, values, acts_along(eqn))
     if found is not None and eqn.primitive.name == "concatenate":
         found[0].counted = counted_columns(eqn, values)
@@ -231,4 +231,4 @@ def linalg(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
 
 _VECTORS = {"householder_product": (1,), "ormqr": (1,), "geqp3": (1,), "cholesky_update": (1,)}
 _VECTORS |= {"tridiagonal_solve": (0, 1, 2), "lu_pivots_to_permutation": (0,)}
-"""Operands that are no matrices: their last dim alone is not batched."""
+"""Operands that are not matrices: only their last dim is not batched."""

@@ -1,6 +1,6 @@
 """Elementwise operations, and those that move elements: by position alone, or by indices.
 
-Indices may count a dim; of those a shard finds its own rows.
+Indices may count a dim; in these a shard finds its own rows.
 """
 
 import math
@@ -41,9 +41,9 @@ ELEMENTWISE = frozenset(
 
 @rule(*ELEMENTWISE, converts_partial=True)
 def elementwise(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """Split as the largest operand is. Scalars and dims of size 1 stay whole."""
+    """Split like the largest operand. Scalars and dims of size 1 stay whole."""
     dim, old, new = split_dim(values), eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
-    if eqn.primitive.name == "bitcast_convert_type" and old != new:  # the last dim comes or goes
+    if eqn.primitive.name == "bitcast_convert_type" and old != new:  # the last dim is added or removed
         return same(p, eqn, [p.split(values[0], dim)], dim) if dim < max(old, new) - 1 else None
     if eqn.primitive.name == "random_fold_in" and not draws_alone(values[0]):
         return None
@@ -61,7 +61,7 @@ def tie(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim goes where the dim goes."""
+    """The split dim moves with its dim."""
     dim = eqn.params["broadcast_dimensions"][values[0].dim]
     shape = [n // p.degree if i == dim else n for i, n in enumerate(eqn.params["shape"])]
     return same(p, eqn, values, dim, shape=tuple(shape))
@@ -71,8 +71,8 @@ def broadcast_in_dim(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Valu
 def reshape(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim stays the outermost of those that it is merged with or split into.
 
-    Where it is not the outermost, or the new outermost dim does not divide, the value is split along another dim for
-    as long as it takes: the outermost of those that are merged, else any that a reshape keeps.
+    If it is not the outermost, or the new outermost dim does not divide, the value is temporarily split along another
+    dim: the outermost of those that are merged, else any that a reshape keeps.
     """
     (value,), old, new = values, eqn.invars[0].aval.shape, eqn.params["new_sizes"]
     if 0 in old:
@@ -96,7 +96,7 @@ def reshape(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None
 
 
 def merged_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Which dims of a reshape become which."""
+    """The mapping of dims in a reshape."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         mine, theirs = [i] if i < len(old) else [], [j] if j < len(new) else []
@@ -115,7 +115,7 @@ def merged_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 @rule("transpose", "squeeze", "stack", "unstack")
 def moved_dims(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim goes where the dim goes. One that is taken apart is whole."""
+    """The split dim moves with its dim. A dim that is divided is whole."""
     dim, params = split_dim(values), eqn.params
     match eqn.primitive.name:
         case "transpose":
@@ -153,7 +153,7 @@ def slice_(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
 
 
 def one_row(p: Partitioner, value: Value, at: Any) -> Value:
-    """Row `at`, in global view, of a value along its split dim: partial, as the other shards have zeros."""
+    """Row `at`, in global view, of a value along its split dim: partial, because the other shards have zeros."""
     at = at - p.shard * value.shape[value.dim]
     inside = (at >= 0) & (at < value.shape[value.dim])
     row = lax.dynamic_slice_in_dim(value.x, jnp.where(inside, at, 0), 1, value.dim)
@@ -161,13 +161,13 @@ def one_row(p: Partitioner, value: Value, at: Any) -> Value:
 
 
 def draws_alone(key: Value) -> bool:
-    """Whether each key of a batch draws what it draws by itself; with `rbg` the first key draws for all of them."""
+    """Whether each key of a batch draws the same as alone; with `rbg` the first key draws for all of them."""
     return str(jax.random.key_impl(key.x)).startswith(("threefry", "philox"))
 
 
 @rule("random_wrap", "random_unwrap", "random_split", "random_bits")
 def keys(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """Typed keys: the dims of the keys stand first in every form of them, and in what each of them draws."""
+    """Typed keys: the dims of the keys are first in all their forms, and in their draws."""
     dim = values[0].dim
     if eqn.primitive.name in ("random_split", "random_bits") and not draws_alone(values[0]):
         return None
@@ -206,7 +206,7 @@ def columns(value: Value) -> dict[int, int]:
 
 
 def counted_dim(value: Value) -> int | None:
-    """The dim of which a known value is the index at each place; None if it is not."""
+    """The dim whose index a known value is at each position, or None."""
     if value.source is None:
         return None
     eqn, values, _ = value.source
@@ -261,7 +261,7 @@ def dynamic_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] 
 
     if value.dim in taken and sizes[value.dim] == 1 and can_be_partial(value):
         dim, start = value.dim, starts[value.dim].x
-        start = start.astype(jnp.int32) if start.dtype.itemsize < 4 else start  # 8 bits do not hold each size
+        start = start.astype(jnp.int32) if start.dtype.itemsize < 4 else start  # 8 bits cannot hold every size
         return [one_row(p, of_shard(value, dim), jnp.clip(start, 0, shape[dim] - 1).astype(jnp.int32))]
     return beside(p, eqn, [value], taken, lambda values: [of_shard(values[0], values[0].dim)])
 
@@ -275,7 +275,7 @@ def dynamic_update_slice(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[
     shapes = zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
     taken = [d for d, (n, m) in enumerate(shapes) if n != m]
     if not operand.is_split and update.dim in taken:
-        return None  # only what is written is split
+        return None  # only the written value is split
 
     def of_shard(values: list[Value]) -> list[Value]:
         dim = values[0].dim

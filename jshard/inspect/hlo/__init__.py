@@ -1,4 +1,4 @@
-"""Programs as compilers write them; here the schedule as values: the steps of one device, what runs beside what."""
+"""Compiled programs; here the schedule as values: the steps of one device, and what runs concurrently."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from jshard.engine.mixing import Mixing
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.work import OpWork
 
-_FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA", "cudnn": "by cuDNN"}
+_FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA", "cudnn": "with cuDNN"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,23 +22,23 @@ class Window:
     group: tuple[int, ...]  # positions, in the mesh's order, of the devices of the first group
     axes: tuple[str, ...] | None = None  # the mesh axes that it runs over; None if no mesh was given
     # Paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the program does
-    # not say.
+    # not name them.
     units: tuple[str, ...] = ()
-    # Where it does not, and what is sent was computed: the units whose operations read that first.
+    # If it does not, and the data sent was computed: the units whose operations read the result first.
     read_by: tuple[str, ...] = ()
-    # `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say
+    # `forward`, `backward`, or `both` if the compiler joined them; None if unknown
     phase: str | None = None
     loop: str = ""  # name of the innermost loop around it; empty if there is none
     executions: int = 1  # how often it runs in one run of the program
-    is_async: bool = False  # the computation goes on while it runs
+    is_async: bool = False  # the computation continues while it runs
     operations: int = 0  # instructions that compute between start and end
     matmuls: int = 0  # matrix products among these, those in fusions and loops counted
     flops: float = 0.0  # floating-point operations of these
-    conditional: bool = False  # it is in a branch, and may not run at all
+    conditional: bool = False  # it is in a branch, and might not run at all
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
     # The lines of the model that mix examples by it; several if the compiler joined theirs.
     mixing: tuple[Mixing, ...] = ()
-    is_mixing: bool = False  # it is for those alone
+    is_mixing: bool = False  # it serves only those
 
     @property
     def full_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Window:
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether matrix products run beside it. How much of it they hide is for an estimate to say."""
+        """Whether matrix products run beside it. How much of it they hide is a matter of estimates."""
         return self.is_async and self.matmuls > 0
 
 
@@ -81,7 +81,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A collective begins; the computation goes on. `window` is its place in `Schedule.windows`."""
+    """A collective begins; the computation continues. `window` is its index in `Schedule.windows`."""
 
     window: int
     token: str
@@ -96,14 +96,14 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-    """A collective during which the computation stands still."""
+    """A collective during which the computation stops."""
 
     window: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Steps that run again and again."""
+    """Steps that run repeatedly."""
 
     name: str  # of the `while` in the text
     rounds: int  # how often
@@ -133,12 +133,12 @@ class KernelUse:
 class Schedule:
     """A scheduled program of one device."""
 
-    windows: tuple[Window, ...]  # its collectives, in the order of their starts; groups of one device are left out
-    steps: tuple[Step, ...]  # what the device does, in order
+    windows: tuple[Window, ...]  # its collectives, in the order of their starts; groups of one device are omitted
+    steps: tuple[Step, ...]  # the device's steps, in order
     num_devices: int  # devices that run it together
-    flops: float  # floating-point operations of one run, loops counted; with those that are computed again for backward
-    notes: tuple[str, ...] = ()  # what could not be counted, in words
-    kernels: tuple[KernelUse, ...] = ()  # those of `jshard.kernels` in it, and which form of each
+    flops: float  # floating-point operations of one run, over all loop iterations, with those recomputed for backward
+    notes: tuple[str, ...] = ()  # descriptions of uncounted operations
+    kernels: tuple[KernelUse, ...] = ()  # the kernels of `jshard.kernels` in it, with their forms
 
     @property
     def in_loops(self) -> tuple[Window, ...]:
@@ -146,6 +146,6 @@ class Schedule:
         return tuple(w for w in self.windows if w.loop)
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
-        """The collectives that block, or during which nothing is multiplied; as `Audit.not_overlapped`."""
+        """The collectives that block, or during which no matrix product runs; as in `Audit.not_overlapped`."""
         chosen = self.in_loops if in_loops else self.windows
         return tuple(w for w in chosen if not w.is_overlapped and w.full_bytes >= at_least_bytes)

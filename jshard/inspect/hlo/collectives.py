@@ -13,7 +13,7 @@ from jshard.engine.mixing import Mixing, named_in
 from jshard.inspect.hlo.module import Computation, Instruction, Module, ProgramError, arrays, elements, item_bytes
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# Communication that is not counted: better an error than a total that is too small.
+# Communication that cannot be counted: an error is better than a total that is too small.
 OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 
 
@@ -117,7 +117,7 @@ def cannot(where: str, why: str) -> ProgramError:
         "A collective cannot be counted.",
         where=where,
         why=why,
-        do="report the program's text as an issue.",
+        do="report an issue with the program's text.",
     )
 
 
@@ -137,7 +137,7 @@ def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
 
 
 def mixing_in(op_name: str) -> tuple[tuple[Mixing, ...], bool]:
-    """The lines of the model that mix examples by an operation, and whether all of its names say so."""
+    """The lines of the model that mix examples by an operation, and whether all of its names contain one."""
     found = [named_in(name) for name in _joined_names(op_name)]
     return tuple(dict.fromkeys(one for ones in found for one in ones)), all(found)
 
@@ -160,7 +160,7 @@ def _joined_names(op_name: str) -> list[str]:
     return [op_name]
 
 
-# The ways in which compilers write a collective that runs beside the computation: its start, its end.
+# How compilers write a collective that runs beside the computation: its start, its end.
 
 _WRAPPED = ("async", "call")  # async-start, call-start
 _PRINTING = frozenset(
@@ -171,7 +171,7 @@ _DEPTH = 6  # of calls in calls
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What an instruction does for a collective."""
+    """The role of an instruction in a collective."""
 
     stage: str  # `start`, `done`, or `blocking` for one that is start and end at once
     kind: str = ""  # one of `KINDS`; empty for a `done`
@@ -180,13 +180,13 @@ class Role:
 
 
 class Forms:
-    """Says of each instruction of a module what it does for a collective."""
+    """Finds the role of each instruction of a module in a collective."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
 
     def role(self, instruction: Instruction) -> Role | None:
-        """The part that an instruction plays; None if it only computes."""
+        """The role of an instruction; None if it only computes."""
         base = base_opcode(instruction.opcode)
         if instruction.opcode.endswith("-update"):
             return None
@@ -263,12 +263,12 @@ def _chain(fusion: Instruction, inner: Instruction | None) -> str:
     return "chain " + (found.group(1) if found else re.sub("start|done", "", fusion.name))
 
 
-# Whose a collective without a name is: the units that read what it has sent. XLA of jax 0.10 names what it adds after
-# the operation that reads it, that of 0.12 after what made it.
+# The owners of a collective without a name: the units that read its result. XLA of jax 0.10 names an added collective
+# after the operation that reads it, XLA of 0.12 after the one that made its operand.
 
 _NOBODY = ""
 _WRAPPING, _OPAQUE = ("fusion", "call"), ("while", "conditional")
-# What these make is as good as what they read: a parameter that was cast or cut is one still.
+# The results of these stand for their operands: a parameter that was cast or cut is still a parameter.
 _MOVING = frozenset(
     "parameter constant get-tuple-element tuple convert transpose reshape bitcast copy slice dynamic-slice pad"
     " broadcast all-gather all-gather-start all-gather-done".split()
@@ -276,17 +276,17 @@ _MOVING = frozenset(
 
 
 class Readers:
-    """Says which units read a value first, behind operations that are of no unit."""
+    """Finds which units read a value first, after operations that belong to no unit."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self._known: dict[str, dict[str, frozenset[str]]] = {}
 
     def units(self, home: Computation, collective: Instruction) -> tuple[str, ...]:
-        """The units whose operations are the first to read what a collective has sent.
+        """The units whose operations are the first to read the result of a collective.
 
-        Empty if some of it is read by no unit, or is not followed: into a loop. And if what is sent is stored, as a
-        parameter is: whoever reads that, it is the plan that says whether it is sent.
+        Empty if some of it is read by no unit, or cannot be followed, as into a loop. Also empty if the data sent is
+        stored, like a parameter: whoever reads that, the plan decides whether it is sent.
         """
         if not all(self._is_computed(home, home.by_name.get(name)) for name in collective.operands):
             return ()
@@ -294,7 +294,7 @@ class Readers:
         return () if _NOBODY in found else tuple(sorted(found))
 
     def _is_computed(self, home: Computation, value: Instruction | None) -> bool:
-        """Whether anything was computed on the way from the arguments of a computation to a value."""
+        """Whether anything was computed between the arguments of a computation and a value."""
         source = home.source(value)
         if source is None or source.opcode in _OPAQUE:
             return False

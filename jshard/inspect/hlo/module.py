@@ -1,7 +1,7 @@
 """The text of a compiled program as values: computations, and their instructions in the order of the text.
 
-Everything that reads compiled programs reads them through here. In a scheduled module the order of the text is
-the order of execution.
+All code that reads compiled programs uses this module. In a scheduled module the order of the text is the order of
+execution.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _ALIASES = frozenset("bitcast copy copy-start copy-done opt-barrier optimization
 
 
 class ProgramError(ShardingError):
-    """A compiled program holds something that this reader cannot count."""
+    """A compiled program contains something that this reader cannot count."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Instruction:
     name: str  # without `%`
     opcode: str  # such as `all-gather-start` or `fusion`
     shape: str  # of the result, as written
-    inside: str  # what stands between the parentheses: operands, the literal of a constant, a parameter's number
-    attributes: str  # what follows them
+    inside: str  # the text between the parentheses: operands, the literal of a constant, a parameter's number
+    attributes: str  # the text after them
     is_root: bool = False  # it is the result of its computation
 
     @property
@@ -61,7 +61,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from, such as `jit(step)/jshard[blocks/3]/all_gather`."""
+        """Its origin in the traced program, such as `jit(step)/jshard[blocks/3]/all_gather`."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -98,7 +98,7 @@ class Computation:
         return self.by_name.get(names[index]) if index < len(names) else None
 
     def source(self, instruction: Instruction | None) -> Instruction | None:
-        """Where a value comes from, behind copies, bitcasts and tuples made in this computation."""
+        """The origin of a value, behind copies, bitcasts and tuples made in this computation."""
         while instruction is not None:
             before = self._before(instruction)
             if before is None:
@@ -122,7 +122,7 @@ class Module:
 
     computations: dict[str, Computation]  # by name
     entry: str  # name of the one that runs
-    num_devices: int  # devices that run it together; 1 if the text does not say
+    num_devices: int  # devices that run it together; 1 if the text has no number
     is_scheduled: bool  # the order of the instructions is the order in which they run
 
     def called(self, instruction: Instruction) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Walks a compiled program in the order in which it runs, and writes down its collectives and the steps of a device."""
+"""Walks a compiled program in execution order, and records its collectives and the steps of a device."""
 
 import collections
 import dataclasses
@@ -72,7 +72,7 @@ class _Body:
         return {place: token for place, token in tokens if token is not None}
 
     def token(self, value: Instruction | None) -> str | None:
-        """What names a collective under way: its start, or a part of a loop's state or result."""
+        """The token of a collective in flight: its start, or a part of a loop's state or result."""
         source = self.home.source(value)
         if source is None:
             return None
@@ -84,7 +84,7 @@ class _Body:
         return self.arriving(place) if whole.opcode == "parameter" else f"{whole.name}[{place}]"
 
     def arriving(self, place: int) -> str:
-        """Token of what is under way in a part of the loop's state when a round begins."""
+        """Token of the collective in flight in a part of the loop's state when a round begins."""
         return f"{self.home.name}{_ARRIVING}[{place}]"
 
 
@@ -106,7 +106,7 @@ class Walk:
         body = self._walk(self._module.entry)
         total = added(body.parts)
         for target in total.uncounted:
-            self.notes.append(f"custom call {target}: its operations are not known; its memory traffic counts")
+            self.notes.append(f"custom call {target}: its operations are unknown; only its memory traffic is counted")
         self._refuse_unseen()
         return tuple(body.steps), total.total_flops
 
@@ -184,7 +184,7 @@ class Walk:
         )
 
     def _ended_by(self, body: _Body, done: Instruction) -> str | None:
-        """The token of what an end waits for; of an asynchronous fusion it may be computation alone."""
+        """The token that an end waits for; an asynchronous fusion may contain only computation."""
         return body.token(body.home.operand(done, 0))
 
     def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:
@@ -218,9 +218,9 @@ class Walk:
         if count is None:
             if len(self.windows) > num_windows:
                 raise cannot(
-                    loop.text, "it is a loop with collectives whose number of rounds the compiler does not know."
+                    loop.text, "the compiler does not know how many iterations this loop with collectives has."
                 )
-            self.notes.append(f"loop {loop.name}: the number of its rounds is not known; counted once")
+            self.notes.append(f"loop {loop.name}: the number of iterations is unknown; counted once")
         self._carry(body, loop, inner, count or 1)
 
     def _carry(self, body: _Body, loop: Instruction, inner: _Body, count: int) -> None:
@@ -230,7 +230,7 @@ class Walk:
         passing = {inner.arriving(p) for p in enters}
         unknown = inner.arrivals.keys() - passing
         if unknown:
-            raise cannot(loop.text, f"it waits for {min(unknown)}, and nothing is under way there at its start.")
+            raise cannot(loop.text, f"it waits for {min(unknown)}, which has no collective in flight at its start.")
         turning = inner.state(inner.home.root)
         turns = {p: t for p, t in turning.items() if inner.under_way.get(t) is not None or t in passing}
         leaves = {p: f"{loop.name}[{p}]" for p in turns}
@@ -267,7 +267,7 @@ class Walk:
             body.under_way[leaving] = found
 
     def _branches(self, body: _Body, conditional: Instruction) -> None:
-        """Takes the branch with the most work: which one runs is not known."""
+        """Takes the branch with the most work, because it is unknown which one runs."""
         outside, self._in_branch = self._in_branch, True
         branches = [self._walk(name) for name in self._module.called(conditional)]
         self._in_branch = outside
@@ -275,7 +275,7 @@ class Walk:
             body.append(max(branches, key=lambda b: (b.passed["flops"], added(b.parts).memory_bytes)))
 
     def _refuse_unseen(self) -> None:
-        """Every collective must have been walked over: an unknown form would look like silence."""
+        """Raises unless every collective was visited: an unknown form would look like no communication."""
         seen = self._seen | {c.name for c in self._again if channel(c) in self._channels}
         missed = [
             instruction.text
@@ -322,8 +322,8 @@ def read_schedule(
 ) -> Schedule:
     """Reads the schedule of a program for GPU, TPU or CPU, a `jax.stages.Compiled` or its text.
 
-    With `expect_collectives` a program of several devices without any is an error, as communication that was
-    overlooked would look like communication that is hidden.
+    With `expect_collectives` a program of several devices without any is an error, because overlooked communication
+    would look like hidden communication.
 
     Raises:
         ProgramError: the text has no schedule, or it holds communication that is not understood.
@@ -333,8 +333,8 @@ def read_schedule(
         raise ProgramError(
             "The program has no schedule.",
             where=f"computation {module.entry}",
-            why="its text does not say is_scheduled=true, so its order says nothing.",
-            do="give what compile() returned: js.audit(jax.jit(step).lower(...).compile())",
+            why="its text lacks is_scheduled=true, so its order is not the order of execution.",
+            do="js.audit(jax.jit(step).lower(...).compile())  # pass the result of compile()",
         )
     if mesh is not None and math.prod(mesh.axis_sizes) != module.num_devices:
         sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -342,7 +342,7 @@ def read_schedule(
             "The program was not compiled for this mesh.",
             where=f"mesh ({sizes})",
             why=f"the program runs on {module.num_devices} devices, the mesh has {math.prod(mesh.axis_sizes)}.",
-            do="give the mesh or the model that the program was compiled with.",
+            do="pass the mesh or the model that the program was compiled with.",
         )
     walk = Walk(module, mesh)
     steps, flops = walk.run()
@@ -350,8 +350,8 @@ def read_schedule(
         raise ProgramError(
             "A program of several devices without a single collective.",
             where=f"computation {module.entry}, {module.num_devices} devices",
-            why="nothing sent would read as everything hidden.",
-            do="see whether the arrays are sharded at all: print(js.explain(model))",
+            why="no communication would look like fully hidden communication.",
+            do="print(js.explain(model))  # shows whether the arrays are sharded at all",
         )
     return Schedule(
         tuple(walk.windows), steps, module.num_devices, flops, tuple(walk.notes), kernels=kernels_in(module)

@@ -1,4 +1,4 @@
-"""What an instruction of a compiled program has to do: floating-point operations, and bytes of device memory."""
+"""The work of an instruction of a compiled program: floating-point operations, and bytes of device memory."""
 
 import collections
 import dataclasses
@@ -30,9 +30,9 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 
 @dataclasses.dataclass(frozen=True)
 class EqualProducts:
-    """Matrix products alike: what they multiply decides how much of the peak they reach."""
+    """Equal matrix products: their dtype and sizes decide how much of the peak they reach."""
 
-    dtype: str  # of what is multiplied
+    dtype: str  # of the operands
     flops: float  # of all of them
     count: int = 1
     sizes: tuple[float, ...] = ()  # batch, rows, columns, contracted; empty where they are not those of one product
@@ -45,7 +45,7 @@ class OpWork:
 
     products: tuple[EqualProducts, ...] = ()  # matrix products and convolutions
     memory_bytes: float = 0.0  # read from and written to device memory
-    # Custom calls whose operations are not known: they count as their memory traffic alone.
+    # Custom calls whose operations are unknown: only their memory traffic is counted.
     uncounted: tuple[str, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class Worker:
         return dataclasses.replace(arithmetic, memory_bytes=touched)
 
     def _arithmetic(self, home: Computation, instruction: Instruction) -> OpWork:
-        """The matrix products of an instruction, and of what it calls."""
+        """The matrix products of an instruction, and of the computations it calls."""
         opcode = instruction.opcode
         if opcode == "dot":
             return _product(_dtype(home, instruction), *_dot_sizes(home, instruction))
@@ -169,7 +169,7 @@ def _dot_sizes(home: Computation, dot: Instruction) -> tuple[float, float, float
 def _custom_call(home: Computation, call: Instruction) -> OpWork:
     name = _target(call)
     if name.startswith(_GEMMS):
-        # The dims contracted are in the backend's own words: sizes give them, too.
+        # The contracted dims are in the backend's own format; they also follow from the sizes.
         (dtype, left), (_, right), (_, out) = (_array(x) for x in (home.operand(call, 0), home.operand(call, 1), call))
         batch = math.prod(left[d] for d in _places(call.attributes, "lhs_batch_dimensions") if d < len(left))
         return _product(dtype, batch, *_sides(*(math.prod(dims) / batch for dims in (left, right, out))))
@@ -194,14 +194,14 @@ def _kernel(home: Computation, call: Instruction) -> OpWork:
 
 
 def _sides(left: float, right: float, out: float) -> tuple[float, float, float]:
-    """Rows, columns and what is contracted, of the sizes of three matrices."""
+    """Rows, columns and the contracted dim, from the sizes of three matrices."""
     if not left * right * out:
         return 0.0, 0.0, 0.0
     return math.sqrt(left * out / right), math.sqrt(right * out / left), math.sqrt(left * right / out)
 
 
 def _target(call: Instruction) -> str:
-    """What a custom call calls; empty for other instructions."""
+    """The target of a custom call; empty for other instructions."""
     found = re.search(r'custom_call_target="([^"]*)"', call.attributes) if call.opcode == "custom-call" else None
     return found.group(1) if found else ""
 
@@ -283,7 +283,7 @@ def _size(instruction: Instruction | None) -> float:
 
 
 def _fusion_bytes(body: Computation) -> float:
-    """What a fusion reads and writes: what stays inside costs nothing, slices count as such."""
+    """The bytes that a fusion reads and writes: values inside cost nothing, slices count by their own size."""
     if "async_collective_fusion" in body.name:
         return _async_fusion_bytes(body)
     parameters = (i for i in body.instructions if i.opcode == "parameter")
@@ -291,7 +291,7 @@ def _fusion_bytes(body: Computation) -> float:
 
 
 def _read_bytes(body: Computation, value: Instruction) -> float:
-    """What a fusion reads of one of its inputs."""
+    """The bytes that a fusion reads of one of its inputs."""
     users = body.users.get(value.name, [])
     whole = shape_bytes(value.shape)
     parts = 0.0

@@ -50,10 +50,10 @@ def find_profile(path: str | os.PathLike[str]) -> ProfileFiles:
     path = Path(path)
     if path.is_file():
         if not path.name.endswith(_SUFFIX):
-            raise _no_profile(path, f"it is a file, and its name does not end in {_SUFFIX}.")
+            raise _no_profile(path, f"its name does not end in {_SUFFIX}.")
         return ProfileFiles(((path, ""),), _program(path))
     if not path.is_dir():
-        raise _no_profile(path, "there is no such file or folder.")
+        raise _no_profile(path, "the file or folder does not exist.")
     is_run = (path / "run.json").is_file() or (path / PROFILE).is_dir()
     files = sorted((path / PROFILE if is_run else path).rglob("*" + _SUFFIX), key=lambda f: (f.stat().st_mtime_ns, f))
     if not files:
@@ -100,7 +100,7 @@ def _no_profile(path: Path, why: str) -> ShardingError:
 
 # `trace`: reads a profile, and reports the computation, communication and overlap of each step.
 
-_AGAIN = "record it again, with whole steps inside: jshard train gpt --profile 10:15"
+_AGAIN = "record it again, with complete steps: jshard train gpt --profile 10:15"
 _PS_PER_S = 10**12
 
 
@@ -160,15 +160,13 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
     measured = tuple(TraceStep(n, tuple(_device_step(t, places[n][t.name], ops) for t in timelines)) for n in kept)
     notes = []
     if not is_marked:
-        notes.append("Steps are counted from 1: the profile does not mark them one by one.")
+        notes.append("Steps are counted from 1, because the profile does not mark each of them.")
     if len(complete) < len(places):
-        notes.append(f"Left out, as the profile does not have all of them: {len(places) - len(complete)} steps.")
+        notes.append(f"Left out, because the profile does not have all of them: {len(places) - len(complete)} steps.")
     if not ops.has_text:
         if any(run.id is None for t in timelines for run in t.runs):
-            notes.append(
-                "Where a step begins is taken from operations that repeat: less sure than with the program's text."
-            )
-        notes.append("Units are not known: give program=, the compiled step; `jshard train --profile` writes it down.")
+            notes.append("Steps are found by repeating operations, which is less reliable than the program's text.")
+        notes.append("Units are unknown: pass program=, the compiled step; `jshard train --profile` stores it.")
     if found.others:
         notes.append(f"The newest of {found.others + 1} profiles; for another one name its folder.")
     if lacking:
@@ -242,7 +240,7 @@ def _kept(found: ProfileFiles, complete: Sequence[int], chosen: Collection[int])
         raise ShardingError(
             "The profile does not have these steps.",
             where=_places(found),
-            why=f"asked for {asked}; whole in it: {whole}.",
+            why=f"asked for {asked}; complete in it: {whole}.",
             do=f"steps=range({complete[0]}, {complete[-1] + 1}), or --steps {complete[0] - 1}:{complete[-1]}",
         )
     return [n for n in complete if n in chosen]
@@ -255,7 +253,7 @@ def _read(file: Path) -> ProcessEvents:
         raise RunError(
             "The profile cannot be read.",
             where=str(file),
-            why=f"{file.stat().st_size:,} bytes that are no profile, or only a part of one ({error}).",
+            why=f"its {file.stat().st_size:,} bytes are not a profile, or only a part of one ({error}).",
             do=_AGAIN,
         ) from error
 
@@ -279,9 +277,9 @@ def _no_device(found: ProfileFiles, processes: Sequence[ProcessEvents]) -> RunEr
     return RunError(
         "The profile has no events of devices.",
         where=_places(found),
-        why=f"it has {marked} marks of steps of the host, and nothing that a CPU, GPU or TPU did: it is empty, or the"
-        " tracer of the devices was not on.",
-        do="block_until_ready() before jax.profiler.stop_trace(); on a GPU see that CUPTI is installed.\n" + _AGAIN,
+        why=f"it has {marked} step marks of the host, and no work of a CPU, GPU or TPU: it is empty, or the"
+        " device tracer was off.",
+        do="block_until_ready() before jax.profiler.stop_trace(); on a GPU check that CUPTI is installed.\n" + _AGAIN,
     )
 
 
@@ -290,16 +288,16 @@ def _no_run(found: ProfileFiles, name: str, devices: Sequence[DeviceEvents]) -> 
     return ShardingError(
         "The profile has no run of this program.",
         where=_places(found),
-        why=f"the text is of {name or 'a program without a name'}; in the profile are {', '.join(there) or 'none'}.",
-        do="give the text of the program that was profiled: js.trace(path, program=compiled)",
+        why=f"the text is of {name or 'a program without a name'}; the profile has {', '.join(there) or 'none'}.",
+        do="js.trace(path, program=compiled)  # the program that was profiled, or its text",
     )
 
 
 def _no_step(found: ProfileFiles, runs: Collection[int]) -> RunError:
     return RunError(
-        "The profile has no whole step.",
+        "The profile has no complete step.",
         where=_places(found),
-        why=f"{len(runs)} began or ended in it, and none did both on every device.",
+        why=f"{len(runs)} began or ended in it, but none did both on every device.",
         do="block_until_ready() before jax.profiler.stop_trace(), and profile two steps or more.\n" + _AGAIN,
     )
 

@@ -1,4 +1,4 @@
-"""The events of devices in a profile: what each of them did, and which part of its time is one run of the program.
+"""The events of devices in a profile: the work of each device, and which part of its time is one program run.
 
 Read with `jax.profiler.ProfileData`, JAX's own reader. What each platform writes:
 
@@ -24,9 +24,9 @@ _PROGRAM_ID = re.compile(r"\(\d+\)$")  # as in `jit_step(123)`
 _STREAM = re.compile(r"^Stream\b")
 # Copies between host and device: the device neither computes nor talks to another one.
 _HOST_COPY = re.compile(r"^Memcpy\s?(H2D|D2H|HtoD|DtoH)\b", re.IGNORECASE)
-_SKIPPED = ("Threadpool", "Wait", "Rendezvous", "$")  # most of what a CPU's threads report; $ are frames of Python
+_SKIPPED = ("Threadpool", "Wait", "Rendezvous", "$")  # most reports of a CPU's threads; $ are frames of Python
 _END = "end: "
-_NEXT = "ThunkExecutor::Execute"  # the thread that ends an operation begins the next ones before it says so
+_NEXT = "ThunkExecutor::Execute"  # the thread that ends an operation begins the next ones before it reports that
 _AT_ONCE = 10**8  # picoseconds from the end of that to the word of it
 _POOL = "tf_"  # threads of XLA's
 _TICKS = 1000  # picoseconds of a nanosecond
@@ -34,20 +34,20 @@ _TICKS = 1000  # picoseconds of a nanosecond
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a device did."""
+    """An operation on a device."""
 
-    op: str  # name of the operation in the program's text, or what stands for it: a kernel may come without
+    op: str  # name of the operation in the program's text, or a substitute: a kernel may lack one
     label: str  # how the profile calls it, such as the name of a kernel
     begin_ps: int  # when it began
     end_ps: int  # when it ended
-    module: str = ""  # name of the program; empty if the profile does not say
-    run: int | None = None  # which run of the program, where the profile says so
+    module: str = ""  # name of the program; empty if unknown
+    run: int | None = None  # which run of the program, if the profile records it
     computes: bool = True  # if it does not communicate; not so what has other events inside
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceEvents:
-    """What a profile has of one device."""
+    """The events of one device in a profile."""
 
     name: str  # such as `gpu:0`; as counted by the process
     platform: str  # `cpu`, `gpu` or `tpu`
@@ -56,7 +56,7 @@ class DeviceEvents:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEvents:
-    """What one file of a profile has."""
+    """The contents of one file of a profile."""
 
     devices: tuple[DeviceEvents, ...]  # those that did something
     # Numbers of the steps that the program marked with `jax.profiler.StepTraceAnnotation`, in order.
@@ -195,11 +195,11 @@ def _by_begin(events: Iterable[Event]) -> tuple[Event, ...]:
     return tuple(sorted(events, key=lambda e: (e.begin_ps, e.end_ps)))
 
 
-# What an operation is.
+# Classification of operations.
 
-_CONTAINERS = ("while", "conditional")  # others are known by what is inside their time
+_CONTAINERS = ("while", "conditional")  # others are recognised by events inside their time
 _NAMES = "|".join((*KINDS, *OTHERS, "all-reduce-scatter"))
-# Names as compilers give them, and as jax does after its own primitives: `all_gather.3`, `psum_invariant.7`.
+# Names given by compilers, and by jax after its own primitives: `all_gather.3`, `psum_invariant.7`.
 _COLLECTIVE = re.compile(rf"({_NAMES})(-start|-done)?(\.\d+)*(\.call-(start|done))?")
 _JAX_NAMES = {
     "psum": "all-reduce",
@@ -220,18 +220,18 @@ _NCCL_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What an operation does."""
+    """An operation of the program."""
 
     name: str  # that of its instruction; start and end of an asynchronous one have one name
     kind: str = ""  # of the collective, such as `all-gather`; empty for one that computes
-    units: tuple[str, ...] = ()  # paths of the units that it gathers or reduces, if the program says so
+    units: tuple[str, ...] = ()  # paths of the units that it gathers or reduces, if known
     phase: str | None = None  # `forward`, `backward` or `both`; None if it is not known
-    contains: bool = False  # it is a loop, a branch or a call: what it does is known from others
+    contains: bool = False  # it is a loop, a branch or a call: its work is known from others
     place: int | None = None  # in the order of the program's outermost instructions, which run once; None for others
 
 
 class Ops:
-    """Tells operations apart: by the text of their program if there is one, else by their names."""
+    """Identifies operations: by the text of their program if there is one, else by their names."""
 
     def __init__(self, text: str | None) -> None:
         self._known: dict[str, Op] = {}
@@ -253,7 +253,7 @@ class Ops:
         return frozenset(op.name for op in self._known.values() if op.place is not None)
 
     def of(self, event: Event) -> Op:
-        """What an event is about."""
+        """The operation of an event."""
         key = event.op, event.label, event.module, event.computes
         if key not in self._asked:
             self._asked[key] = self._of(event)
@@ -269,7 +269,7 @@ class Ops:
         return dataclasses.replace(op, contains=True) if not (event.computes or op.kind) else op
 
     def not_in_text(self, events: Iterable[Event]) -> set[str]:
-        """Names of collectives that the program's text should have, and does not."""
+        """Names of collectives that are missing from the program's text."""
         ours = {e.op for e in events if self.has_text and e.module == self.program and self.of(e).kind}
         return {name for name in ours if not _NCCL.match(name) and _one_name(name) not in self._known}
 

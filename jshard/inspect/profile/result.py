@@ -1,4 +1,4 @@
-"""What a profile says of its steps: values, tables, JSON, and the timeline of one measured step."""
+"""The results of reading a profile: values, tables, JSON, and the timeline of one measured step."""
 
 import collections
 import dataclasses
@@ -40,7 +40,7 @@ class Shares:
 
     @classmethod
     def mean(cls, shares: Iterable["Shares"]) -> "Shares":
-        """Of each part the mean."""
+        """The mean of each part."""
         rows = [dataclasses.astuple(one) for one in shares]
         return cls(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
 
@@ -49,7 +49,7 @@ class Shares:
 class MeasuredCollective:
     """The time of one collective of the program, on one device in one step."""
 
-    op: Op  # what it is
+    op: Op  # the operation
     runs: int  # how often it ran
     in_flight_s: float  # from its begin to its end
     # The part in which nothing computed; where several are exposed at one time, each has an equal part.
@@ -74,7 +74,7 @@ class DeviceStep:
 def measure(
     device: str, events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int, *, since_last_s: float | None = None
 ) -> DeviceStep:
-    """Measures a span of time of one device; its events come by their begin, and others may be among them."""
+    """Measures a span of time of one device; the events are sorted by begin, and may include others."""
     totals: collections.Counter[tuple[bool, bool]] = collections.Counter()  # by whether it computes, communicates
     computing, exposed, flights = _Spans(), _Spans(), collections.defaultdict[Op, _Spans](_Spans)
     alone: dict[Op, float] = collections.defaultdict(float)  # picoseconds in which nothing computed
@@ -108,7 +108,7 @@ def measure(
 
 
 class _Spans:
-    """Spans of time that come in order: what touches the last one is part of it."""
+    """Merges sorted spans of time: a span that touches the last one becomes part of it."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, int]] = []
@@ -122,7 +122,7 @@ class _Spans:
 def _moments(
     events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int
 ) -> Iterator[tuple[int, int, tuple[Op | None, ...]]]:
-    """The time between two changes, and what goes on in it: collectives, and None for computation."""
+    """The time between two changes, and the operations in it: collectives, and None for computation."""
     edges: list[tuple[int, int, Op | None]] = []  # time, 1 where something begins and -1 where it ends
     for event in events:
         begin, end = max(event.begin_ps, begin_ps), min(event.end_ps, end_ps)
@@ -141,13 +141,12 @@ def _moments(
             del going[op]
 
 
-# What is shown.
+# The report.
 
 _PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
 _SHOWN = 12
 _CPU = (
-    "CPU devices are threads that share this machine's cores: the profile shows that the ruler works, and says nothing"
-    " about overlap on an accelerator."
+    "CPU devices are threads that share this machine's cores: the profile says nothing about overlap on an accelerator."
 )
 
 
@@ -166,7 +165,7 @@ class TraceStep:
 
 @dataclasses.dataclass(frozen=True)
 class TraceRow:
-    """Collectives that are alike; times are those of a step on a device, in the mean."""
+    """Equal collectives; times are means over the steps and devices."""
 
     kind: str  # such as `all-gather`
     unit: str | None  # the unit, or several folded as `blocks/0..11`; None if it is not known
@@ -179,14 +178,14 @@ class TraceRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Trace(Printed):
-    """What `js.trace` read. `print` it; in a notebook it shows itself; `to_json` for programs."""
+    """The result of `js.trace`. `print` it; a notebook displays it; `to_json` is for programs."""
 
     source: tuple[str, ...]  # the files that were read
     program: str  # name of the step's program
     platform: str  # `cpu`, `gpu` or `tpu`
     steps: tuple[TraceStep, ...]  # those that are whole in the profile, in order
     has_units: bool  # the program's text was there, and names the unit of each collective
-    notes: tuple[str, ...] = ()  # what else is to be said
+    notes: tuple[str, ...] = ()  # further remarks
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -195,12 +194,12 @@ class Trace(Printed):
 
     @property
     def shares(self) -> Shares:
-        """The four parts of a step, in the mean over steps and devices."""
+        """The four parts of a step, as means over steps and devices."""
         return Shares.mean(d.shares for d in self._device_steps)
 
     @property
     def shares_by_device(self) -> dict[str, Shares]:
-        """Of each device the mean over the steps."""
+        """The mean over the steps, for each device."""
         found = {device: [d.shares for d in self._device_steps if d.device == device] for device in self.devices}
         return {device: Shares.mean(shares) for device, shares in found.items()}
 
@@ -223,11 +222,11 @@ class Trace(Printed):
 
     @property
     def by_instruction(self) -> tuple[TraceRow, ...]:
-        """Each collective of the program by itself, the most exposed first."""
+        """Each collective of the program separately, the most exposed first."""
         return self._rows(lambda time: (time.op,), named=True)
 
     def to_json(self) -> str:
-        """Everything as JSON text; times of rows are those of a step on a device, in the mean."""
+        """Everything as JSON text; times of rows are means over steps and devices."""
         rows = ("by_kind", "by_unit", "by_instruction")
         whole = {
             "source": list(self.source),
@@ -248,9 +247,9 @@ class Trace(Printed):
         return json.dumps(whole, indent=1)
 
     def to_html(self) -> str:
-        """The report, and a timeline of one step, as one page that needs nothing else.
+        """The report, and a timeline of one step, as a self-contained page.
 
-        The step is the middle one, on the device whose communication is exposed the most.
+        The step is the middle one, on the device with the most exposed communication.
         """
         step, device = self._drawn
         title = f"Step {step.number} of {self.program} on {device.device}, measured"
@@ -304,7 +303,7 @@ class Trace(Printed):
 
 
 def _timeline(measured: DeviceStep) -> list[Bar]:
-    """A measured step as bars to be drawn: what the device did itself, and the collectives in flight."""
+    """A measured step as bars to be drawn: the device's own work, and the collectives in flight."""
     bars = [
         Bar("computation", begin_s, end_s, kind, "", f"{kind}: {duration(end_s - begin_s)}")
         for kind, spans in (("computing", measured.computing), ("exposed", measured.exposed))
@@ -334,7 +333,7 @@ def _headline(trace: Trace) -> str:
     which = f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps ({numbers[0]}..{numbers[-1]})"
     devices = f"{len(trace.devices)} {trace.platform.upper()} device{'s' * (len(trace.devices) != 1)}"
     shares = trace.shares
-    hidden = "nothing is communicated" if shares.hidden is None else f"{shares.hidden:.1%} of the communication hidden"
+    hidden = "no communication" if shares.hidden is None else f"{shares.hidden:.1%} of the communication hidden"
     return f"Measured: {which} of {trace.program} on {devices}, {_ms(shares.step_s)} ms a step, {hidden}."
 
 
@@ -366,9 +365,9 @@ def _shares_table(title: str, first: str, rows: list[tuple[str, Shares]]) -> Fit
 
 
 def _collectives_table(trace: Trace) -> FittedTable:
-    caption = "Of a step on a device, in the mean. in flight: begin to end; those of one row may overlap."
+    caption = "Means over steps and devices. in flight: begin to end; collectives of one row may overlap."
     if not trace.has_units:
-        caption += " By kind only: the program's text, which names the units, is not beside the profile."
+        caption += " By kind only: the profile lacks the program's text, which names the units."
     columns = "collective", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>"
     table = made_table("Collectives", *columns, caption=caption)
     rows = trace.by_unit if trace.has_units else trace.by_kind
@@ -390,7 +389,7 @@ def _add_row(table: FittedTable, trace: Trace, row: TraceRow, name: str, style: 
 def _closing_lines(trace: Trace) -> list[str]:
     lines = [*trace.notes]
     if trace.between_s is not None:
-        lines.append(f"Between two steps: {_ms(trace.between_s)} ms, which is part of neither.")
+        lines.append(f"Between two steps: {_ms(trace.between_s)} ms, part of neither.")
     return lines + ([_CPU] if trace.platform == "cpu" else [])
 
 
