@@ -24,7 +24,7 @@ ROOMS = (
     *("cli", "train", "launch", "occupancy", "cluster", "recipes", "data", "checkpoint", "inspect"),
     *("parallel", "kernels", *CORE, "facts", "ground"),
 )
-MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 47_405, 184, 11_000, 40
+MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 47_414, 184, 10_991, 40
 MOST_NAMES, MOST_PARAMETERS = 26, 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
 
