@@ -291,7 +291,7 @@ class Saving:
             if self._agreed is not None:  # all processes know, and none waits
                 raise self._agreed from (None if self._agreed in causes(caught) else caught)
             error = caught
-        # A process that waited for the others in vain has used up the timeout, and so have they.
+        # A process whose wait for the others failed has used up the timeout, and so have they.
         timeout_s = self._timeout_s / 4 if isinstance(error, TimeoutError) else self._timeout_s
         own = None if error is None else in_four_parts(self.path, error)
         if own is not None:

@@ -361,7 +361,7 @@ class Checkpointer:
         self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
 
     def _hear(self, pending: Pending) -> None:
-        """Raises a write failure of another process that this one's part of the save waits for in vain."""
+        """Raises a write failure of another process, for which this one's part of the save would wait."""
         if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S

@@ -3,7 +3,7 @@
 The carry holds both. The schedule inside a trip is that of any program; the units of the trips after it are at its
 end. The gradients of a trip's last unit are reduced in the trip after it, beside all of that trip's products: in their
 own trip they would wait for the last one. The last trips, and the first of backward, are outside the loop, so that
-nothing is gathered or reduced in vain. Stacked results are written in place, row by row.
+no gather or reduction is wasted. Stacked results are written in place, row by row.
 """
 
 import functools

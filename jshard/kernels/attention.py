@@ -289,7 +289,7 @@ def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> s
             why="\n".join(f"{reason}." for reason in (*here_not, *these_not)),
             do='backend="auto"  # runs in plain form where the kernel cannot run',
         )
-    if these_not and not here_not and _is_16_bits(q):  # nobody expects the kernel in 32 bits
+    if these_not and not here_not and _is_16_bits(q):  # the kernel is not expected in 32 bits
         _compat.warn_user(
             f"attention runs in plain form, which makes arrays of {q.shape[1]} x {k.shape[1]} scores for each head:"
             f' {"; ".join(these_not)}. js.kernels.attention(backend="xla") silences this warning.'

@@ -286,7 +286,7 @@ class Readers:
         """The units whose operations are the first to read the result of a collective.
 
         Empty if some of it is read by no unit, or cannot be followed, as into a loop. Also empty if the data sent is
-        stored, like a parameter: whoever reads that, the plan decides whether it is sent.
+        stored, like a parameter: for any reader, the plan decides whether it is sent.
         """
         if not all(self._is_computed(home, home.by_name.get(name)) for name in collective.operands):
             return ()

@@ -64,7 +64,7 @@ class DeviceStep:
     shares: Shares  # how it spent the step
     collectives: tuple[MeasuredCollective, ...]  # those that it took part in, in the order in which they begin
     since_last_s: float | None  # from the end of the step before; None if that is not in the profile
-    # Spans in seconds from the begin of the step: when something computed, when something communicated and nothing
+    # Spans in seconds from the start of the step: when something computed, when something communicated and nothing
     # computed, and when collectives were in flight, with their places in `collectives`.
     computing: tuple[Seconds, ...] = ()
     exposed: tuple[Seconds, ...] = ()
