@@ -237,7 +237,7 @@ def test_a_base_is_read_into_a_model_with_adapters_and_the_adapters_by_themselve
     start = flat(nnx.state(model, nnx.LoRAParam))
     head = {"model/head/base_module/kernel": "model/head/kernel", "model/head/base_module/bias": "model/head/bias"}
     settings = {"only": "params", "missing": "init", "rename": head}
-    with pytest.warns(js.checkpoint.CheckpointWarning, match="6 leaves stay"):
+    with pytest.warns(js.checkpoint.CheckpointWarning, match="6 leaves keep their values"):
         model = js.checkpoint.restore(tmp_path / "base", like={"model": model}, **settings)["model"]
     found = flat(nnx.state(model, nnx.Param))
     of_base = flat(nnx.state(base, nnx.Param))

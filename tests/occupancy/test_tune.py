@@ -328,7 +328,7 @@ def test_on_a_gpu_products_are_measured_and_kept(monkeypatch, capsys, tmp_path):
     said = capsys.readouterr()
     assert said.out.startswith("NVIDIA H200, beside NCCL 2.32.3 ring, 16 blocks\n\nmatmul 512x768x192 bfloat16, x1 in")
     assert said.out.count(" chosen") == 5 and len(measured.load(path)) == 5
-    assert said.err.count("measuring matmul ") == 5 and f"kept in {path}" in said.err
+    assert said.err.count("measuring matmul ") == 5 and f"stored in {path}" in said.err
     assert cli.main([*TINY, "--cache", str(path), "--json"]) == 0
     again = capsys.readouterr()
     assert "measuring" not in again.err and all(row["timings"] for row in json.loads(again.out)["rows"])
