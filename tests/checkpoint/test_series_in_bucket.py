@@ -173,7 +173,7 @@ def test_two_runs_cannot_write_one_series(series: BucketPath, monkeypatch: pytes
     first.save(1, state(1))
     with (
         pytest.warns(CheckpointWarning, match="may still write to it; waiting up to"),
-        pytest.raises(CheckpointError, match=rf"(?s)another run's.*process {os.getpid()} on .* has just renewed"),
+        pytest.raises(CheckpointError, match=rf"(?s)belongs to another run.*process {os.getpid()} on .* just renewed"),
     ):
         second.save(2, state(2))
     check(second.restore(state(0)), 1)  # to read is free
