@@ -122,7 +122,7 @@ def test_two_processes_stop_together(folder):
     command = [sys.executable, "-m", "jshard", *ARGUMENTS, "--processes", "2", "--mesh", "fsdp=8"]
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     done = subprocess.run([*command, "--expect", "gpu.json"], env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "as gpu.json has it" in done.stdout, done.stderr
+    assert done.returncode == 0 and "as in gpu.json, within" in done.stdout, done.stderr
     again = [*command, "--unit", "reshard_after_forward=false", "--expect", "gpu.json"]
     again[again.index("run")] = "other"
     done = subprocess.run(again, env=environ, capture_output=True, text=True, timeout=300)
@@ -134,4 +134,4 @@ def test_a_plan_of_the_command_is_what_the_run_takes(folder, capsys):
     assert cli.main(["plan", "my_model.py", "--topology", "h100:1x8", "--json"]) == 0
     (folder / "plan.json").write_text(capsys.readouterr().out)
     assert cli.main([*ARGUMENTS, "--expect", "plan.json"]) == 0
-    assert "as plan.json has it" in capsys.readouterr().out
+    assert "as in plan.json, within" in capsys.readouterr().out
