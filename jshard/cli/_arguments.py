@@ -58,24 +58,24 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
                 why=f"{option} is given {count} times, and only the last would count.",
                 do=f"give {option} once, with all its values.",
             )
-    # tyro joins lines, but for those that begin with a space, and wraps none.
+    # tyro joins lines, except those that begin with a space, and wraps none.
     wrapped = textwrap.TextWrapper(shutil.get_terminal_size().columns, initial_indent=" ", subsequent_indent=" ").fill
-    parts = (wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
-    config = (tyro.conf.FlagCreatePairsOff,)
-    return tyro.cli(cls, prog=command, description="\n".join(parts), args=list(argv), config=config)
+    text = "\n".join(wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
+    return tyro.cli(cls, prog=command, description=text, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
 
 
 @functools.cache
 def _shown(cls: type[Any]) -> dict[str, Any]:
     """The types of a dataclass of arguments; from now on its help has whole lines, no `{None}|`, no empty default."""
     hints, texts = typing.get_type_hints(cls, include_extras=True), _option_texts(cls)
+    shown: dict[str, Any] = {}
     for name, hint in hints.items():
-        owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
-        metavar = None if _metavar(hint) is not None else _without_none(hint)
-        if tyro.conf.Positional in getattr(hint, "__metadata__", ()) and _metavar(hint) is None:
-            metavar = name.upper()
-        config = tyro.conf.arg(metavar=metavar, help=texts.get(name), help_behavior_hint=_default)
-        owner.__annotations__[name] = Annotated[hint, config]
+        is_positional = tyro.conf.Positional in getattr(hint, "__metadata__", ())
+        metavar = _metavar(hint) or (name.upper() if is_positional else _without_none(hint))
+        how = {"metavar": metavar, "help": texts.get(name), "help_behavior_hint": _default}
+        shown[name] = Annotated[hint, tyro.conf.arg(**how)]
+    for base in cls.__mro__[:-1]:  # a name is that of the first class that has it
+        base.__annotations__ = {name: shown.pop(name, hint) for name, hint in inspect.get_annotations(base).items()}
     return hints
 
 
