@@ -23,7 +23,7 @@ from jshard.checkpoint.manifest import Manifest, StoredLeaf, Sums, add, box_sums
 from jshard.checkpoint.matching import stacks
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.saving import TIMEOUT_S, Saving
+from jshard.checkpoint.saving import TIMEOUT_S, SaveOperation
 from jshard.checkpoint.storage import remove_draft
 from jshard.errors import RunError, printable
 
@@ -111,7 +111,7 @@ class _Boxes:
             )
 
 
-class _Rewriting(Saving):
+class _Rewriting(SaveOperation):
     """A save of a source whose pieces are read when they are written."""
 
     def __init__(
@@ -132,7 +132,7 @@ class _Rewriting(Saving):
         self._prepare(prepare)
         return {}, {}
 
-    def _hold(self, leaves: dict[str, Any]) -> Any:
+    def _copy(self, leaves: dict[str, Any]) -> Any:
         return self._boxes
 
     def run(self) -> Manifest:

@@ -17,7 +17,7 @@ from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import LOOK_S, TIMEOUT_S, Format, Pending, Saving, checked_format
+from jshard.checkpoint.saving import LOOK_S, TIMEOUT_S, Format, Pending, SaveOperation, checked_format
 from jshard.checkpoint.series_store import check_shared, is_shown, store_of, warn
 from jshard.errors import RunError
 
@@ -128,7 +128,7 @@ class Checkpointer:
         self._on_failure = on_failure
         self._format: Format = checked_format(format, self.folder)
         self._pending: Pending | None = None
-        self._saving: Saving | None = None  # the work of the pending save
+        self._saving: SaveOperation | None = None  # the work of the pending save
         self._look_at = 0.0
         self._given_up: Pending | None = None  # still running after a wait timed out
         self.completed: int | None = None
@@ -343,7 +343,7 @@ class Checkpointer:
             if not self._was_checked:
                 self._was_checked = True  # whatever the result: one process alone must not repeat it
                 check_shared(self.folder, timeout_s=self.timeout_s)
-            saving = Saving(
+            saving = SaveOperation(
                 path,
                 state,
                 step=step,
@@ -372,7 +372,7 @@ class Checkpointer:
         self._given_up = pending
         raise not_written(self._saving.path, self.steps(), error)
 
-    def _finish(self, saving: Saving, step: int) -> None:
+    def _finish(self, saving: SaveOperation, step: int) -> None:
         """The part of a save that runs while training continues."""
         try:
             saving.finish()

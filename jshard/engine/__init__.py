@@ -6,7 +6,7 @@ From the outside in:
     trace, call  the call as a function of arrays, traced once, in global view, and differentiated there
     region       forward and backward, each a program in one `jax.shard_map` over the data axes
     partitioner  runs a program equation by equation on one data shard, by the table in `rules`
-    schedule     its treatment of units: gathers them in time (`ahead`, `rotation`), reduces gradients (`stored`)
+    schedule     its treatment of units: gathers them in time, reduces gradients (with the collectives in `stored`)
 
 In addition: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for
 the context of a call (global view, shapes only), and `mixing` for the communication of mixing examples.

@@ -65,6 +65,15 @@ class Partitioner:
         """One row of a variable that a loop stacks; a subclass stores those of gradients as shards."""
         return value
 
+    @contextlib.contextmanager
+    def own_trace(self) -> Iterator[None]:
+        """A context for a function that is traced on its own: what is computed inside must not be used after it.
+
+        It covers all of the function, also conversions of the results of `run_body`. A subclass that caches arrays
+        keeps those of the inner trace apart.
+        """
+        yield
+
     def run_scan(self, scan: "Scan") -> list[Value]:
         """Runs a loop; a subclass may choose another form of it."""
         return scan.run()

@@ -18,13 +18,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard.engine import mixing, stored, units
 from jshard.engine.accumulate import gathered_copies
-from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.inner import over_axis
 from jshard.engine.mixing import batch_size, note_layers, warn_of_whole
 from jshard.engine.rules import PARTIAL, Shard, State, Value
-from jshard.engine.schedule import ShardedPartitioner
+from jshard.engine.schedule.barriers import available_together
+from jshard.engine.schedule.prefetch import shards_gathered_by
+from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Gradient, Program, abstract, differentiable, evaluate_jaxpr, picked, trace_call
 from jshard.errors import CallError
 from jshard.plans.memories import fetched, placed_like, to_host
@@ -304,11 +305,11 @@ class OnShards:
     def _run(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
         """Its results; gradients are stored like their parameters, those of copies as each device's own part."""
         if self.phase == units.BACKWARD:
-            gathered = gathered_in(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
+            gathered = shards_gathered_by(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
             shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
             others = [v for v in values if not v.is_stored]
             if shards:  # nothing is gathered before the other operands are available
-                first, last = tied([v.x for v in shards], [v.x for v in others])
+                first, last = available_together([v.x for v in shards], [v.x for v in others])
                 for v, x in zip([*shards, *others], [*first, *last], strict=True):
                     v.x = x
         wanted = [PARTIAL if one.is_own else one.state for one in self.gradients_of]
@@ -317,7 +318,7 @@ class OnShards:
         if self.phase == units.FORWARD:
             return [p.land(p.settle(v)) for v in outs]
         with jax.named_scope(f"jshard[{p.name}]/{units.BACKWARD}"):
-            found = p.store_unit([outs[i] for i in stored_as], [*stored_as.values()])
+            found = p.reduce_to_shards([outs[i] for i in stored_as], [*stored_as.values()])
             found = dict(zip(stored_as, found, strict=True))
             found = {i: v.with_array(to_host(v.x) if v.shard.placement.on_host else v.x) for i, v in found.items()}
             return [found[i] if i in found else p.in_state(v, wanted[i]) for i, v in enumerate(outs)]

@@ -112,6 +112,22 @@ class Prefetch:
     def __str__(self) -> str:
         return f"{self.units}" if self.units is not None else f"{self.budget_bytes} bytes"
 
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether a unit is gathered when it is needed, and none ahead of its use."""
+        return self.units == 0
+
+    def allows(self, *, distance: int, in_flight_bytes: int) -> bool:
+        """Returns whether a unit may be gathered now.
+
+        Args:
+            distance: how many units run before it, counted from the one that runs now.
+            in_flight_bytes: bytes of all units that are gathered ahead of their use, this one included.
+        """
+        if self.budget_bytes is not None:
+            return in_flight_bytes <= self.budget_bytes
+        return distance <= (self.units or 0)
+
     @classmethod
     def parse(cls, value: int | str | None) -> "Prefetch | None":
         """Reads `1`, `"512MiB"` or None, which leaves the order to the compiler."""

@@ -465,3 +465,16 @@ def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning():
     assert len(warned) == 1
     assert_same_gradients(build, annotate, mean_square, (ODD_ROWS,))  # without another: warnings are errors here
     assert "no dim divides by 8" in str(js.explain(model))
+
+
+def test_a_requested_dim_is_no_shard_where_fsdp_has_degree_one():
+    """Gradients would be summed over the replicas twice: joined with other small ones, and after a reduce-scatter."""
+    mesh = js.mesh(replica=8, fsdp=1)
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    x = np.ones((16, 64), np.float32)
+    gradients = nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).mean()))
+    expected = flat(gradients(model, x))
+    js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
+    assert all(leaf.placement.dim is None for leaf in js.plan(model).leaves)
+    for path, gradient in flat(gradients(model, x)).items():
+        assert worst(gradient, expected[path]) <= GRADIENT_TOLERANCE, path

@@ -330,7 +330,7 @@ BFLOAT16 = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32
     ids=["remat, hsdp", "bfloat16"],
 )
 def test_each_layer_is_reduced_in_its_trip(loop, mesh, settings):
-    """Nowhere is the gradient of all layers whole. Seen to fail with `stored_rows` empty."""
+    """Nowhere is the gradient of all layers whole. Seen to fail with `row_shards` empty."""
     made = named_tower("Reduced", loop, mesh, **settings)
     compiled = compile_to_read(nnx.jit(step).lower(made, X).lowered)
     text = compiled.as_text()
@@ -343,3 +343,23 @@ def test_each_layer_is_reduced_in_its_trip(loop, mesh, settings):
         assert abs(float(loss - wanted)) <= 1e-5
         found, of_plain = flat(gradients), flat(of_plain)
         assert max(worst(found[path], x) for path, x in of_plain.items()) <= GRADIENT_TOLERANCE
+
+
+# ---- Units in one loop with settings of their own ------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [(1, 0), (0, 2), (None, 1), (1, None)], ids=str)
+def test_units_in_a_loop_may_prefetch_differently(prefetch):
+    """A unit on demand in front of one that defers its gradients must not expect a gather that it did not begin."""
+    mesh = js.mesh()
+
+    def annotate_each(model: Model) -> None:
+        for part, ahead in zip(model.parts, prefetch, strict=True):
+            js.fully_shard(part, mesh=mesh, prefetch=ahead, **with_placement(stacked=1, min_size=WIDTH))
+        js.fully_shard(model, mesh=mesh)
+
+    name = "two units"
+    model = placed(builder(name), annotate_each)
+    gradients = flat(nnx.jit(nnx.grad(loss))(model, X))
+    apart = {path: worst(gradients[path], x) for path, x in wanted(name).items()}
+    assert max(apart.values()) <= GRADIENT_TOLERANCE, apart

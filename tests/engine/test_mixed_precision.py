@@ -1,6 +1,7 @@
 """Dtypes as asked, and as near to the truth: bfloat16 with float32 masters and reductions, and Flax's fp8."""
 
 import collections
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +25,7 @@ from tests.helpers import (
     equations_run,
     loss_fn,
     placed,
+    program,
     token_batch,
 )
 from tests.parity import Trained, flat, worst
@@ -273,3 +275,28 @@ def test_what_qwix_changed_is_annotated_with_units_and_without():
     for units in (None, Block):
         assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh(), units=units)
     assert js.fully_shard(quantised(Mlp()), mesh=js.mesh(), units=nn.Dense)
+
+
+def test_pieces_are_gathered_in_the_dtype_that_they_are_computed_in():
+    """Also behind a parameter that is kept whole, in another dtype: each has its own dtype, not its neighbour's."""
+    precision = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32", keep=("*norm*",))
+    traced = program(Config(layers=3), reshard_after_forward=2, mixed_precision=precision)
+    text = traced.lowered.as_text()
+    dtypes = set(re.findall(r"all_gather.*-> tensor<[0-9x]*x(\w+)>", text))
+    assert dtypes == {"bf16"}
+
+
+def test_parameters_that_keep_their_dtype_are_not_rounded_in_pieces():
+    """Pieces hold what forward gathered, so gradients are those of a second gather, bit for bit."""
+    precision = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32", keep=("*kernel",))
+    config = Config(layers=3, attends=False)
+    inputs, targets = token_batch(config, 8, 8)
+
+    def gradients(reshard: bool | int) -> dict[str, np.ndarray]:
+        annotate = annotator(js.mesh(), reshard_after_forward=reshard, mixed_precision=precision)
+        model = placed(builder(config), annotate)
+        return flat(nnx.jit(nnx.grad(loss_fn))(model, inputs, targets))
+
+    again, in_pieces = gradients(True), gradients(2)
+    for path, gradient in again.items():
+        np.testing.assert_array_equal(in_pieces[path], gradient, err_msg=path)

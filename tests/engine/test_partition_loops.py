@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
+import jshard as js
 from jshard.engine.rules import RULES
 from tests.engine.on_shards import ONE_BY_8, check, mesh_of, on_shards
 
@@ -152,3 +154,24 @@ def test_references_in_loops():
         return total[...], rows[...]
 
     check(sums, X, gradients=False)
+
+
+def test_gradients_through_a_branch_that_skips_a_layer():
+    """A branch gathers for itself; the other branch, and what follows, must not see its arrays."""
+
+    class Skipping(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.first, self.maybe, self.last = (nnx.Linear(32, 32, rngs=rngs) for _ in range(3))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = self.first(x)
+            x = lax.cond(x[0, 0] < 1e9, lambda x: x + self.maybe(x), lambda x: x, x)
+            return self.last(x)
+
+    loss = lambda model, x: (model(x) ** 2).mean()
+    x = jnp.ones((16, 32))
+    model = Skipping(nnx.Rngs(0))
+    expected = nnx.grad(loss)(model, x)
+    js.fully_shard(model, mesh=js.mesh(), placement=js.ShardPlacement(min_size=1))
+    gradients = nnx.jit(nnx.grad(loss))(model, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, expected)

@@ -23,7 +23,7 @@ from jshard._compat import coordinator
 from jshard._processes import exchange
 from jshard.checkpoint import file_io, saving, series_store, storage
 from jshard.checkpoint.dealing import HeldState
-from jshard.checkpoint.saving import Saving
+from jshard.checkpoint.saving import SaveOperation
 from jshard.errors import FourPartError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
 
@@ -182,7 +182,11 @@ def apart():
     )
     found["other values"] = save(key=jax.random.key(PROCESS))
     found["no data"] = save(f=print if PROCESS == 1 else 1)
-    for process, owner, part in ((0, Saving, "_prepare"), (1, HeldState, "__init__"), (1, storage, "save_async")):
+    for process, owner, part in (
+        (0, SaveOperation, "_prepare"),
+        (1, HeldState, "__init__"),
+        (1, storage, "save_async"),
+    ):
         works = getattr(owner, part)
         if process == PROCESS:
             setattr(owner, part, fails)

@@ -153,17 +153,57 @@ def rule(
     return enter
 
 
+# ---- values known without data
+
+OperandDims = Callable[[Eqn, Sequence[Value], int], Sequence[int | None] | None]
+"""For a result that is to be split along a dim: the dim along which each operand is split, or None where it is whole.
+None instead of a sequence: such a result cannot be computed from split operands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFree:
+    """How a primitive passes on values that are known without data, such as masks and positions.
+
+    Its result is known if an operand is. A shard of the result is then computed by the primitive's rule from shards of
+    the operands, and no device computes the whole value.
+
+    Attributes:
+        operand_dims: which split of the operands gives a split of the result; the inverse of the rule.
+        is_costly: whether a shard of the result is worth keeping; it is computed again where it is cheap.
+    """
+
+    operand_dims: OperandDims
+    is_costly: bool = False
+
+
+DATA_FREE: dict[str, DataFree] = {}
+
+
+def data_free(*names: str, is_costly: bool = False) -> Callable[[OperandDims], OperandDims]:
+    """Registers how primitives pass on values known without data. Write it below their `rule`; see `DataFree`.
+
+    A missing entry makes a model slow, and not wrong: the value is computed whole on each device.
+    """
+
+    def register(operand_dims: OperandDims) -> OperandDims:
+        DATA_FREE.update(dict.fromkeys(names, DataFree(operand_dims, is_costly)))
+        return operand_dims
+
+    return register
+
+
 def same(p: Partitioner, eqn: Eqn, values: Sequence[Value], state: State, **params: Any) -> list[Value]:
     """The equation on the shards' arrays; all results in one state."""
     return [Value(x, state) for x in p.bind(eqn, [v.x for v in values], **params)]
 
 
-def traced(run: Callable[..., list[Value]], *xs: Any) -> tuple[Any, list[State]]:
+def traced(p: Partitioner, run: Callable[..., list[Value]], *xs: Any) -> tuple[Any, list[State]]:
     """A function of arrays that returns values, as a program that returns arrays; and the states of the results."""
     states: list[State] = []
 
     def arrays(*xs: Any) -> list[Any]:
-        values = run(*xs)
+        with p.own_trace():
+            values = run(*xs)
         states[:] = [v.state for v in values]
         return [v.x for v in values]
 
@@ -283,7 +323,7 @@ def annotated_call(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]
         found = p.run(*program(eqn), [v.with_array(x) for v, x in zip(values, xs, strict=True)])
         return [p.land(v) for v in found]
 
-    jaxpr, states = traced(on_shard, *[v.x for v in values])
+    jaxpr, states = traced(p, on_shard, *[v.x for v in values])
     return [Value(x, s) for x, s in zip(p.bind(eqn, [v.x for v in values], jaxpr=jaxpr), states, strict=True)]
 
 

@@ -15,8 +15,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.rules import RULES, Eqn, MadeFrom, Partitioner, Value
-from jshard.engine.rules.reductions import free_dims
+from jshard.engine.rules import DATA_FREE, RULES, Eqn, MadeFrom, Partitioner, Value
 from jshard.engine.rules.shapes import ELEMENTWISE, draws_alone
 
 MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"})
@@ -24,21 +23,23 @@ MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"
 
 FOLLOW = ELEMENTWISE | frozenset(
     """
-    reshape transpose squeeze concatenate slice rev pad tile reduce_sum reduce_max reduce_min reduce_or
-    reduce_and cumsum cumprod cummax cummin split stack unstack gather dot_general dynamic_slice dynamic_update_slice
-    scatter scatter-add argmax argmin sort random_wrap random_unwrap
+    reshape slice rev pad tile reduce_sum reduce_max reduce_min reduce_or reduce_and cumsum cumprod cummax cummin split
+    dynamic_slice dynamic_update_slice scatter scatter-add argmax argmin sort random_wrap random_unwrap
     """.split()
 )
-"""Their result is known if an operand is."""
+"""Their result is known if an operand is. To be moved to `DATA_FREE`, one by one."""
 
-COSTLY = frozenset({"random_bits", "threefry2x32", "dot_general", "sort", "erf_inv"})
-"""A shard of their result is worth keeping; for others it is cheaper to recompute it."""
+COSTLY = frozenset({"random_bits", "threefry2x32", "sort", "erf_inv"})
+"""A shard of their result is worth keeping; for others it is cheaper to recompute it. As `FOLLOW`."""
 
 
 def can_be_known(eqn: Eqn, values: list[Value]) -> bool:
     """Whether a shard of the result can be computed for an equation on whole values."""
     name = eqn.primitive.name
-    return name in MAKERS or (name in FOLLOW and any(v.source is not None for v in values))
+    if name in MAKERS:
+        return True
+    passes_on = name in DATA_FREE or name in FOLLOW
+    return passes_on and any(v.source is not None for v in values)
 
 
 def is_costly(value: Value, seen: dict[int, bool] | None = None) -> bool:
@@ -47,9 +48,14 @@ def is_costly(value: Value, seen: dict[int, bool] | None = None) -> bool:
     if id(value) not in seen:
         source = value.source
         seen[id(value)] = source is not None and (
-            source.eqn.primitive.name in COSTLY or any(is_costly(v, seen) for v in source.values)
+            _is_costly_primitive(source.eqn.primitive.name) or any(is_costly(v, seen) for v in source.values)
         )
     return seen[id(value)]
+
+
+def _is_costly_primitive(name: str) -> bool:
+    entry = DATA_FREE.get(name)
+    return name in COSTLY or (entry is not None and entry.is_costly)
 
 
 def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
@@ -155,11 +161,12 @@ def positions(shape: Sequence[int], whole: Sequence[int], dim: int, start: Any) 
     return high, low
 
 
-def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> list[int | None] | None:
+def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> Sequence[int | None] | None:
     """The dim along which each operand must be split, for a result split along `dim`; None: not possible."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
     one = values[0]
-    every = lambda d: [d] * len(values)
+    if name in DATA_FREE:
+        return DATA_FREE[name].operand_dims(eqn, values, dim)
     if name in ELEMENTWISE:
         return [dim if dim < v.ndim and v.shape[dim] == shape[dim] else None for v in values]
     match name:
@@ -167,13 +174,8 @@ def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> list[i
             outer = math.prod(shape[:dim])
             found = (i for i, n in enumerate(one.shape) if math.prod(one.shape[:i]) == outer and p.divides(n))
             return next(([i] for i in found), None)
-        case "transpose":
-            return [params["permutation"][dim]]
-        case "squeeze":
-            gone = {d % one.ndim for d in params["dimensions"]}
-            return [[i for i in range(one.ndim) if i not in gone][dim]]
-        case "concatenate" | "sort":
-            return every(dim) if dim != params["dimension"] else None
+        case "sort":
+            return [dim] * len(values) if dim != params["dimension"] else None
         case "rev":
             return [dim] if dim not in params["dimensions"] else None
         case "cumsum" | "cumprod" | "cummax" | "cummin" | "split":
@@ -184,20 +186,6 @@ def backwards(p: Partitioner, eqn: Eqn, values: list[Value], dim: int) -> list[i
             return [dim] if params["reps"][dim] == 1 else None
         case "slice" | "dynamic_slice" | "dynamic_update_slice" | "pad" | "scatter" | "scatter-add":
             return [dim, *[None] * (len(values) - 1)]
-        case "stack":
-            return every(dim - (params["axis"] < dim)) if dim != params["axis"] else None
-        case "unstack":
-            return [dim + (params["axis"] <= dim)]
-        case "gather":
-            dims = params["dimension_numbers"]
-            rows = [k for k in range(len(shape)) if k not in dims.offset_dims]
-            return [None, rows.index(dim)] if dim in rows and not dims.operand_batching_dims else None
-        case "dot_general":
-            (lc, rc), (lb, rb) = params["dimension_numbers"]
-            left, right = free_dims(one.ndim, lc, lb), free_dims(values[1].ndim, rc, rb)
-            if (at := dim - len(lb)) < 0:
-                return [lb[dim], rb[dim]]
-            return [left[at], None] if at < len(left) else [None, right[at - len(left)]]
     if name.startswith(("reduce_", "arg")):
         return [[i for i in range(one.ndim) if i not in params["axes"]][dim]]
     return None

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -118,7 +119,11 @@ class Scan:
         row = [row_type(v.x) for v in self.scanned]
         found: list[State] = []
 
-        def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(*xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            with self.p.own_trace():
+                return trip(*xs)
+
+        def trip(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
             carry = [Value(x, state) for x, state in zip(carry_xs, states, strict=True)]
             scanned = [rows(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
             outs = self.trip(carry, scanned, shared_xs=shared_xs, trips=self.length)
@@ -140,12 +145,25 @@ class Scan:
         This trace stands for `trips` of them; `shared_xs` are the arrays that every trip reads, by default those
         outside.
         """
-        p = self.p
-        shared = _inside(self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
-        with _times(p, trips):
-            outs = [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
-            rows = zip(outs[self.n_carry :], self.eqn.outvars[self.n_carry :], strict=True)
-            return [*outs[: self.n_carry], *(p.store_row(v, stack) for v, stack in rows)]
+        arguments = self.body_arguments(carry, scanned, shared_xs)
+        with self.counted(trips):
+            return self.body_results(self.p.run_body(self.jaxpr, self.consts, arguments))
+
+    def body_arguments(self, carry: list[Value], scanned: list[Value], shared_xs: Any = None) -> list[Value]:
+        """Returns the arguments of the loop's body, in its order; `shared_xs` as in `trip`."""
+        arrays = [v.x for v in self.shared] if shared_xs is None else shared_xs
+        return [*_inside(self.shared, arrays), *carry, *scanned]
+
+    def counted(self, trips: int) -> AbstractContextManager[None]:
+        """A context in which a collective is recorded as many times as `trips` run it."""
+        return _times(self.p, trips)
+
+    def body_results(self, outs: list[Value]) -> list[Value]:
+        """Returns the results of the loop's body as a trip passes them on: gradients of layers are reduced."""
+        landed = [self.p.land(v) for v in outs]
+        carry, stacked = landed[: self.n_carry], landed[self.n_carry :]
+        stacks = self.eqn.outvars[self.n_carry :]
+        return [*carry, *(self.p.store_row(row, stack) for row, stack in zip(stacked, stacks, strict=True))]
 
     def run(self) -> list[Value]:
         """The loop in its traced form."""
@@ -198,6 +216,10 @@ def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
         found: list[State] = []
 
         def body(xs: list[Any]) -> list[Any]:
+            with p.own_trace():
+                return trip(xs)
+
+        def trip(xs: list[Any]) -> list[Any]:
             args = _inside(for_body, [v.x for v in for_body]) + in_states(xs, states)
             outs = [p.land(p.settle(v)) for v in p.run_body(*opened(params["body_jaxpr"]), args)]
             found[:] = [v.state for v in outs]
@@ -214,7 +236,12 @@ def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
     operands, first = [*for_test, *for_body, *carry], [v.state for v in carry]
     states, (program, start) = fixed_point(p, params["body_jaxpr"], operands, first, once)
     body = jex.jaxpr_as_fun(program)
-    last = lax.while_loop(lambda xs: p.whole(test(xs, states)).x.any(), lambda xs: body(*xs), start)
+
+    def continues(xs: list[Any]) -> Any:
+        with p.own_trace():
+            return p.whole(test(xs, states)).x.any()
+
+    last = lax.while_loop(continues, lambda xs: body(*xs), start)
     return in_states(last, states)
 
 
@@ -240,14 +267,18 @@ def cond(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
         return [p.land(v) for v in p.run_body(*opened(branch), _inside(operands, xs))]
 
     mark = len(p.noted)
-    programs = [traced(functools.partial(run, branch), *xs) for branch in branches]
+    programs = [traced(p, functools.partial(run, branch), *xs) for branch in branches]
     states = [_joined(states) for states in zip(*(states for _, states in programs), strict=True)]
     if all(own == states for _, own in programs):
         functions = [jex.jaxpr_as_fun(jaxpr) for jaxpr, _ in programs]
     else:  # traced again: a value known without data takes another state from its equation
         del p.noted[mark:]
-        in_states = lambda outs: [p.in_state(v, state).x for v, state in zip(outs, states, strict=True)]
-        functions = [lambda *xs, branch=branch: in_states(run(branch, *xs)) for branch in branches]
+
+        def run_in_states(branch: Any, *xs: Any) -> list[Any]:
+            with p.own_trace():
+                return [p.in_state(v, state).x for v, state in zip(run(branch, *xs), states, strict=True)]
+
+        functions = [functools.partial(run_in_states, branch) for branch in branches]
     return [Value(x, state) for x, state in zip(lax.switch(index.x, functions, *xs), states, strict=True)]
 
 

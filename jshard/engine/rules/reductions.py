@@ -15,6 +15,7 @@ from jshard.engine.rules import (
     Value,
     beside,
     can_be_partial,
+    data_free,
     rule,
     same,
     shared_dim,
@@ -57,6 +58,21 @@ def dot_general(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | 
     if left.is_split and (not right.is_split or left.bytes >= right.bytes):
         return same(p, eqn, [left, p.whole(right)], len(lb) + free_left.index(left.dim))
     return same(p, eqn, [p.whole(left), right], len(lb) + len(free_left) + free_right.index(right.dim))
+
+
+@data_free("dot_general", is_costly=True)
+def _dot_general_operands(eqn: Eqn, values: Sequence[Value], dim: int) -> Sequence[int | None]:
+    """Returns the dims of a result in their order: batch dims of both operands, then free dims of each."""
+    left, right = values
+    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    if dim < len(left_batch):
+        return [left_batch[dim], right_batch[dim]]
+    dim -= len(left_batch)
+    left_free = free_dims(left.ndim, left_contracted, left_batch)
+    if dim < len(left_free):
+        return [left_free[dim], None]
+    right_free = free_dims(right.ndim, right_contracted, right_batch)
+    return [None, right_free[dim - len(left_free)]]
 
 
 @rule("conv_general_dilated")
@@ -202,6 +218,13 @@ def acts_along(eqn: Eqn) -> tuple[int, ...]:
         case "approx_top_k":
             return (params["reduction_dimension"] % ndim,)
     return (params["axis"] % ndim,)
+
+
+@data_free("concatenate")
+def _concatenate_operands(eqn: Eqn, values: Sequence[Value], dim: int) -> Sequence[int] | None:
+    if dim == eqn.params["dimension"]:
+        return None
+    return [dim] * len(values)
 
 
 @rule(

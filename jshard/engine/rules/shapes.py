@@ -20,6 +20,7 @@ from jshard.engine.rules import (
     Value,
     beside,
     can_be_partial,
+    data_free,
     rule,
     same,
     shared_dim,
@@ -129,6 +130,34 @@ def moved_dims(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | N
         case _:
             to = dim - (params["axis"] < dim)
     return same(p, eqn, [p.split(v, dim) for v in values], to)
+
+
+@data_free("transpose")
+def _transpose_operands(eqn: Eqn, values: Sequence[Value], dim: int) -> Sequence[int]:
+    return [eqn.params["permutation"][dim]]
+
+
+@data_free("squeeze")
+def _squeeze_operands(eqn: Eqn, values: Sequence[Value], dim: int) -> Sequence[int]:
+    ndim = values[0].ndim
+    removed = {d % ndim for d in eqn.params["dimensions"]}
+    remaining = [d for d in range(ndim) if d not in removed]
+    return [remaining[dim]]
+
+
+@data_free("stack")
+def _stack_operands(eqn: Eqn, values: Sequence[Value], dim: int) -> Sequence[int] | None:
+    new_axis = eqn.params["axis"]
+    if dim == new_axis:
+        return None
+    operand_dim = dim - 1 if new_axis < dim else dim
+    return [operand_dim] * len(values)
+
+
+@data_free("unstack")
+def _unstack_operands(eqn: Eqn, values: Sequence[Value], dim: int) -> Sequence[int]:
+    removed_axis = eqn.params["axis"]
+    return [dim + 1 if removed_axis <= dim else dim]
 
 
 @rule("slice")
@@ -328,6 +357,17 @@ def _counted(p: Partitioner, operand: Value, indices: Value, indexed: list[int |
         if fits and operand.state in (None, dim) and indices.state in (None, row):
             return column, row, dim
     return None
+
+
+@data_free("gather")
+def _gather_operands(eqn: Eqn, values: Sequence[Value], dim: int) -> Sequence[int | None] | None:
+    """Returns the rows of the indices: a shard gathers its own from the whole operand."""
+    dims = eqn.params["dimension_numbers"]
+    if dims.operand_batching_dims or dim in dims.offset_dims:
+        return None
+    result_ndim = eqn.outvars[0].aval.ndim
+    index_dims = [d for d in range(result_ndim) if d not in dims.offset_dims]
+    return [None, index_dims.index(dim)]
 
 
 @rule(*"scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
