@@ -8,8 +8,6 @@ import re
 from collections import Counter, defaultdict
 from functools import cache
 
-import pytest
-
 import jshard as js
 from jshard import engine
 

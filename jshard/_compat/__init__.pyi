@@ -1,3 +1,7 @@
+from jshard._compat.calls import is_literal as is_literal
+from jshard._compat.calls import lower_jaxpr as lower_jaxpr
+from jshard._compat.calls import stage_with_params as stage_with_params
+from jshard._compat.calls import tangents_of as tangents_of
 from jshard._compat.environment import CUDA_VERSIONS as CUDA_VERSIONS
 from jshard._compat.environment import before_threads_end as before_threads_end
 from jshard._compat.environment import coordinator as coordinator

@@ -178,15 +178,19 @@ def threefry_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
     return threefry_random_bits(key, bit_width, shape)
 
 
-def without_dead_code(closed: Any, keep: Sequence[bool] = ()) -> tuple[Any, list[bool]]:
+def without_dead_code(
+    closed: Any, keep: Sequence[bool] = (), results_used: Sequence[bool] = ()
+) -> tuple[Any, list[bool]]:
     """A program without the parts that its results do not need, and which of its inputs it then has.
 
     Args:
         closed: the program.
         keep: for each input, whether it is kept in any case; by default none.
+        results_used: for each result, whether it is kept; by default all.
     """
     keep = keep or [False] * len(closed.jaxpr.invars)
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), list(keep))
+    results_used = results_used or [True] * len(closed.jaxpr.outvars)
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, list(results_used), list(keep))
     return jex.ClosedJaxpr(jaxpr, closed.consts), list(used)
 
 

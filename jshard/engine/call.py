@@ -237,7 +237,9 @@ class NnxCall:
         passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
         leaves, tree = jax.tree.flatten(out)
         state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
-        self.result = tree, [None if is_array(x) else (x,) for x in leaves], changes, state_tree
+        # Equal calls share the result: it must hold no array of this trace, which ends here.
+        empty = [(path, v.replace(None)) for path, v in changes]
+        self.result = tree, [None if is_array(x) else (x,) for x in leaves], empty, state_tree
         old = jax.tree.leaves([before.values.get(path) for path, _ in passed])
         new = jax.tree.leaves([raw(v) for _, v in passed])
         places = [f"{self.where}: {dotted(path[1:])}" for path, v in passed for _ in jax.tree.leaves(raw(v))]

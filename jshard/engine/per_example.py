@@ -20,8 +20,8 @@ from jax.interpreters import batching, mlir
 
 from jshard import _compat
 from jshard.engine.call import is_float
+from jshard.engine.program import dependents, merged, others, picked
 from jshard.engine.rules import PARTIAL, State
-from jshard.engine.trace import Static, dependents, merged, others, picked
 from jshard.errors import CallError
 
 Function = TypeVar("Function", bound=Callable)
@@ -135,6 +135,14 @@ def _batched(arrays: Sequence[Any], dims: Sequence[int | None], *, body: Body) -
 
 
 batching.primitive_batchers[per_example_p] = _batched
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A value that is not an array, among a custom derivative's residuals."""
+
+    value: Any
 
 
 def _differentiable(body: Body) -> Callable[..., list[jax.Array]]:

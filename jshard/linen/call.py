@@ -18,7 +18,7 @@ from jax.tree_util import DictKey
 
 from jshard import _compat
 from jshard.engine.context import guard
-from jshard.engine.trace import merged, others, picked
+from jshard.engine.program import merged, others, picked
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.layout import Layout, Leaf, is_padded, padding_in
 from jshard.plans.memories import fetched

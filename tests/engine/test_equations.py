@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
-from jshard.engine.trace import are_equal
+from jshard.engine.equality import are_equal
 from tests.helpers import Config, annotator, builder, fresh, loss_fn, placed, token_batch
 
 

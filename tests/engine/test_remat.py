@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.engine import trace
+from jshard.engine import program
 from jshard.inspect.memory import activations, saved_arrays
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS, micro
@@ -73,13 +73,13 @@ def test_what_is_computed_again(kept, remat):
 
 def test_equal_layers_are_differentiated_once(monkeypatch):
     """Seen to fail where each had a policy of its own, equal to none: as many derivatives as layers."""
-    made, of = [], trace.Gradient
-    monkeypatch.setattr(trace, "Gradient", lambda *args: made.append(args) or of(*args))
+    made, of = [], program.Gradient
+    monkeypatch.setattr(program, "Gradient", lambda *args: made.append(args) or of(*args))
     mesh, config = js.mesh(devices=8), dataclasses.replace(CONFIG, n_layer=3, scan=False, remat="dots")
     model = js.abstract_init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), lambda model: gpt.annotate(model, mesh))
     ids = jax.ShapeDtypeStruct((8, config.block_size), "int32")
     activations(model, GPT_FILE.loss_fn, {"inputs": ids, "targets": ids})
-    blocks = [wrt for program, wrt in made if program.remat == "dots"]
+    blocks = [wrt for one, wrt in made if one.remat == "dots"]
     assert len(blocks) == 1
 
 

@@ -1,0 +1,88 @@
+"""Primitives whose equations hold a program: how they are staged and lowered; and the linear map of a derivative."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import core
+from jax.extend import core as jex
+from jax.interpreters import mlir
+
+Params = dict[str, Any]
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a literal."""
+    return isinstance(atom, jex.Literal)
+
+
+def stage_with_params(primitive: jex.Primitive, params_of: Callable[..., Params]) -> None:
+    """Changes the parameters of a primitive's equations when they become part of a jaxpr, and not before.
+
+    Other transformations ask the primitive for a rule first, and then there is no such equation. If JAX's private table
+    is gone, equations keep the parameters that they were bound with.
+
+    Args:
+        primitive: the primitive.
+        params_of: returns the parameters, from the types of the operands and the parameters before.
+    """
+    try:
+        from jax._src.interpreters.partial_eval import custom_staging_rules as rules
+    except ImportError:
+        return
+
+    def stage(trace: Any, source_info: Any, *tracers: Any, **params: Any) -> Any:
+        staged = params_of([tracer.aval for tracer in tracers], **params)
+        return trace.default_process_primitive(primitive, tracers, staged, source_info)
+
+    rules[primitive] = stage
+
+
+def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> Any:
+    """Lowers a program in place of an equation, without tracing it again as `mlir.lower_fun` would."""
+    constants = []
+    for const in closed.consts:
+        values = mlir.ir_constants(const)
+        constants.append(values[0] if len(values) == 1 else values)
+    module_context = ctx.module_context
+    if ctx.platforms is not None:
+        module_context = module_context.replace(platforms=ctx.platforms)
+    results, tokens = mlir.jaxpr_subcomp(
+        module_context,
+        closed.jaxpr,
+        ctx.name_stack,
+        ctx.tokens_in,
+        constants,
+        *operands,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=None,
+    )
+    ctx.set_tokens_out(tokens)
+    return results
+
+
+def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """Returns the results' tangents of the function of which `jax.vjp` has made `vjp`, for tangents of its argument.
+
+    `jax.vjp` linearises a function and transposes that. Its result holds the linear function under names that are not
+    documented. If they have changed, the transpose is transposed again, which JAX cannot do for every function.
+
+    Args:
+        vjp: of a function of one list of arrays, which returns a list.
+        tangents: of the arrays in the list.
+        results: the types of the results.
+    """
+    try:
+        sources, without_tangent, linear = vjp.fun.args[:3]
+        arguments = jax.tree.leaves(vjp.args_res, is_leaf=lambda x: type(x).__name__ == "NotNeeded")
+        residuals = [arguments[one.idx] if one.primal else vjp.opaque_residuals[one.idx] for one in sources]
+        structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
+    except (AttributeError, IndexError, TypeError, ValueError):
+        transposed_again = jax.linear_transpose(lambda cotangents: vjp(cotangents)[0], list(results))
+        return transposed_again(list(tangents))[0]
+    tangents_out = iter(core.eval_jaxpr(linear, residuals, *tangents, *structured))
+    filled = []
+    for aval, is_zero in zip(results, without_tangent, strict=True):
+        filled.append(jax.numpy.zeros(aval.shape, aval.dtype) if is_zero else next(tangents_out))
+    return filled

@@ -1,0 +1,274 @@
+"""Calls of traced programs as equations, with rules that give calls of new programs.
+
+A call of an annotated module is one equation: that of a region, or of a unit inside it. JAX's transformations ask
+the primitive for rules, and every rule answers with calls of other programs in global view, where each function still
+has the rules that its author gave it. Only lowering partitions. JAX's primitive for `jax.jit` works in the same way.
+
+    transformation     what becomes of a call
+    jvp, linearize     a call of the forward program, then one of the linear map from its residuals and the tangents
+    transpose          of a linear map: a call of the backward program
+    vmap               a call of the program over one more dim
+    lowering           the program on one data shard
+
+So derivatives of any order and mode, and maps, are programs like the first.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import ad
+
+from jshard import _compat
+from jshard.engine.call import is_float
+from jshard.engine.program import Gradient, Program, abstract, dependents, evaluate_jaxpr, merged, others, picked
+from jshard.plans.memories import placed_like
+
+
+class ProgramCall(abc.ABC):
+    """A call of a program: the parameter of an equation that defines what it means, how it is run, and its rules.
+
+    Operands are those of the program, then *copies*: gathered parameters that an earlier call has returned after the
+    results of its program. A copy only saves a gather. Derivatives know nothing of it: they are those of the parameter.
+
+    Attributes:
+        program: the program, in global view, without copies.
+        constants: operands without a derivative, by position: copies of parameters among the residuals.
+        constant_results: results without a tangent, of the same kind.
+        adjoint: if the call is the linear map of a derivative: its transpose.
+        returns_copies: whether it returns copies.
+    """
+
+    program: Program
+    returns_copies: bool
+    constants: frozenset[int]
+    constant_results: frozenset[int]
+    adjoint: "Adjoint | None"
+
+    @abc.abstractmethod
+    def bind(self, operands: Sequence[Any]) -> list[Any]:
+        """Calls the program on operands; returns its results, then copies."""
+
+    @abc.abstractmethod
+    def derivative(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> "Derivative":
+        """Returns the derivative with respect to some operands of the program; `avals` are those of all operands."""
+
+    @abc.abstractmethod
+    def transposed(self, linear: tuple[bool, ...], live: tuple[bool, ...]) -> "ProgramCall":
+        """Returns the transpose of a program that is linear in some operands together.
+
+        Its operands are the others, then the cotangents of the `live` results; its results are the cotangents of the
+        linear operands.
+        """
+
+    def copies_of(self, outs: Sequence[Any], primals: Sequence[Any], staged: ClosedJaxpr | None) -> Sequence[Any]:
+        """Returns the copies that an equation returns, given those that its derivative's forward has returned."""
+        del primals, staged
+        return outs
+
+    @abc.abstractmethod
+    def mapped(self, size: int, is_mapped: tuple[bool, ...]) -> "MappedCall":
+        """Returns the call over one more dim, the first of some of the program's operands."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derivative:
+    """The derivative of a call.
+
+    Attributes:
+        forward: takes the operands of the call; returns its results, the residuals, then copies.
+        linear: takes the parameters, the residuals, the tangents of the operands that the derivative is with respect
+            to, then copies; returns the tangents of results.
+        num_residuals: how many residuals there are.
+        has_tangent: for each result of the call, whether its tangent is among those that `linear` returns.
+    """
+
+    forward: ProgramCall
+    linear: ProgramCall
+    num_residuals: int
+    has_tangent: tuple[bool, ...]
+
+
+class Adjoint(abc.ABC):
+    """The transpose of the linear map of a derivative: the backward pass, which has a schedule of its own.
+
+    Attributes:
+        gradient: the derivative.
+    """
+
+    gradient: Gradient
+
+    def takes(self, linear: Sequence[bool]) -> bool:
+        """Returns whether the linear operands are all tangents and nothing else."""
+        num_tangents = sum(self.gradient.wrt)
+        num_known = len(linear) - num_tangents
+        return not any(linear[:num_known]) and all(linear[num_known:])
+
+    @abc.abstractmethod
+    def backward(self, live: tuple[bool, ...]) -> ProgramCall:
+        """Returns the call that takes the parameters, the residuals, the cotangents that are live, then copies."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MappedCall:
+    """A call over one more dim, and how its operands and results are brought into their form."""
+
+    call: ProgramCall
+    is_mapped: tuple[bool, ...]
+
+    def enter(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns operands, mapped along dim 0, as the call takes them."""
+        return list(operands)
+
+    def leave(self, results: Sequence[Any]) -> list[Any]:
+        """Returns results, mapped along dim 0, as those of the call that was mapped."""
+        return list(results)
+
+
+def jvp_rule(
+    primals: Sequence[Any], tangents: Sequence[Any], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
+) -> tuple[list[Any], list[Any]]:
+    """Calls forward, then the linear map from its residuals and the tangents.
+
+    Args:
+        primals: operands.
+        tangents: of each operand, or `ad.Zero`.
+        call: the parameter of the equation.
+        jaxpr: the other parameter. An equation that has it may be part of a jaxpr, with a fixed number of results.
+    """
+    num_operands = len(call.program.jaxpr.in_avals)
+    wrt = tuple(
+        not isinstance(tangents[i], ad.Zero) and is_float(primals[i]) and i not in call.constants
+        for i in range(num_operands)
+    )
+    if not any(wrt):
+        results = call.bind(primals)
+        return results, [_zero_tangent(x) for x in results]
+
+    derivative = call.derivative(wrt, [jax.typeof(x) for x in primals])
+    outs = derivative.forward.bind(primals)
+    num_results = len(derivative.has_tangent)
+    num_saved = num_results + derivative.num_residuals
+    residuals = outs[num_results:num_saved]
+    copies = outs[num_saved:]
+
+    params = primals[: call.program.num_params]
+    nonzero_tangents = picked(wrt, tangents[:num_operands])
+    result_tangents = derivative.linear.bind([*params, *residuals, *nonzero_tangents, *copies])
+
+    results = outs[:num_results]
+    zeros = [_zero_tangent(x) for x in others(derivative.has_tangent, results)]
+    all_tangents: list[Any] = merged(derivative.has_tangent, result_tangents, zeros)
+    if call.returns_copies:
+        of_equation = call.copies_of(copies, primals, jaxpr)
+        results += of_equation
+        all_tangents += [_zero_tangent(x) for x in of_equation]
+    return results, all_tangents
+
+
+def _zero_tangent(x: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def transpose_rule(
+    cotangents: Sequence[Any], *operands: Any, call: ProgramCall, jaxpr: ClosedJaxpr | None
+) -> list[Any]:
+    """Calls backward, or the transpose of a program that is no derivative; returns cotangents of linear operands."""
+    del jaxpr
+    live = tuple(not isinstance(ct, ad.Zero) for ct in cotangents)
+    if not any(live):
+        return [None] * len(operands)
+    num_operands = len(call.program.jaxpr.in_avals)
+    linear = tuple(ad.is_undefined_primal(x) for x in operands[:num_operands])
+    known = others(linear, operands[:num_operands])
+    copies = operands[num_operands:]
+
+    transposed = call.transposed(linear, live)
+    results = transposed.bind([*known, *picked(live, cotangents), *copies])
+    gradients = [
+        placed_like(x, operand.aval)
+        for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True)
+    ]
+    no_gradients = [None] * (num_operands - len(gradients))
+    return [*merged(linear, gradients, no_gradients), *[None] * len(copies)]
+
+
+def batch_rule(
+    operands: Sequence[Any], dims: Sequence[int | None], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
+) -> tuple[list[Any], list[int | None]]:
+    """Calls the program over one more dim; returns results and where each has that dim."""
+    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+    operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
+    num_operands = len(call.program.jaxpr.in_avals)
+    copies = operands[num_operands:]
+    if any(dim is not None for dim in dims[num_operands:]):
+        copies = []  # gathered again
+
+    mapped = call.mapped(size, tuple(dim is not None for dim in dims[:num_operands]))
+    outs = mapped.call.bind([*mapped.enter(operands[:num_operands]), *copies])
+    num_results = len(mapped.is_mapped)
+    results = mapped.leave(outs[:num_results])
+    result_dims: list[int | None] = [0 if is_mapped else None for is_mapped in mapped.is_mapped]
+    copies_returned = outs[num_results:]
+    if jaxpr is not None:
+        expected = jaxpr.out_avals[num_results:] if call.returns_copies else []
+        if [jax.typeof(x) for x in copies_returned] != list(expected):
+            # A staged equation has a fixed number of results. Whatever is mapped is not taken for a copy.
+            zeros = [jnp.zeros((size, *aval.shape), aval.dtype) for aval in expected]
+            return [*results, *zeros], [*result_dims, *[0] * len(zeros)]
+    return [*results, *copies_returned], [*result_dims, *[None] * len(copies_returned)]
+
+
+# ---- programs that the rules of all calls need
+
+
+def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
+    """Maps a program over the first dim of some of its operands; returns also which results have that dim, first.
+
+    A result that does not depend on a mapped operand, such as state that follows from the parameters, has no such dim.
+    """
+    mapped_operands = picked(is_mapped, jaxpr.jaxpr.invars)
+    depends = dependents(jaxpr.jaxpr, mapped_operands)
+    results = tuple(not _compat.is_literal(atom) and atom in depends for atom in jaxpr.jaxpr.outvars)
+    rows = []
+    for aval, has_rows in zip(map(abstract, jaxpr.jaxpr.invars), is_mapped, strict=True):
+        shape = (size, *aval.shape) if has_rows else aval.shape
+        rows.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
+    axis_of = {True: 0, False: None}
+    run = jax.vmap(
+        lambda *xs: evaluate_jaxpr(jaxpr, xs),
+        in_axes=tuple(axis_of[has_rows] for has_rows in is_mapped),
+        out_axes=[axis_of[has_rows] for has_rows in results],
+        axis_size=size,
+    )
+    return jax.make_jaxpr(run)(*rows), results
+
+
+def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequence[bool]) -> ClosedJaxpr:
+    """Returns the transpose of a program that is linear in some operands; see `ProgramCall.transposed`."""
+    avals = [abstract(v) for v in jaxpr.jaxpr.invars]
+    num_known = len(avals) - sum(linear)
+
+    def transposed(*operands: Any) -> list[Any]:
+        known, cotangents = operands[:num_known], operands[num_known:]
+
+        def of_linear(*xs: Any) -> list[Any]:
+            return picked(live, evaluate_jaxpr(jaxpr, merged(linear, xs, known)))
+
+        return list(jax.linear_transpose(of_linear, *picked(linear, avals))(list(cotangents)))
+
+    result_avals = picked(live, [abstract(v) for v in jaxpr.jaxpr.outvars])
+    return jax.make_jaxpr(transposed)(*others(linear, avals), *result_avals)
+
+
+def tangent_program(gradient: Gradient, has_tangent: Sequence[bool]) -> ClosedJaxpr:
+    """Returns the linear map of a derivative, with the tangents of some of the results that are floats."""
+    jaxpr = gradient.tangents
+    wanted = picked(gradient.is_float, has_tangent)
+    results = picked(wanted, jaxpr.jaxpr.outvars)
+    return ClosedJaxpr(_compat.with_results(jaxpr.jaxpr, results), jaxpr.consts)

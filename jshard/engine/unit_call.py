@@ -1,0 +1,345 @@
+"""A unit's call as an equation of a region's program, and its derivatives, which are units too."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
+from jax.interpreters import ad, batching, mlir
+
+from jshard import _compat
+from jshard.engine import rules
+from jshard.engine.program import Gradient, Program, abstract, evaluate_jaxpr, others, picked
+from jshard.engine.program_call import (
+    Adjoint,
+    Derivative,
+    MappedCall,
+    ProgramCall,
+    batch_rule,
+    jvp_rule,
+    mapped_program,
+    tangent_program,
+    transpose_rule,
+    transposed_program,
+)
+from jshard.plans.policies import Prefetch
+from jshard.plans.units import OWN
+
+FORWARD, BACKWARD = "forward", "backward"
+
+unit_p = Primitive("unit")
+"""A unit's program. Its first operands are the unit's parameters, in their stored dtypes.
+
+Params:
+    jaxpr: the program that is run, which takes the parameters in the dtypes that they are gathered in.
+    call: a `UnitCall`.
+"""
+unit_p.multiple_results = True
+ad.primitive_jvps[unit_p] = jvp_rule
+ad.primitive_transposes[unit_p] = transpose_rule
+batching.primitive_batchers[unit_p] = batch_rule
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitSettings:
+    """How a unit's equation is run on a data shard."""
+
+    name: str  # path of the unit, for the names of its operations
+    reshard: bool | int  # True: gathered again in backward. False: forward's copy is kept. Or the number of its pieces
+    prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnitCall(ProgramCall):
+    """The call of a unit, or of the forward or backward program of one.
+
+    Attributes:
+        program: the program without copies.
+        jaxpr: the program that is run.
+        owners: who gathers each of the parameters, which are the first operands.
+        settings: how the unit is gathered and kept.
+        where: its class and method, for messages.
+        out_dtypes: dtypes of the results: gradients leave in the stored dtype of their parameter.
+        phase: `FORWARD`, or `BACKWARD`, whose first results are gradients.
+        wrt: in backward, for each parameter, whether its gradient is among the first results.
+        num_kept: how many gathered parameters are copies: the last results of forward, the last operands of backward,
+            which then uses only the types of its first operands.
+    """
+
+    program: Program
+    jaxpr: ClosedJaxpr
+    owners: tuple[str, ...]
+    settings: UnitSettings
+    where: str
+    out_dtypes: tuple[np.dtype, ...]
+    phase: str = FORWARD
+    wrt: tuple[bool, ...] = ()
+    num_kept: int = 0
+    constants: frozenset[int] = frozenset()
+    constant_results: frozenset[int] = frozenset()
+    adjoint: Adjoint | None = None
+    _derivatives: dict[Any, Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, program: Program, owners: tuple[str, ...], settings: UnitSettings, where: str) -> "UnitCall":
+        """Returns the call of a unit's program as it was traced."""
+        return cls(program, program.jaxpr, owners, settings, where, _dtypes(program.jaxpr))
+
+    @property
+    def returns_copies(self) -> bool:  # type: ignore[override]
+        """Whether the gathered parameters that it keeps are its last results."""
+        return self.phase == FORWARD and self.num_kept > 0
+
+    def is_like(self, other: "UnitCall") -> bool:
+        """Returns whether another call is equal if their programs are."""
+        mine = (self.owners, self.settings, self.where, self.out_dtypes, self.phase, self.wrt, self.num_kept)
+        theirs = (other.owners, other.settings, other.where, other.out_dtypes, other.phase, other.wrt, other.num_kept)
+        return mine == theirs and self.program.remat == other.program.remat
+
+    def bind(self, operands: Sequence[Any]) -> list[Any]:
+        """Calls the unit. Copies that its program does not take are left out: the parameters are gathered again."""
+        num_operands = len(self.jaxpr.in_avals)
+        return unit_p.bind(*operands[:num_operands], jaxpr=self.jaxpr, call=self)
+
+    @functools.cached_property
+    def function(self) -> Callable[..., list[Any]]:
+        """The unit where one data shard has the whole batch: an ordinary function; equal calls share it."""
+        return jax.jit(functools.partial(_run, call=self))
+
+    def derivative(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Derivative:
+        """Returns the derivative, whose forward and backward are units."""
+        stored_dtypes = tuple(aval.dtype for aval in avals)
+        key = wrt, stored_dtypes
+        if key not in self._derivatives:
+            self._derivatives[key] = self._new_derivative(wrt, stored_dtypes)
+        return self._derivatives[key]
+
+    def _new_derivative(self, wrt: tuple[bool, ...], stored_dtypes: tuple[np.dtype, ...]) -> Derivative:
+        gradient = self.program.gradient(wrt)
+        own = [owner == OWN for owner in self.owners]
+        keeps_copies = self.settings.reshard is not True and self.phase == FORWARD
+        num_copies = sum(own) if keeps_copies else 0
+        num_results = len(gradient.is_float)
+        num_residuals = len(gradient.kept)
+        copied_residuals = _after(copies_among(gradient.forward.jaxpr), num_results)
+        has_tangent = tuple(is_float and i not in self.constant_results for i, is_float in enumerate(gradient.is_float))
+
+        params = self.program.jaxpr.jaxpr.invars[: len(own)]
+        copied_params = picked(own, params)
+
+        forward_jaxpr = gradient.forward_keeping(own) if num_copies else gradient.forward
+        forward = dataclasses.replace(
+            self,
+            program=Program(gradient.forward, len(own), remat=self.program.remat),
+            jaxpr=forward_jaxpr,
+            out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(forward_jaxpr)[num_results:]),
+            num_kept=num_copies,
+            constant_results=self.constant_results | {num_results + i for i in copied_residuals},
+        )
+
+        first_tangent = len(own) + num_residuals
+        tangent_dtypes = dict(enumerate(picked(wrt, stored_dtypes[: len(wrt)]), first_tangent))
+        linear_jaxpr = _taking(tangent_program(gradient, has_tangent), tangent_dtypes)
+        adjoint = UnitAdjoint(self, gradient, has_tangent, num_copies, stored_dtypes, copied_residuals)
+        linear = dataclasses.replace(
+            self,
+            program=Program(linear_jaxpr, len(own)),
+            jaxpr=_with_unused(linear_jaxpr, copied_params if num_copies else []),
+            out_dtypes=tuple(picked(has_tangent, self.out_dtypes[:num_results])),
+            num_kept=0,
+            constants=frozenset(len(own) + i for i in copied_residuals),
+            constant_results=frozenset(),
+            adjoint=adjoint,
+        )
+        return Derivative(forward, linear, num_residuals, has_tangent)
+
+    def transposed(self, linear: tuple[bool, ...], live: tuple[bool, ...]) -> "UnitCall":
+        """Returns the unit's backward, or the transpose of any other program."""
+        if self.adjoint is not None and self.adjoint.takes(linear):
+            return self.adjoint.backward(live)
+        jaxpr = transposed_program(self.program.jaxpr, linear, live)
+        owners = tuple(others(linear[: len(self.owners)], self.owners))
+        return UnitCall(
+            Program(jaxpr, len(owners)),
+            jaxpr,
+            owners,
+            self.settings,
+            self.where,
+            _dtypes(jaxpr),
+            phase=BACKWARD,
+            wrt=(False,) * len(owners),
+        )
+
+    def mapped(self, size: int, is_mapped: tuple[bool, ...]) -> MappedCall:
+        """Returns the unit over all rows; it stays a unit."""
+        num_copies = len(self.jaxpr.in_avals) - len(is_mapped)
+        jaxpr, is_mapped_result = mapped_program(self.jaxpr, size, (*is_mapped, *[False] * num_copies))
+        program = jaxpr
+        if self.jaxpr is not self.program.jaxpr:
+            program, _ = mapped_program(self.program.jaxpr, size, is_mapped)
+        call = dataclasses.replace(
+            self,
+            program=Program(program, self.program.num_params, remat=self.program.remat),
+            jaxpr=jaxpr,
+            adjoint=None,
+        )
+        num_results = len(program.out_avals)
+        return MappedCall(call, is_mapped_result[:num_results])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnitAdjoint(Adjoint):
+    """The backward of a unit's derivative.
+
+    Attributes:
+        call: the unit.
+        gradient: its derivative.
+        has_tangent: for each result of the unit, whether it can have a cotangent.
+        num_copies: how many gathered parameters forward has kept.
+        stored_dtypes: of the unit's operands.
+        copied_residuals: which residuals are copies of parameters that units inside have kept.
+    """
+
+    call: UnitCall
+    gradient: Gradient
+    has_tangent: tuple[bool, ...]
+    num_copies: int
+    stored_dtypes: tuple[np.dtype, ...]
+    copied_residuals: frozenset[int]
+    _backwards: dict[tuple[bool, ...], UnitCall] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def backward(self, live: tuple[bool, ...]) -> UnitCall:
+        """Returns the unit that computes gradients."""
+        if live not in self._backwards:
+            self._backwards[live] = self._new_backward(live)
+        return self._backwards[live]
+
+    def _new_backward(self, live: tuple[bool, ...]) -> UnitCall:
+        call, gradient = self.call, self.gradient
+        own = [owner == OWN for owner in call.owners]
+        may_be_live = iter(live)
+        live_results = tuple(has_tangent and next(may_be_live) for has_tangent in self.has_tangent)
+        cotangent_dtypes = picked(live_results, call.out_dtypes[: len(live_results)])
+        first_cotangent = len(own) + len(gradient.kept)
+        taken = dict(enumerate(cotangent_dtypes, first_cotangent))
+
+        program = _taking(gradient.backward(live_results), taken)
+        jaxpr = program
+        if self.num_copies:
+            jaxpr = _taking(gradient.backward_given(live_results, own), taken)
+        wrt = gradient.wrt[: len(own)]
+        stored = picked(wrt, self.stored_dtypes[: len(own)])
+        return UnitCall(
+            Program(program, len(own)),
+            jaxpr,
+            call.owners,
+            call.settings,
+            call.where,
+            out_dtypes=(*stored, *_dtypes(jaxpr)[len(stored) :]),
+            phase=BACKWARD,
+            wrt=wrt,
+            num_kept=self.num_copies,
+            constants=frozenset(len(own) + i for i in self.copied_residuals),
+        )
+
+
+def _run(*operands: Any, call: UnitCall) -> list[Any]:
+    """Runs a unit's program as it is, in its dtypes and under its name."""
+    cast = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, call.jaxpr.in_avals, strict=True)]
+    with jax.named_scope(f"jshard[{call.settings.name}]"):
+        outs = evaluate_jaxpr(call.jaxpr, cast)
+    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(outs, call.out_dtypes, strict=True)]
+
+
+@unit_p.def_effectful_abstract_eval
+def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[Any], Any]:
+    avals = [
+        aval.update(dtype=dtype, weak_type=aval.weak_type and aval.dtype == dtype)
+        for aval, dtype in zip(jaxpr.out_avals, call.out_dtypes, strict=True)
+    ]
+    return avals, jaxpr.effects
+
+
+def _call_function(*operands: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> list[Any]:
+    del jaxpr  # that of the call
+    return call.function(*operands)
+
+
+unit_p.def_impl(_call_function)
+mlir.register_lowering(unit_p, mlir.lower_fun(_call_function, multiple_results=True))
+
+
+# ---- copies of parameters among the results of a program
+
+
+def copies_among(jaxpr: Jaxpr) -> frozenset[int]:
+    """Returns which results of a program are copies of gathered parameters that a unit inside has kept, by position.
+
+    They have no derivative of their own: that of the parameter has theirs.
+    """
+    copies: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        copies.update(eqn.outvars[k] for k in _copies_of_equation(eqn))
+    return frozenset(k for k, atom in enumerate(jaxpr.outvars) if not _compat.is_literal(atom) and atom in copies)
+
+
+def _copies_of_equation(eqn: JaxprEqn) -> Sequence[int]:
+    if eqn.primitive is unit_p:
+        call: UnitCall = eqn.params["call"]
+        num_results = len(eqn.outvars)
+        kept = range(num_results - call.num_kept, num_results) if call.phase == FORWARD else ()
+        return [*kept, *call.constant_results]
+    if eqn.primitive.name == "scan" or eqn.primitive.name in rules.CALLS:
+        inner, _ = rules.opened(eqn.params["jaxpr"]) if eqn.primitive.name == "scan" else rules.program(eqn)
+        return sorted(copies_among(inner))
+    if eqn.primitive.name == "cond":
+        of_branches = [copies_among(rules.opened(branch)[0]) for branch in eqn.params["branches"]]
+        return sorted(frozenset.intersection(*of_branches))
+    return ()
+
+
+# ---- forms of programs
+
+
+def _dtypes(jaxpr: ClosedJaxpr) -> tuple[np.dtype, ...]:
+    return tuple(aval.dtype for aval in jaxpr.out_avals)
+
+
+def _after(positions: frozenset[int], first: int) -> frozenset[int]:
+    """Returns positions counted from a later one, without those before it."""
+    return frozenset(i - first for i in positions if i >= first)
+
+
+def _taking(jaxpr: ClosedJaxpr, dtypes: Mapping[int, np.dtype]) -> ClosedJaxpr:
+    """Returns a program that takes some operands in other dtypes, which is itself if they are the same.
+
+    A parameter is stored in one dtype and gathered in another. Its tangent, and its gradient, have the first.
+    """
+    avals = [abstract(v) for v in jaxpr.jaxpr.invars]
+    changed = {i: dtype for i, dtype in dtypes.items() if avals[i].dtype != dtype}
+    if not changed:
+        return jaxpr
+
+    def run(*operands: Any) -> list[Any]:
+        cast = list(operands)
+        for i in changed:
+            cast[i] = operands[i].astype(avals[i].dtype)
+        return evaluate_jaxpr(jaxpr, cast)
+
+    taken = list(avals)
+    for i, dtype in changed.items():
+        taken[i] = jax.ShapeDtypeStruct(avals[i].shape, dtype)
+    return jax.make_jaxpr(run)(*taken)
+
+
+def _with_unused(jaxpr: ClosedJaxpr, variables: Sequence[Var]) -> ClosedJaxpr:
+    """Returns a program with further operands that it does not use: its transpose takes them."""
+    if not variables:
+        return jaxpr
+    unused = [Var(v.aval) for v in variables]
+    more = jaxpr.jaxpr.replace(invars=[*jaxpr.jaxpr.invars, *unused])
+    return ClosedJaxpr(more, jaxpr.consts)
