@@ -14,13 +14,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import _compat
+from jshard.engine import region_rules as region_rules  # enters the rules of the primitive
 from jshard.engine import stored, units
 from jshard.engine.accumulate import gathered_copies
 from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
+from jshard.engine.crossing import Crossing, Region
 from jshard.engine.mixing import batch_size
 from jshard.engine.program import abstract
-from jshard.engine.region_call import Crossing, Region, RegionCall
+from jshard.engine.region_call import RegionCall
 from jshard.engine.rules import Shard
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitSettings

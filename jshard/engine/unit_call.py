@@ -157,7 +157,7 @@ class UnitCall(ProgramCall):
         )
         return Derivative(forward, linear, num_residuals, has_tangent)
 
-    def transposed(self, linear: tuple[bool, ...], live: tuple[bool, ...]) -> "UnitCall":
+    def transposed(self, linear: tuple[bool, ...], live: tuple[bool, ...]) -> ProgramCall:
         """Returns the unit's backward, or the transpose of any other program."""
         if self.adjoint is not None and self.adjoint.takes(linear):
             return self.adjoint.backward(live)

@@ -1,0 +1,184 @@
+"""How arrays enter a region of data shards and leave it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from jax.core import ShapedArray
+from jax.sharding import Mesh, PartitionSpec
+
+from jshard.engine import stored
+from jshard.engine.rules import Shard, State, Value
+from jshard.engine.schedule.unit_schedule import ShardedPartitioner
+from jshard.plans.mesh import batch_axes, inner_axes, region_degree
+from jshard.plans.placement import axes_of, spec_over
+from jshard.plans.plan import resharded
+from jshard.plans.units import Unit
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Crossing:
+    """How a value enters or leaves a region; `counted` and `parameter` are those of `Value`.
+
+    Attributes:
+        state: its state.
+        is_own: each device has its own value, not a part of an array: it crosses with a dim for the devices.
+        inner: the dims along which it is split over inner axes.
+    """
+
+    state: State
+    is_own: bool = False
+    counted: dict[int, int] = dataclasses.field(default_factory=dict)
+    parameter: str = ""
+    inner: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy that each device gathered for itself, or the gradient of one."""
+        return self.is_own and not isinstance(self.state, Shard)
+
+    @property
+    def shard(self) -> Shard | None:
+        """How a parameter, or its gradient, is stored; None for other values."""
+        return self.state if isinstance(self.state, Shard) else None
+
+    @classmethod
+    def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
+        """Returns how a value leaves; each device has its own piece of a parameter."""
+        is_own = is_own or (value.is_stored and value.shard.pieces > 0)
+        return cls(value.state, is_own, value.counted, value.parameter)
+
+    def leave(self, value: Value) -> jax.Array:
+        """Returns the array as which a value leaves."""
+        return value.x[None] if self.is_own else value.x
+
+    def enter(self, x: jax.Array) -> Value:
+        """Returns the value of an array that has entered."""
+        return Value(x[0] if self.is_own else x, self.state, counted=self.counted, parameter=self.parameter)
+
+    def behind_a_mapped_dim(self) -> "Crossing":
+        """Returns the crossing of the same value with one more dim, the first."""
+        state = self.state + 1 if isinstance(self.state, int) else self.state
+        return dataclasses.replace(self, state=state, inner={axis: dim + 1 for axis, dim in self.inner.items()})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ResultOf:
+    """The crossing of a result of an earlier call, which is known when that is partitioned.
+
+    Attributes:
+        leaving: returns how the results of the call leave.
+        position: of the result.
+    """
+
+    leaving: Callable[[], Sequence[Crossing]]
+    position: int
+
+
+AnyCrossing = Crossing | ResultOf
+
+
+def of_tangent(crossing: AnyCrossing) -> AnyCrossing:
+    """Returns how a tangent enters: like its operand. It is not the parameter of that name."""
+    return dataclasses.replace(crossing, parameter="") if isinstance(crossing, Crossing) else crossing
+
+
+def resolved(crossing: AnyCrossing) -> Crossing:
+    """Returns a crossing that is known."""
+    if isinstance(crossing, ResultOf):
+        return crossing.leaving()[crossing.position]
+    return crossing
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gathered:
+    """The parameters that a call gathered outside of units and kept: the last results of forward."""
+
+    avals: tuple[ShapedArray, ...]
+    crossings: Mapping[Any, Crossing]
+    """By the parameter's path, dtype and shape."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """Where the programs of one call of an annotated model run.
+
+    Attributes:
+        unit: the root.
+        name: class and method, for messages.
+        arguments: the types of the arguments.
+        batch: the size of the batch; 0 without one.
+        kept: what the calls of the region have gathered and kept. A later call finds there which parameters the copies
+            among its operands are.
+    """
+
+    unit: Unit
+    name: str
+    arguments: tuple[Any, ...]
+    batch: int
+    kept: list[Gathered] = dataclasses.field(default_factory=list)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return cast(Mesh, self.unit.mesh)  # abstract in a trace for shapes only
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return batch_axes(self.mesh)
+
+    @property
+    def degree(self) -> int:
+        """The number of devices that share the work."""
+        return region_degree(self.mesh)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The inner axes of the mesh."""
+        return inner_axes(self.mesh)
+
+    def spec(self, crossing: Crossing, ndim: int) -> PartitionSpec:
+        """Returns the spec of an array that crosses, over the region's axes; inner axes are innermost in their dims."""
+        if crossing.is_own:
+            spec = PartitionSpec(self.axes)
+        elif crossing.shard is not None:
+            entries = crossing.shard.placement.spec
+            num_stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
+            entries = (None,) * num_stacked + entries if num_stacked > 0 else entries[-num_stacked:]
+            spec = spec_over(self.axes, entries)
+        elif isinstance(crossing.state, int):
+            spec = PartitionSpec(*[None] * crossing.state, self.axes)
+        else:
+            spec = PartitionSpec()
+        dims = [*spec, *[None] * (ndim - len(spec))]
+        for axis in self.inner:
+            dim = 0 if crossing.is_copy else crossing.inner.get(axis)
+            if dim is not None:
+                dims[dim] = (*axes_of(dims[dim]), axis)
+        return PartitionSpec(*dims)
+
+    def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[Any, Value]:
+        """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""
+        pieces = resharded(self.unit, is_root=not self.unit.nested)
+        gathered = {key: value for key, value in p.kept_whole.items() if isinstance(key, tuple)}
+        if isinstance(pieces, bool):
+            return {} if pieces else gathered
+        placements = {one.parameter: one.shard.placement for one in operands if one.shard is not None}
+        kept = {}
+        for key, value in gathered.items():
+            shard = Shard(placements[key[0]], pieces)
+            kept[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
+        return kept
+
+    def copies(self, avals: Sequence[ShapedArray]) -> dict[Any, Crossing] | None:
+        """Returns which parameters the copies of these types are; None where that is not certain."""
+        candidates = [one for one in self.kept if one.avals == tuple(avals)]
+        keys = {tuple(one.crossings) for one in candidates}
+        return dict(candidates[0].crossings) if len(keys) == 1 else None
+
+    def over(self, size: int, *, is_batch: bool) -> "Region":
+        """Returns the region of a call with one more dim; the dim is the batch, or the batch is the one it was."""
+        arguments = tuple(jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in self.arguments)
+        return dataclasses.replace(self, arguments=arguments, batch=size if is_batch else self.batch)

@@ -1,0 +1,177 @@
+"""The rules of the primitive of regions, also for equations that have lost what nothing uses; and its lowering."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from jshard import _compat
+from jshard.engine.program import merged, others, picked
+from jshard.engine.program_call import batch_rule, jvp_rule, transpose_rule
+from jshard.engine.region_call import RegionCall, region_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Used:
+    """Which operands and results of a call an equation has; the types are those of all operands."""
+
+    operands: tuple[bool, ...]
+    results: tuple[bool, ...]
+    avals: tuple[ShapedArray, ...]
+
+    @classmethod
+    def all_of(cls, eqn: JaxprEqn) -> "Used":
+        """Returns all of an equation."""
+        return cls((True,) * len(eqn.invars), (True,) * len(eqn.outvars), tuple(v.aval for v in eqn.invars))
+
+    def without(self, operands: Sequence[bool], results: Sequence[bool]) -> "Used":
+        """Returns what is left where only some of the operands and results of the equation are used."""
+        operands_left = merged(self.operands, operands, [False] * self.operands.count(False))
+        results_left = merged(self.results, results, [False] * self.results.count(False))
+        return Used(tuple(operands_left), tuple(results_left), self.avals)
+
+    def all_operands(self, operands: Sequence[Any], missing: Callable[[ShapedArray], Any]) -> list[Any]:
+        """Returns the operands of the call; no result that is used depends on those that are made up."""
+        absent = [missing(aval) for aval in others(self.operands, self.avals)]
+        return merged(self.operands, operands, absent)
+
+
+def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """Removes what an equation computes in vain, with the gathers and residuals that were only for that."""
+    jaxpr: ClosedJaxpr | None = eqn.params["jaxpr"]
+    if not any(results_used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    if jaxpr is None:
+        return [True] * len(eqn.invars), eqn
+    is_key = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.invars]  # cannot be made up
+    smaller, operands_used = _compat.without_dead_code(jaxpr, is_key, results_used)
+    used: Used | None = eqn.params["used"]
+    if not all(operands_used) or not all(results_used):
+        before = used or Used.all_of(eqn)
+        used = before.without(operands_used, results_used)
+    smaller_eqn = eqn.replace(
+        invars=picked(operands_used, eqn.invars),
+        outvars=picked(results_used, eqn.outvars),
+        params={"call": eqn.params["call"], "jaxpr": smaller, "used": used},
+        effects=smaller.effects,
+    )
+    return operands_used, smaller_eqn
+
+
+partial_eval.dce_rules[region_p] = _without_unused
+
+
+# ---- the rules of the primitive; those of every call are in `program_call`
+
+
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    call: RegionCall,
+    jaxpr: ClosedJaxpr | None,
+    used: Used | None,
+) -> tuple[list[Any], list[Any]]:
+    if used is None:
+        return jvp_rule(primals, tangents, call=call, jaxpr=jaxpr)
+    all_primals = used.all_operands(primals, _zeros)
+    all_tangents = used.all_operands(tangents, lambda aval: ad.Zero(aval.to_tangent_aval()))
+    results, result_tangents = jvp_rule(all_primals, all_tangents, call=call, jaxpr=None)
+    num_results = len(call.program.jaxpr.out_avals)
+    is_used = used.results[:num_results]
+    left = picked(is_used, results[:num_results])
+    tangents_left = picked(is_used, result_tangents[:num_results])
+    if any(used.results[num_results:]):
+        copies = region_p.bind(*primals, call=call, jaxpr=jaxpr, used=used)[len(left) :]
+        left += copies
+        tangents_left += [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in copies]
+    return left, tangents_left
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
+) -> list[Any]:
+    if used is None:
+        return transpose_rule(cotangents, *operands, call=call, jaxpr=jaxpr)
+    num_results = len(call.program.jaxpr.out_avals)
+    is_used = used.results[:num_results]
+    zeros = [ad.Zero(aval.to_ct_aval()) for aval in others(is_used, call.result_avals)]
+    all_cotangents = merged(is_used, cotangents[: sum(is_used)], zeros)
+    gradients = transpose_rule(all_cotangents, *used.all_operands(operands, _zeros), call=call, jaxpr=None)
+    return picked(used.operands, gradients)
+
+
+def _batch(
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    call: RegionCall,
+    jaxpr: ClosedJaxpr | None,
+    used: Used | None,
+) -> tuple[list[Any], list[int | None]]:
+    if used is None:
+        return batch_rule(operands, dims, call=call, jaxpr=jaxpr)
+    all_dims = used.all_operands(dims, lambda aval: None)
+    num_results = len(call.program.jaxpr.out_avals)
+    results, result_dims = batch_rule(used.all_operands(operands, _zeros), all_dims, call=call, jaxpr=None)
+    is_used = used.results[:num_results]
+    left = picked(is_used, results[:num_results])
+    dims_left = picked(is_used, result_dims[:num_results])
+    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+    for aval in jaxpr.out_avals[len(left) :] if jaxpr is not None else []:
+        left.append(jnp.zeros((size, *aval.shape), aval.dtype))  # mapped, it is not taken for a copy
+        dims_left.append(0)
+    return left, dims_left
+
+
+def _zeros(aval: ShapedArray) -> jax.Array:
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+region_p.multiple_results = True
+ad.primitive_jvps[region_p] = _jvp
+ad.primitive_transposes[region_p] = _transpose
+batching.primitive_batchers[region_p] = _batch
+
+
+@region_p.def_effectful_abstract_eval
+def _types(
+    *avals: ShapedArray, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
+) -> tuple[Sequence[Any], Any]:
+    del used  # then there is a program
+    if jaxpr is None and call.returns_copies:
+        jaxpr = call.partitioned(avals).jaxpr
+    if jaxpr is None:
+        return call.result_avals, call.program.jaxpr.effects
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _staged_params(
+    avals: Sequence[ShapedArray], *, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
+) -> dict[str, Any]:
+    """Returns the parameters of an equation that is staged: the program on data shards is traced here."""
+    if jaxpr is None and call.adjoint is None:
+        jaxpr = call.partitioned(avals).jaxpr
+    return {"call": call, "jaxpr": jaxpr, "used": used}
+
+
+_compat.stage_with_params(region_p, _staged_params)
+
+
+@region_p.def_impl
+def _run_now(*arrays: Any, **params: Any) -> list[Any]:
+    return jax.jit(functools.partial(region_p.bind, **params))(*arrays)
+
+
+def _lowered(ctx: Any, *operands: Any, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None) -> Any:
+    del used
+    return _compat.lower_jaxpr(ctx, jaxpr or call.partitioned(ctx.avals_in).jaxpr, operands)
+
+
+mlir.register_lowering(region_p, _lowered)
