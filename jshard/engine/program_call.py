@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad
+from jax.interpreters import ad, partial_eval
 
 from jshard import _compat
 from jshard.engine.call import is_float
@@ -59,6 +59,10 @@ class ProgramCall(abc.ABC):
         """Returns the derivative with respect to some operands of the program; `avals` are those of all operands."""
 
     @abc.abstractmethod
+    def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> "Pushforward":
+        """Returns results and tangents as one call, for programs that cannot be linearised."""
+
+    @abc.abstractmethod
     def transposed(self, linear: tuple[bool, ...], live: tuple[bool, ...]) -> "ProgramCall":
         """Returns the transpose of a program that is linear in some operands together.
 
@@ -92,6 +96,31 @@ class Derivative:
     linear: ProgramCall
     num_residuals: int
     has_tangent: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pushforward:
+    """The derivative of a call in forward mode alone.
+
+    Attributes:
+        call: takes the operands, then the tangents of those that the derivative is with respect to; returns the
+            results and tangents.
+        has_tangent: for each result, whether its tangent is returned.
+        order: what each output is: the result at that position, or the tangent that is so many further on.
+    """
+
+    call: ProgramCall
+    has_tangent: tuple[bool, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def order_of(cls, has_tangent: Sequence[bool], num_targets: int) -> tuple[int, ...]:
+        """Returns the order in which gradients, results with a target, and their tangents come first."""
+        num_results = len(has_tangent)
+        position = {i: num_results + k for k, i in enumerate(i for i, has in enumerate(has_tangent) if has)}
+        targets, free = range(num_targets), range(num_targets, num_results)
+        tangents_of = lambda group: [position[i] for i in group if i in position]
+        return (*targets, *tangents_of(targets), *free, *tangents_of(free))
 
 
 class Adjoint(abc.ABC):
@@ -150,7 +179,14 @@ def jvp_rule(
         results = call.bind(primals)
         return results, [_zero_tangent(x) for x in results]
 
-    derivative = call.derivative(wrt, [jax.typeof(x) for x in primals])
+    nonzero_tangents = picked(wrt, tangents[:num_operands])
+    try:
+        derivative = call.derivative(wrt, [jax.typeof(x) for x in primals])
+    except (NotImplementedError, TypeError, ValueError):
+        # Not each function can be linearised: a loop that runs until a condition holds has forward mode alone.
+        if any(isinstance(t, partial_eval.JaxprTracer) for t in nonzero_tangents):
+            raise  # this is linearisation
+        return _pushed_forward(primals, nonzero_tangents, wrt, call)
     outs = derivative.forward.bind(primals)
     num_results = len(derivative.has_tangent)
     num_saved = num_results + derivative.num_residuals
@@ -158,7 +194,6 @@ def jvp_rule(
     copies = outs[num_saved:]
 
     params = primals[: call.program.num_params]
-    nonzero_tangents = picked(wrt, tangents[:num_operands])
     result_tangents = derivative.linear.bind([*params, *residuals, *nonzero_tangents, *copies])
 
     results = outs[:num_results]
@@ -169,6 +204,21 @@ def jvp_rule(
         results += of_equation
         all_tangents += [_zero_tangent(x) for x in of_equation]
     return results, all_tangents
+
+
+def _pushed_forward(
+    primals: Sequence[Any], nonzero_tangents: Sequence[Any], wrt: tuple[bool, ...], call: ProgramCall
+) -> tuple[list[Any], list[Any]]:
+    """Calls one program that computes results and tangents together."""
+    pushforward = call.pushforward(wrt, [jax.typeof(x) for x in primals])
+    num_operands = len(wrt)
+    outs = pushforward.call.bind([*primals[:num_operands], *nonzero_tangents, *primals[num_operands:]])
+    by_position = dict(zip(pushforward.order, outs, strict=True))
+    num_results = len(pushforward.has_tangent)
+    results = [by_position[i] for i in range(num_results)]
+    result_tangents = [by_position[i] for i in range(num_results, len(outs))]
+    zeros = [_zero_tangent(x) for x in others(pushforward.has_tangent, results)]
+    return results, merged(pushforward.has_tangent, result_tangents, zeros)
 
 
 def _zero_tangent(x: Any) -> ad.Zero:
@@ -272,3 +322,20 @@ def tangent_program(gradient: Gradient, has_tangent: Sequence[bool]) -> ClosedJa
     wanted = picked(gradient.is_float, has_tangent)
     results = picked(wanted, jaxpr.jaxpr.outvars)
     return ClosedJaxpr(_compat.with_results(jaxpr.jaxpr, results), jaxpr.consts)
+
+
+def pushforward_program(
+    jaxpr: ClosedJaxpr, wrt: Sequence[bool], has_tangent: Sequence[bool], order: Sequence[int]
+) -> ClosedJaxpr:
+    """Returns the program that computes results and tangents, in an order, from operands and the tangents of some."""
+    avals = [abstract(v) for v in jaxpr.jaxpr.invars]
+
+    def run(*operands: Any) -> list[Any]:
+        primals, tangents = operands[: len(avals)], operands[len(avals) :]
+        fixed = others(wrt, primals)
+        run_on = lambda *diff: evaluate_jaxpr(jaxpr, merged(wrt, diff, fixed))
+        results, result_tangents = jax.jvp(run_on, tuple(picked(wrt, primals)), tuple(tangents))
+        outs = [*results, *picked(has_tangent, result_tangents)]
+        return [outs[i] for i in order]
+
+    return jax.make_jaxpr(run)(*avals, *picked(wrt, avals))

@@ -11,6 +11,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 
 from jshard.engine import stored
+from jshard.engine.call import is_float
 from jshard.engine.crossing import AnyCrossing, Crossing, Region, ResultOf, of_tangent, resolved
 from jshard.engine.on_shards import Partition, partition
 from jshard.engine.program import Gradient, Program, picked
@@ -19,7 +20,9 @@ from jshard.engine.program_call import (
     Derivative,
     MappedCall,
     ProgramCall,
+    Pushforward,
     mapped_program,
+    pushforward_program,
     tangent_program,
     transposed_program,
 )
@@ -138,6 +141,31 @@ class RegionCall(ProgramCall):
             adjoint=adjoint,
         )
         return Derivative(forward, linear, num_residuals, has_tangent)
+
+    def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
+        """Returns results and tangents as one region."""
+        has_tangent = tuple(
+            is_float(aval) and i not in self.constant_results for i, aval in enumerate(self.program.jaxpr.out_avals)
+        )
+        diff = [i for i, is_wanted in enumerate(wrt) if is_wanted]
+        num_operands = len(wrt)
+        num_targets = len(self.targets)
+        order = Pushforward.order_of(has_tangent, num_targets)
+        with_tangent = has_tangent[:num_targets]
+        call = dataclasses.replace(
+            self,
+            program=Program(pushforward_program(self.program.jaxpr, wrt, has_tangent, order), self.program.num_params),
+            avals=(*avals[:num_operands], *(avals[i] for i in diff)),
+            operands=(*self.operands, *(of_tangent(self.operands[i]) for i in diff)),
+            examples=self.examples | {num_operands + k for k, i in enumerate(diff) if i in self.examples},
+            targets=(*self.targets, *picked(with_tangent, self.targets)),
+            target_avals=(*self.target_avals, *picked(with_tangent, self.target_avals)),
+            part=f"pushforward of {self.part}",
+            returns_copies=False,
+            constant_results=frozenset(),
+            adjoint=None,
+        )
+        return Pushforward(call, has_tangent, order)
 
     def transposed(self, linear: tuple[bool, ...], live: tuple[bool, ...]) -> ProgramCall:
         """Returns the backward of a derivative, or the transpose of any other program."""

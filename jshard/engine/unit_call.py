@@ -13,15 +13,18 @@ from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
 from jshard.engine import rules
+from jshard.engine.call import is_float
 from jshard.engine.program import Gradient, Program, abstract, evaluate_jaxpr, others, picked
 from jshard.engine.program_call import (
     Adjoint,
     Derivative,
     MappedCall,
     ProgramCall,
+    Pushforward,
     batch_rule,
     jvp_rule,
     mapped_program,
+    pushforward_program,
     tangent_program,
     transpose_rule,
     transposed_program,
@@ -156,6 +159,27 @@ class UnitCall(ProgramCall):
             adjoint=adjoint,
         )
         return Derivative(forward, linear, num_residuals, has_tangent)
+
+    def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
+        """Returns results and tangents as one unit."""
+        num_params, num_operands = len(self.owners), len(wrt)
+        has_tangent = tuple(is_float(aval) for aval in self.program.jaxpr.out_avals)
+        tangent_dtypes = dict(enumerate(picked(wrt, [aval.dtype for aval in avals[:num_operands]]), num_operands))
+        num_gradients = sum(self.wrt)
+        order = Pushforward.order_of(has_tangent, num_gradients)
+        jaxpr = _taking(pushforward_program(self.program.jaxpr, wrt, has_tangent, order), tangent_dtypes)
+        out_dtypes = self.out_dtypes[: len(has_tangent)]
+        all_dtypes = [*out_dtypes, *picked(has_tangent, out_dtypes)]
+        call = dataclasses.replace(
+            self,
+            program=Program(jaxpr, num_params),
+            jaxpr=jaxpr,
+            out_dtypes=tuple(all_dtypes[i] for i in order),
+            num_kept=0,
+            constant_results=frozenset(),
+            adjoint=None,
+        )
+        return Pushforward(call, has_tangent, order)
 
     def transposed(self, linear: tuple[bool, ...], live: tuple[bool, ...]) -> ProgramCall:
         """Returns the unit's backward, or the transpose of any other program."""
