@@ -351,6 +351,7 @@ class Restoring:
             "stored leaves are skipped": self.match.extra,
         }
         notes = [_list(what, lines) for what, lines in done.items() if lines]
+        notes += self.opened.notes
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no checksums to check: jshard did not write it.")
         if self._map and (why := self._unmapped()):
