@@ -46,6 +46,7 @@ _SETTINGS: Mapping[str, Sequence[str]] = {
 _BEFORE = ("_parents", "_source", "_map_parent", "_ds", "_datasets", "_maybe_nonnative_parent", "_iter_parent")
 _MOST_SOURCES = 64  # whose samples are read, and whose descriptions are kept one by one
 _NUM_PROBES = 64
+_NUM_FILTERED = 16
 _LONGEST_PATH = 1024
 
 
@@ -105,6 +106,8 @@ class _Describing:
         length = _length_of(node)
         if length is not None:
             found["length"] = length
+        if "<lambda>" in found["settings"].get("filter", "") and hasattr(node, "__getitem__"):
+            found["settings"]["passes"] = _passes(node)
         if len(before) > _MOST_SOURCES:
             parts = [_Describing._without_reading(part) for part in before]
             found["settings"]["parts"] = _digest(json.dumps(parts, sort_keys=True))
@@ -188,6 +191,15 @@ def _settings_in_objects(attributes: Mapping[str, Any]) -> dict[str, Any]:
     if "_selection_map" in attributes:
         found |= _selection(attributes["_selection_map"])
     return found
+
+
+def _passes(filtered: Any) -> str | None:
+    """Which of the first samples pass a filter that has no name to know it by; None if they cannot be read."""
+    try:
+        numbers = range(min(len(filtered), _NUM_FILTERED))
+        return "".join("-" if filtered[number] is None else "+" for number in numbers)
+    except Exception:  # as `_marks`
+        return None
 
 
 def _reduced(proportions: Sequence[float]) -> Sequence[float]:
@@ -315,7 +327,8 @@ def _differences(saved: Description, here: Description, place: str, *, lenient: 
         yield f"{step} length  saved {saved.get('length', 'unknown')}  here {here.get('length', 'unknown')}"
     for name in saved["settings"].keys() & here["settings"].keys():
         then, now = saved["settings"][name], here["settings"][name]
-        if then != now:
+        is_unread = name == "passes" and None in (then, now)
+        if then != now and not is_unread:
             yield f"{step} {name}  saved {_shown(then)}  here {_shown(now)}"
     samples = saved.get("samples"), here.get("samples")
     if None not in samples and samples[0] != samples[1]:

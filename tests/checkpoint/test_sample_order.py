@@ -278,6 +278,18 @@ def test_iterators_of_grain_are_compared_with_those_that_were_saved(name):
         iterator.close() if hasattr(iterator, "close") else None
 
 
+def test_a_filter_without_a_name_is_known_by_what_passes():
+    documents = grain.MapDataset.source([np.arange(size) for size in (3, 5, 4)]).repeat()
+    build = lambda least: PackedBatches(
+        documents.filter(lambda tokens: len(tokens) >= least), pack=4, batch_size=2, rows=range(2)
+    )
+    saved = build(4)
+    next(saved)
+    with pytest.raises(CheckpointError, match="filter passes  saved -[+][+]-"):
+        build(5).set_state(saved.get_state())
+    build(4).set_state(saved.get_state())
+
+
 def test_the_settings_of_packing_are_compared():
     documents = grain.MapDataset.source([np.arange(size) for size in (3, 5, 4)]).repeat()
 
