@@ -35,6 +35,7 @@ LONG = """
     test_partition_loops test_linen_uneven test_annotation test_parity test_errors_golden test_optimizers test_uneven
     test_first_loss test_kernels test_kernel_launch test_linen test_llama test_loops test_linen_frozen
     test_costs_beyond test_init test_resnet test_vdit test_linen_offload test_equations test_composition test_search
+    test_held_promises test_linen_lifted
     test_bad_input test_t5 test_gpt test_dhen test_docs_commands test_docs
 """.split()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.tree_util import FlattenedIndexKey
 
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import box_sums
@@ -32,7 +35,7 @@ _STORABLE = frozenset(  # dtypes that TensorStore supports
 
 def flatten(state: Any) -> dict[Path, Any]:
     """Every leaf of a state by its path; raises `CheckpointError` if two leaves have the same path."""
-    pairs = [pair for name, value in _parts(state) for pair in _leaves(value, name)]
+    pairs = _all_leaves(state)
     count = collections.Counter(path for path, _ in pairs)
     if len(count) < len(pairs):
         raise CheckpointError(
@@ -51,10 +54,9 @@ def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
         if (variables := _variables(value)) is not None:
             places = [((*name, *path), variable) for path, variable in variables]
         else:
-            is_leaf = lambda x: is_padded(x) or padding_of(x) is not None or _is_mixed(x)
-            flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)[0]
-            places = [((*name, *map(_key, path), "value"), variable) for path, variable in flat]
-            found |= {(*name, *map(_key, path)): box.shape for path, box in flat if is_padded(box)}
+            nodes = list(_nodes(value, name, is_leaf=lambda x: is_padded(x) or padding_of(x) is not None))
+            places = [((*path, "value"), variable) for path, variable in nodes]
+            found |= {path: box.shape for path, box in nodes if is_padded(box)}
         found |= {path: logical_shape(variable) for path, variable in places if padding_of(variable) is not None}
     return found
 
@@ -146,16 +148,50 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
     return stored
 
 
-def restored(value: Any, like: Any) -> Any:
-    """A stored value in the type of its counterpart in `like`; data positions are set."""
+def restored(path: str, value: Any, like: Any) -> Any:
+    """A stored value in the type of its counterpart in `like`; data positions are set.
+
+    Raises:
+        CheckpointError: the type of `like` has no such value, such as an enum without this member.
+    """
     if is_data_position(like):
         set_position(like, value)
         return like
+    if isinstance(like, enum.Enum):
+        return _member(path, value, type(like))
     if isinstance(like, bool | int | float | str):
-        return type(like)(value)
+        if type(value) is type(like):
+            return value
+        try:
+            return type(like)(value)
+        except (TypeError, ValueError) as error:
+            raise _not_of_type(path, value, type(like), f"{type(error).__name__}: {error}") from error
     if isinstance(like, np.generic):
         return like.dtype.type(value)
     return value
+
+
+def _member(path: str, value: Any, kind: type[enum.Enum]) -> enum.Enum:
+    """The member with a stored value; earlier versions stored text enums as `Phase.MAIN`."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.item()
+    try:
+        return kind(value)
+    except ValueError as error:
+        by_name = {f"{kind.__name__}.{name}": member for name, member in kind.__members__.items()}
+        if value in by_name:
+            return by_name[value]
+        values = ", ".join(repr(member.value) for member in kind)
+        raise _not_of_type(path, value, kind, f"its members have the values {values}.") from error
+
+
+def _not_of_type(path: str, value: Any, kind: type, why: str) -> CheckpointError:
+    return CheckpointError(
+        "A stored value cannot be given the type that `like` has there.",
+        where=f"{path}  stored {value!r}  wanted a {kind.__name__}",
+        why=why,
+        do=f"put a plain {type(value).__name__} there in `like`, and convert the result.",
+    )
 
 
 def is_array(leaf: Any) -> bool:
@@ -184,8 +220,11 @@ def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _stored(leaf: Any) -> Any:
     """The stored form of a leaf; None if it cannot be stored."""
+    if isinstance(leaf, enum.Enum):
+        # Its `str` is "Phase.MAIN" where the value is "main", by the kind of enum and the version of Python.
+        return _stored(leaf.value)
     if isinstance(leaf, str):
-        return str(leaf)
+        return str.__str__(leaf)  # of a subclass, the text and not what its `__str__` makes of it
     if isinstance(leaf, np.ndarray | np.generic):
         array = np.asarray(leaf)
         # A copy, because the caller may change the original. Byte order is not stored.
@@ -195,9 +234,9 @@ def _stored(leaf: Any) -> Any:
             return None
         return as_one(leaf) if is_local(leaf) else leaf
     if isinstance(leaf, int):
-        return int(leaf) if -(2**63) <= leaf < 2**63 else None
+        return int.__int__(leaf) if -(2**63) <= leaf < 2**63 else None
     if isinstance(leaf, float):
-        return float(leaf)
+        return float.__float__(leaf)
     if is_data_position(leaf):
         return position_text(leaf)
     return None
@@ -247,34 +286,149 @@ def _parts(state: Any) -> list[tuple[Path, Any]]:
     return [((name,), state[key]) for key, name in _names(state).items()] if _is_named(state) else [((), state)]
 
 
-def _variables(value: Any) -> list[tuple[Path, Any]] | None:
+def _variables(value: Any, *, numbered: bool = False) -> list[tuple[Path, Any]] | None:
     """The variables of a Flax module or state; None for any other pytree."""
     if not isinstance(value, nnx.Pytree | nnx.State):
         return None
     flat = nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value))
-    return [(tuple(map(str, path)), variable) for path, variable in flat]
+    return [(tuple(map(str, path)) if numbered else _named_path(value, path), variable) for path, variable in flat]
 
 
-def _leaves(value: Any, name: Path) -> Iterator[tuple[Path, Any]]:
-    if (variables := _variables(value)) is None:
-        yield from _tree_leaves(value, name)
-    for path, variable in variables or ():
-        yield from _tree_leaves(_raw(variable), (*name, *path))  # usually one; Optax may mask it out
-
-
-def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
-    for path, node in _nodes(tree, name):
-        if _is_mixed(node):
-            for key, inner in _names(node).items():
-                yield from _tree_leaves(node[key], (*path, inner))
+def _named_path(owner: Any, path: Iterable[Any]) -> Path:
+    """The path of a variable in a module, with the keys of dict-like nodes that Flax numbers."""
+    names: list[str] = []
+    node = owner
+    for key in path:
+        named = _named_node(node)
+        if named is not None and named.is_numbered:
+            names.append(named.names[key])
+            node = named.children[key]
         else:
-            yield path, node.value if is_padded(node) else node  # the same path, padded or not
+            names.append(str(key))
+            node = _child(node, key)
+    return tuple(names)
 
 
-def _nodes(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
-    """Leaves, and dicts that JAX cannot flatten."""
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_padded(x) or _is_mixed(x))[0]
-    return (((*name, *map(_key, path)), node) for path, node in flat)
+def _child(node: Any, key: Any) -> Any:
+    """An attribute or item of a module or container; None if it has none, as a state, which has no objects."""
+    if isinstance(key, str) and key in getattr(node, "__dict__", {}):
+        return vars(node)[key]
+    try:
+        return node[key]
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return getattr(node, key, None) if isinstance(key, str) else None
+
+
+def _all_leaves(state: Any, *, numbered: bool = False) -> list[tuple[Path, Any]]:
+    return [pair for name, value in _parts(state) for pair in _leaves(value, name, numbered=numbered)]
+
+
+def _leaves(value: Any, name: Path, *, numbered: bool) -> Iterator[tuple[Path, Any]]:
+    if (variables := _variables(value, numbered=numbered)) is None:
+        yield from _tree_leaves(value, name, numbered=numbered)
+    for path, variable in variables or ():
+        # Usually one; Optax may mask it out.
+        yield from _tree_leaves(_raw(variable), (*name, *path), numbered=numbered)
+
+
+def _tree_leaves(tree: Any, name: Path, *, numbered: bool) -> Iterator[tuple[Path, Any]]:
+    for path, node in _nodes(tree, name, is_leaf=is_padded, numbered=numbered):
+        yield path, node.value if is_padded(node) else node  # the same path, padded or not
+
+
+def _nodes(
+    tree: Any, name: Path, *, is_leaf: Callable[[Any], bool], numbered: bool = False
+) -> Iterator[tuple[Path, Any]]:
+    """Leaves by path; below nodes whose children JAX cannot name, by the names they have here."""
+    stop = lambda x: is_leaf(x) or _named_node(x) is not None
+    for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
+        path = (*name, *map(_key, keys))
+        named = None if is_leaf(node) else _named_node(node)
+        if named is None:
+            yield path, node
+            continue
+        names = tuple(map(str, range(len(named.children)))) if numbered and named.is_numbered else named.names
+        for inner, child in zip(names, named.children, strict=True):
+            yield from _nodes(child, (*path, inner), is_leaf=is_leaf, numbered=numbered)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NamedNode:
+    """A node of a pytree whose children have names that JAX does not know."""
+
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+    rebuild: Callable[[list[Any]], Any]  # with other children, in the same order
+    is_numbered: bool  # whether JAX numbers them
+
+
+# Types that JAX flattens with keys, or not at all; the others are asked for.
+_KEYED = (
+    *(list, tuple, str, bytes, int, float, complex, type(None), np.ndarray, np.generic, jax.Array),
+    *(jax.ShapeDtypeStruct, nnx.Variable, nnx.State, nnx.Pytree),
+)
+
+
+def _named_node(node: Any) -> _NamedNode | None:
+    if isinstance(node, _KEYED):
+        return None
+    if type(node) is dict:
+        if not _is_mixed(node):
+            return None
+        names = _names(node)
+        rebuild = lambda new: dict(zip(names, new, strict=True))
+        return _NamedNode(tuple(names.values()), tuple(node.values()), rebuild, is_numbered=False)
+    flat, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if not flat or not all(len(path) == 1 and isinstance(path[0], FlattenedIndexKey) for path, _ in flat):
+        return None
+    children = tuple(child for _, child in flat)
+    keys = _keys_of(node, structure.node_data(), children)
+    if keys is None:
+        return None
+    names = tuple(_names(dict.fromkeys(keys)).values())
+    return _NamedNode(names, children, structure.unflatten, is_numbered=True)
+
+
+def _keys_of(node: Any, node_data: tuple[type, Any] | None, children: tuple[Any, ...]) -> list[str | int] | None:
+    """The keys of the children of a dict-like class that is registered without keys; None if it has none.
+
+    Such a class keeps its keys beside the children, in the order in which they were inserted. By number, values would
+    be swapped if they are inserted in another order.
+    """
+    aside = node_data[1] if node_data is not None else None
+    candidates = [aside, *(aside if isinstance(aside, tuple | list) else ())]
+    if callable(getattr(node, "keys", None)):
+        candidates.append(list(node.keys()))
+    for candidate in candidates:
+        if not isinstance(candidate, tuple | list) or len(candidate) != len(children):
+            continue
+        if not all(isinstance(key, str | int) for key in candidate) or len(set(candidate)) != len(candidate):
+            continue
+        if all(_has(node, key, child) for key, child in zip(candidate, children, strict=True)):
+            return list(candidate)
+    return None
+
+
+def _has(node: Any, key: str | int, child: Any) -> bool:
+    """Whether a node holds this child under this key: as an item, an attribute, or in a dict of its own."""
+    if isinstance(key, str) and getattr(node, key, None) is child:
+        return True
+    for table in (node, *getattr(node, "__dict__", {}).values()):
+        if table is not node and not isinstance(table, Mapping):
+            continue
+        try:
+            if table[key] is child:
+                return True
+        except (KeyError, IndexError, TypeError):
+            continue
+    return False
+
+
+def by_number(state: Any) -> dict[str, str]:
+    """By path of leaves below dict-like nodes: the path with numbers for keys, as earlier versions stored it."""
+    keyed, numbered = _all_leaves(state), _all_leaves(state, numbered=True)
+    pairs = [(path, other) for (path, _), (other, _) in zip(keyed, numbered, strict=True)]
+    return {text(path): text(other) for path, other in pairs if path != other}
 
 
 def _is_mixed(node: Any) -> bool:
@@ -299,24 +453,34 @@ def _raw(variable: Any) -> Any:
 def _filled(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
     if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.State):
         graphdef, state = nnx.split(value)
-        return nnx.merge(graphdef, _filled(state, name, leaves))
-    if not isinstance(value, nnx.State):
-        return _filled_tree(value, name, leaves)
+        return nnx.merge(graphdef, _filled_state(state, value, name, leaves))
+    if isinstance(value, nnx.State):
+        return _filled_state(value, value, name, leaves)
+    return _filled_tree(value, name, leaves)
+
+
+def _filled_state(state: nnx.State, owner: Any, name: Path, leaves: Mapping[Path, Any]) -> nnx.State:
+    """A state with other leaves; `owner` is the module that it is of, or itself."""
     filled = []
-    for path, variable in nnx.to_flat_state(value):
-        held = _filled_tree(_raw(variable), (*name, *map(str, path)), leaves)
+    for path, variable in nnx.to_flat_state(state):
+        held = _filled_tree(_raw(variable), (*name, *_named_path(owner, path)), leaves)
         filled.append((path, variable.replace(held) if isinstance(variable, nnx.Variable) else held))
     return nnx.from_flat_state(filled)
 
 
 def _filled_tree(tree: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
-    found = [
-        {key: _filled_tree(node[key], (*path, inner), leaves) for key, inner in _names(node).items()}
-        if _is_mixed(node)
-        else leaves[path]
-        for path, node in _nodes(tree, name)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_is_mixed), found)
+    stop = lambda x: is_padded(x) or _named_node(x) is not None
+    found = []
+    for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
+        path = (*name, *map(_key, keys))
+        named = None if is_padded(node) else _named_node(node)
+        if named is None:
+            found.append(leaves[path])
+            continue
+        parts = zip(named.names, named.children, strict=True)
+        found.append(named.rebuild([_filled_tree(child, (*path, inner), leaves) for inner, child in parts]))
+    structure = jax.tree.structure(tree, is_leaf=lambda x: not is_padded(x) and _named_node(x) is not None)
+    return jax.tree.unflatten(structure, found)
 
 
 # The parameters among the leaves of a state.
@@ -352,8 +516,8 @@ def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
 
 def _children(node: Any) -> list[tuple[str, Any]]:
     """The direct children of a pytree node, by key."""
-    if _is_mixed(node):
-        return [(name, node[key]) for key, name in _names(node).items()]
+    if (named := _named_node(node)) is not None:
+        return list(zip(named.names, named.children, strict=True))
     found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     return [(jax.tree_util.keystr(path, simple=True), child) for path, child in found if path]
 

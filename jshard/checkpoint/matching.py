@@ -138,11 +138,24 @@ def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
 
 
 def _values_fit(stored: str, wanted: str) -> bool:
-    """Whether a Python value and a scalar array may be converted into each other."""
+    """Whether a Python value and a scalar array may be converted into each other, if its value fits.
+
+    As between arrays, kinds only change from whole numbers to real ones, and from these to complex ones.
+    """
     if "str" in (stored, wanted):
         return stored == wanted
-    is_whole = [name == "int" or (name != "float" and jnp.issubdtype(name, jnp.integer)) for name in (stored, wanted)]
-    return is_whole[0] or not is_whole[1]
+    if stored == "int":  # it may be a bool, and any kind may hold it
+        return True
+    if wanted == "bool" or stored == "bool":
+        return stored == wanted
+    kinds = ("whole", "real", "complex")
+    return kinds.index(_number_kind(stored)) <= kinds.index(_number_kind(wanted))
+
+
+def _number_kind(name: str) -> str:
+    if name == "int" or (name != "float" and jnp.issubdtype(name, jnp.integer)):
+        return "whole"
+    return "complex" if name != "float" and jnp.issubdtype(name, jnp.complexfloating) else "real"
 
 
 def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], part: str | None) -> list[str]:
@@ -243,10 +256,12 @@ def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
     found = [_same_kind(leaf, wanted) for leaf in found]
     if isinstance(wanted, bool):
         return bool(_as_dtype(pick, np.asarray(_picked(pick, found)), np.bool_))
-    if not hasattr(found[0], "shape") and not isinstance(wanted, np.ndarray | np.generic):
-        return found[0]
-    array = np.asarray(_picked(pick, found))
-    return _as_dtype(pick, array, wanted.dtype) if isinstance(wanted, np.ndarray | np.generic) else array.item()
+    if isinstance(wanted, np.ndarray | np.generic):
+        return _as_dtype(pick, np.asarray(_picked(pick, found)), wanted.dtype)
+    value = np.asarray(_picked(pick, found)).item() if hasattr(found[0], "shape") else found[0]
+    if isinstance(wanted, float) and isinstance(value, int):
+        return _as_dtype(pick, np.asarray(value), np.dtype(np.float64)).item()
+    return value
 
 
 def _same_kind(leaf: Any, wanted: Any) -> Any:
@@ -261,23 +276,31 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _as_dtype(pick: Pick, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in another dtype; raises for integers and bools that do not fit."""
+    """An array in another dtype; raises for integers and bools that the dtype cannot hold exactly."""
     is_whole = array.dtype == object or jnp.issubdtype(array.dtype, jnp.integer)  # object: over 64 bits
     try:
         with np.errstate(over="ignore"):  # the caller warns
             cast = array.astype(dtype)
-        is_exact = dtype == np.bool_ or (is_whole and jnp.issubdtype(dtype, jnp.integer))
-        is_changed = is_exact and bool((cast != array).any())
+        is_changed = (is_whole or dtype == np.bool_) and not _is_equal(cast, array)
     except OverflowError:
         cast, is_changed = array, True
     if is_changed:
         raise CheckpointError(
             "A stored number does not fit.",
             where=f"{pick.stored[0]}  {array.max() if array.size == 1 else 'up to ' + str(array.max())}",
-            why=f"`like` wants it as {np.dtype(dtype).name}.",
-            do="put a Python value or a wider dtype there in `like`.",
+            why=f"`like` wants it as {np.dtype(dtype).name}, which does not have this number.",
+            do="put a Python int or a wider dtype there in `like`.",
         )
     return cast
+
+
+def _is_equal(cast: np.ndarray, whole: np.ndarray) -> bool:
+    """Whether a cast of integers or bools has changed none."""
+    if not jnp.issubdtype(cast.dtype, jnp.inexact):
+        return bool((cast == whole).all())
+    # Python compares an int with a float exactly; NumPy would round both to float64 first.
+    wide = np.complex128 if jnp.issubdtype(cast.dtype, jnp.complexfloating) else np.float64
+    return bool((cast.astype(wide).astype(object) == whole.astype(object)).all())
 
 
 def _picked(pick: Pick, found: list[Any]) -> Any:

@@ -37,6 +37,7 @@ class Opened:
     path: Place  # its location
     manifest: Manifest | None = None  # its manifest; None if jshard did not write it
     leaves: Mapping[str, StoredLeaf]  # its leaves by path; a random key is its numbers
+    notes: Sequence[str] = ()  # remarks for the reader
 
     @property
     def arrays(self) -> dict[str, StoredLeaf]:

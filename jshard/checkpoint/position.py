@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from jshard._processes import gather_texts
+from jshard.checkpoint import sample_order
 from jshard.checkpoint.errors import CheckpointError
 from jshard.errors import RunError, ShardingError
 
@@ -86,7 +88,8 @@ class DataPosition(Protocol):
     """An object with a position in the data: jshard's batches, and every Grain iterator.
 
     With a class attribute `global_position = True`, the state is that of the run, equal on every process, and any
-    number of processes can restore it. Without it, each process has its own state.
+    number of processes can restore it. Without it, each process has its own state. An attribute `sample_order` is
+    what `sample_order.describe` says of its data; Grain's iterators are described without it.
     """
 
     def get_state(self) -> Any:
@@ -107,11 +110,18 @@ def is_data_position(value: Any) -> bool:
 def position_text(position: DataPosition) -> str:
     """The stored form of a position, equal on every process; every process calls it."""
     state = position.get_state()
-    kind, text = type(position).__name__, to_text(state)
+    kind, pipeline = type(position).__name__, _pipeline_of(position)
     if not _is_global(position, state):
-        return to_text({"format": _FORMAT, "kind": kind, "processes": [from_text(own) for own in gather_texts(text)]})
+        gathered = [from_text(own) for own in gather_texts(to_text([state, pipeline]))]
+        states, pipelines = [own for own, _ in gathered], [own for _, own in gathered]
+        return to_text({"format": _FORMAT, "kind": kind, "processes": states, "pipelines": pipelines})
+    if isinstance(state, dict):
+        state = {key: value for key, value in state.items() if key != "pipeline"}
+    text = to_text(state)
     # Many lanes make a long string, and one per process would not fit: they compare its start and its digest.
-    heads = gather_texts(f"{text[:_SHOWN]} {hashlib.sha256(text.encode()).hexdigest()}")
+    head = f"{text[:_SHOWN]} {hashlib.sha256(text.encode()).hexdigest()}"
+    gathered = [from_text(own) for own in gather_texts(to_text([head, pipeline]))]
+    heads = [own for own, _ in gathered]
     if len(set(heads)) > 1:
         raise RunError(
             "The processes are not at the same place in the data.",
@@ -119,7 +129,8 @@ def position_text(position: DataPosition) -> str:
             why=f"a {kind} has one position for the run: every process must have taken the same number of batches.",
             do="save between steps, at the same step on every process.",
         )
-    return to_text({"format": _FORMAT, "kind": kind, "state": state})
+    together = sample_order.agreed([own for _, own in gathered])
+    return to_text({"format": _FORMAT, "kind": kind, "state": state, "pipeline": together})
 
 
 def set_position(position: DataPosition, text: str) -> None:
@@ -132,7 +143,7 @@ def set_position(position: DataPosition, text: str) -> None:
 def check_position(position: DataPosition, text: str) -> None:
     """Raises the `CheckpointError` that `set_position` would raise, without moving anything; called before a restore.
 
-    Iterators of other libraries cannot be checked in advance.
+    Of iterators of other libraries, only Grain's are compared with those that were saved.
     """
     try:
         stored = from_text(text)
@@ -158,6 +169,7 @@ def check_position(position: DataPosition, text: str) -> None:
         check = getattr(position, "check_state", None)
         if check is not None:
             check(stored["state"])
+        _check_pipeline(position, stored.get("pipeline"))
         return
     saved, here = len(stored["processes"]), jax.process_count()
     if saved != here:
@@ -169,6 +181,42 @@ def check_position(position: DataPosition, text: str) -> None:
             do=f"restore with {saved} processes; or leave the position out, and choose the start, with batches\n"
             "that any number of processes can restore: GlobalBatches(dataset, batch_size=..., rows=mesh, start=4096)",
         )
+    if "pipelines" in stored:  # not in positions of earlier versions
+        _check_pipeline(position, stored["pipelines"][jax.process_index()])
+
+
+def misfit(where: Sequence[str], again: str) -> CheckpointError:
+    """The error for a position in other data, or in the same data in another order.
+
+    Args:
+        where: the differences, a line each.
+        again: the call that starts at a sample of choice.
+    """
+    return CheckpointError(
+        "The position in the data does not fit the data.",
+        where=where,
+        why="it counts samples: in another order some would repeat and others would be skipped.",
+        do="build the batches from the data, the seed and the settings of the saved run;\n"
+        f"or leave the position out, and choose the start: {again}.",
+    )
+
+
+def _check_pipeline(position: DataPosition, saved: sample_order.Description | None) -> None:
+    """Raises `CheckpointError` if the data were saved with other settings of their order; old positions have none."""
+    if saved is None:
+        return
+    if lines := sample_order.differences(saved, _pipeline_of(position)):
+        name = type(position).__name__ if isinstance(_own_order(position), dict) else "GlobalBatches"
+        raise misfit(lines, f"{name}(..., start=4096)")
+
+
+def _pipeline_of(position: DataPosition) -> sample_order.Description | None:
+    own = _own_order(position)
+    return own if isinstance(own, dict) else sample_order.describe(position)
+
+
+def _own_order(position: DataPosition) -> Any:
+    return getattr(position, "sample_order", None)
 
 
 def _is_global(position: DataPosition, state: Any) -> bool:

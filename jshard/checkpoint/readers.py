@@ -101,6 +101,7 @@ class ForeignCheckpoint(Opened):
         self, path: Path, source: DcpSource | SafetensorsSource | ZeroSource, names: Names | None = None
     ) -> None:
         self.path = path
+        self.notes = source.notes if isinstance(source, SafetensorsSource) else ()
         if names is None:
             values: Mapping[str, Any] = source.values
             self._source: ArraySource = source

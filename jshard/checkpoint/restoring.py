@@ -196,7 +196,17 @@ class Restoring:
             part = only if only != "params" else None
             if only is not None:  # with `only`, leaves outside it are not requested
                 names = asked if part is None else [part]
-            self._stored = opened.leaves_for([renamed(key, rename) for key in asked])
+            numbered = _leaves.by_number(like)
+            asked_paths = [renamed(path, rename) for key in asked for path in (key, numbered.get(key, key))]
+            self._stored = opened.leaves_for(asked_paths)
+            self._by_number = {
+                key: renamed(number, rename)
+                for key, number in numbered.items()
+                if key in self._wanted
+                and renamed(key, rename) not in self._stored
+                and renamed(number, rename) in self._stored
+            }
+            rename |= self._by_number
             self.match = match(self._stored, described, names=names, rename=rename, part=part)
             check_fits(
                 opened.path,
@@ -310,12 +320,12 @@ class Restoring:
         """New objects of the kinds in `like`, with the values read."""
         filled = dict(self._live.values())
         finished = self._finished(found)
-        for key, leaf in finished.items():  # all are checked before the first one moves
-            if is_data_position(self._live[key][1]):
-                check_position(self._live[key][1], leaf)
-        for key, leaf in finished.items():
+        positions = {key: leaf for key, leaf in finished.items() if is_data_position(self._live[key][1])}
+        for key, leaf in positions.items():  # all are checked before the first one moves
+            check_position(self._live[key][1], leaf)
+        for key in sorted(finished, key=positions.__contains__):  # positions last: other leaves may not fit
             path, like = self._live[key]
-            filled[path] = _leaves.restored(leaf, like)
+            filled[path] = _leaves.restored(key, finished[key], like)
         return _leaves.unflatten_like(self._like, filled)
 
     def _finished(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -351,6 +361,13 @@ class Restoring:
             "stored leaves are skipped": self.match.extra,
         }
         notes = [_list(what, lines) for what, lines in done.items() if lines]
+        notes += self.opened.notes
+        if self._by_number:
+            # Saved by a version, or a library, that numbers them: their order then is not known.
+            lines = tuple(f"{key}  stored as {stored}" for key, stored in self._by_number.items())
+            notes.append(
+                _list("leaves of dict-like nodes are stored by number, and read in the order of `like`", lines)
+            )
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no checksums to check: jshard did not write it.")
         if self._map and (why := self._unmapped()):

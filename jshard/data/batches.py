@@ -7,6 +7,7 @@ processes, so a run may continue on other machines with exactly the samples it w
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -16,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import gather_texts
-from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.position import from_text, to_text
+from jshard.checkpoint.position import from_text, misfit, to_text
+from jshard.checkpoint.sample_order import Description, describe, differences
 from jshard.data.loader import DataError, read_ahead
 from jshard.errors import RunError, ShardingError
 from jshard.plans.mesh import batch_sharding, data_degree
@@ -81,9 +82,10 @@ class GlobalBatches:
     """This process's rows of each global batch of a dataset, from any position on.
 
     Row `r` of the batch after `n` samples is sample `n + r` of the dataset, whatever the mesh and the number of
-    processes. The state is `n` and the data that determine the order of samples (lengths and seeds), which a restore
-    compares. So a run may continue with other processes, other rows or another batch size, without repeating or
-    skipping samples. In a finite dataset, samples that do not fill a batch are left out; `.repeat()` is endless.
+    processes. The state is `n` and what the order of samples depends on, which a restore compares: lengths, seeds, the
+    weights of a mixture, three samples of each source. So a run may continue with other processes, other rows or
+    another batch size, without repeating or skipping samples. In a finite dataset, samples that do not fill a batch
+    are left out; `.repeat()` is endless.
 
     Args:
         dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. It must not be
@@ -145,7 +147,12 @@ class GlobalBatches:
 
     def get_state(self) -> dict[str, Any]:
         """The position of the run, small and the same on every process; every process calls it."""
-        return {"kind": type(self).__name__, "order": self.order, **self._position()}
+        return {"kind": type(self).__name__, "order": self.order, "pipeline": self.sample_order, **self._position()}
+
+    @functools.cached_property
+    def sample_order(self) -> Description | None:
+        """What the order of samples depends on; reads three samples of each source, twice."""
+        return describe(self.dataset)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues from a position of `get_state`, whatever the rows, the processes and the batch size were.
@@ -161,13 +168,7 @@ class GlobalBatches:
         """Raises what `set_state` would raise, without changing the position."""
         misfits = list(self._misfits(state))
         if misfits:
-            raise CheckpointError(
-                "The position in the data does not fit the data.",
-                where=misfits,
-                why="it counts samples: in another order some would repeat and others would be skipped.",
-                do="build the batches from the data, the seed and the settings of the saved run;\n"
-                f"or leave the position out, and choose the start: {type(self).__name__}(..., start=4096).",
-            )
+            raise misfit(misfits, f"{type(self).__name__}(..., start=4096)")
 
     def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
         """Each difference, as text."""
@@ -176,6 +177,8 @@ class GlobalBatches:
         elif state["order"] != self.order:
             yield f"order  saved {'; '.join(state['order'])}"
             yield f"       here  {'; '.join(self.order)}"
+        elif state.get("pipeline") is not None:  # earlier versions stored only the order
+            yield from differences(state["pipeline"], self.sample_order)
 
     def _reader(self, num_batches: int) -> Any:
         """An iterator over this many batches from the position on; their samples are read ahead, in parallel."""
@@ -319,6 +322,12 @@ class PackedBatches(GlobalBatches):
         self._looks: dict[str, str] | None = None  # shape and dtype of a sequence
         self._restored: dict[int, Position] = {}  # known on every process
         self._moved: dict[int, Position] = {}  # changed since, on this process
+
+    @functools.cached_property
+    def sample_order(self) -> Description | None:
+        """See `GlobalBatches.sample_order`; with the settings of `pack`, if it is of Grain's datasets."""
+        packed = self._pack(self.dataset.to_iter_dataset())
+        return describe(packed) or describe(self.dataset)
 
     def _reader(self, num_batches: int) -> Any:
         first, known = self.samples, {**self._restored, **self._moved}

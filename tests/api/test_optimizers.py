@@ -140,6 +140,31 @@ def test_what_looks_at_whole_matrices_beside_a_tensor_axis(name):
     assert distance(flat(nnx.state(model, nnx.Param)), on_one_device(name)) <= 2e-6
 
 
+MOVED = (
+    "sgd, Nesterov momentum",
+    "adamw",
+    "adafactor",
+    "muon",
+    "shampoo",
+    *map(wide, ("lion", "lamb", "adamw, MultiSteps")),
+)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_run_that_moves_to_another_mesh_ends_as_on_one_device(name, mesh, tmp_path):
+    """Its state goes with it, through a checkpoint: moments, factored ones, roots, counters."""
+    model = sharded(mesh)
+    optimizer = js.shard_optimizer(model, OPTIMIZERS[name]())
+    train(model, optimizer, 3)
+    js.checkpoint.save(tmp_path / "3", {"model": model, "optimizer": optimizer})
+    elsewhere = js.mesh(fsdp=8)
+    model = js.abstract_init(plain, lambda model: js.fully_shard(model, units=nnx.Linear, mesh=elsewhere))
+    like = {"model": model, "optimizer": js.shard_optimizer(model, OPTIMIZERS[name]())}
+    state = js.checkpoint.restore(tmp_path / "3", like=like)
+    train(state["model"], state["optimizer"], STEPS - 3)
+    assert distance(flat(nnx.state(state["model"], nnx.Param)), on_one_device(name)) <= 2e-6
+
+
 def test_an_abstract_model_has_an_abstract_optimizer(mesh):
     """As a checkpoint is restored into it: the same tree with the same shardings, and no array."""
     wanted = arrays(js.shard_optimizer(sharded(mesh), optax.adamw(1e-3)))

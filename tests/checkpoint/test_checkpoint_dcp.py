@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -164,7 +165,41 @@ def swap_two(described):
     first.update(both[1]), second.update(both[0])
 
 
+def lose_a_place(name):
+    def change(described):
+        described.places = [place for place in described.places if place.name != name]
+
+    return lambda folder: edit_metadata(folder, change)
+
+
+def lose_a_description(described):
+    del described.tensors["model.half"]
+
+
+def lose_the_description_of_a_value(described):
+    described.values.remove("step")
+
+
+def add_a_place(described):
+    first = next(place for place in described.places if place.name == "model.w")
+    described.places.append(SimpleNamespace(name="model.w", begin=(3, 0), info=dict(first.info)))
+
+
 RUN_ERRORS = {
+    "value nowhere": (lose_a_place("step"), "it has no location for step"),
+    "tensor nowhere": (lose_a_place("model.half"), "it has no location for the chunks"),
+    "undescribed": (
+        lambda folder: edit_metadata(folder, lose_a_description),
+        r"a location, and no description, for model\.half in __0_0\.distcp",
+    ),
+    "undescribed value": (
+        lambda folder: edit_metadata(folder, lose_the_description_of_a_value),
+        r"a location, and no description, for step in __0_0\.distcp",
+    ),
+    "undescribed chunk": (
+        lambda folder: edit_metadata(folder, add_a_place),
+        r"a location, and no description, for model\.w in __0_0\.distcp",
+    ),
     "cut": (cut, "__2_0.distcp\n.*it ends at byte"),
     "missing": (lambda folder: (folder / "__3_0.distcp").unlink(), "a file that it names is missing: __3_0.distcp"),
     "no pickle": (lambda folder: (folder / ".metadata").write_bytes(b"hello"), "its pickle cannot be read"),

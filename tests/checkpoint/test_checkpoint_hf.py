@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jshard as js
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import ForeignSource, NamedSource, SafetensorsSource, Stored, write_safetensors
+from jshard.checkpoint.formats import (
+    ForeignSource,
+    NamedSource,
+    SafetensorsSource,
+    Stored,
+    write_dcp,
+    write_safetensors,
+)
 from jshard.train import load_model_file
 from tests.checkpoint.checkpoint_states import Held, check_source
 from tests.micro_gpt import MODELS, micro
@@ -156,3 +164,85 @@ def test_names_that_do_not_fit_are_told():
     with pytest.raises(CheckpointError, match="1 leaves have no name in the other format") as caught:
         ForeignSource(Held({"norm": numbered((6,)), "opt_state/mu": numbered((6,))}), LLAMA)
     assert caught.value.where == ("opt_state/mu",)
+
+
+# ---- Convolutions -----------------------------------------------------------------------------------
+
+# By the number of dims of a kernel: PyTorch's (out, in, ...) and the order in which Flax has them.
+CONVOLUTIONS = {
+    3: ((5, 4, 3), (2, 1, 0)),
+    4: ((5, 4, 3, 2), (2, 3, 1, 0)),
+    5: ((5, 4, 3, 2, 6), (2, 3, 4, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("ndim", CONVOLUTIONS)
+def test_kernels_of_convolutions_are_read_and_written_in_the_order_of_dims(ndim):
+    shape, dims = CONVOLUTIONS[ndim]
+    theirs = {"conv.weight": numbered(shape), "a": numbered(shape), "b": numbered((3, *shape[1:])) + 1000}
+    names = {"kernel": Stored("conv.weight", dims=dims), "joined": Stored("a", "b", dims=list(dims), sizes=(5, 3))}
+    source = NamedSource(Held(theirs), names)
+    whole = {
+        "kernel": np.transpose(theirs["conv.weight"], dims),
+        "joined": np.concatenate([np.transpose(theirs[name], dims) for name in "ab"], axis=-1),
+    }
+    check_source(source, whole)
+    check_source(ForeignSource(source, names), theirs)
+
+
+def test_an_order_of_dims_reads_only_the_box_that_is_asked_for():
+    stored = Held({"conv.weight": numbered((8, 6, 5, 3))})
+    source = NamedSource(stored, {"kernel": Stored("conv.weight", dims=(2, 3, 1, 0))})
+    source.read("kernel", (slice(1, 5), slice(0, 2), slice(4, 6), slice(3, 7)))
+    assert stored.boxes == [("conv.weight", (slice(3, 7), slice(4, 6), slice(1, 5), slice(0, 2)))]
+
+
+def test_a_convolution_of_pytorch_gives_the_same_numbers_from_each_format_on_any_mesh(tmp_path):
+    weight = np.random.default_rng(0).normal(size=(8, 8, 3, 3)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(8, 6, 6, 8)).astype(np.float32)
+    arrays = Held({"conv.weight": weight})
+    write_safetensors(tmp_path / "hf", arrays)
+    write_dcp(tmp_path / "dcp", arrays)
+    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))  # (n, y, x, in, ky, kx)
+    wanted = np.einsum("nyxikl,oikl->nyxo", windows, weight)  # cross-correlation, as both libraries have it
+    names = {"kernel": Stored("conv.weight", dims=(2, 3, 1, 0))}
+    for degrees in ({"fsdp": 8}, {"replica": 2, "fsdp": 4}):
+        for dim in (0, 2, 3):
+            conv = nnx.Conv(8, 8, (3, 3), use_bias=False, rngs=nnx.Rngs(0))
+            placement = js.ShardPlacement(shard_dim=dim, min_size=1)
+            js.fully_shard(conv, mesh=js.mesh(**degrees), placement=placement)
+            for folder in ("hf", "dcp"):
+                like = {"conv": conv}
+                restored = js.checkpoint.restore(tmp_path / folder, like=like, names=names)["conv"]
+                np.testing.assert_allclose(restored(x), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("ndim", CONVOLUTIONS)
+def test_transpose_of_more_than_two_dims_is_refused_with_the_line_that_is_right(ndim):
+    """Reversed, a square kernel would fit, with its height and width swapped."""
+    shape, dims = CONVOLUTIONS[ndim]
+    names = {"kernel": Stored("conv.weight", transpose=True)}
+    for make, source in (
+        (NamedSource, Held({"conv.weight": numbered(shape)})),
+        (ForeignSource, Held({"kernel": numbered(tuple(shape[dim] for dim in dims))})),
+    ):
+        with pytest.raises(CheckpointError, match=f"does not say how the {ndim} dims of kernel are stored") as caught:
+            make(source, names)
+        line = caught.value.do.partition("  #")[0]
+        assert eval(line, {"Stored": Stored}) == Stored("conv.weight", dims=dims)
+
+
+def test_an_order_that_is_none_or_does_not_fit_is_refused():
+    for dims, transpose in (((0, 0), False), ((1, 2), False), ((-1, 0), False), ((1, 0), True), (("b", 0), False)):
+        with pytest.raises(CheckpointError, match="The order of the dims cannot be read") as caught:
+            Stored("a", "b", dims=dims, transpose=transpose, dim=0, sizes=(1, 2))
+        assert caught.value.do.startswith('Stored("a", "b", dims=(1, 0), dim=0, sizes=(1, 2))')
+    names = {"kernel": Stored("conv.weight", dims=(2, 3, 1, 0))}
+    with pytest.raises(CheckpointError, match="The order of the dims of kernel does not fit its arrays") as caught:
+        NamedSource(Held({"conv.weight": numbered((5, 4, 3))}), names)
+    assert caught.value.do.startswith('Stored("conv.weight", dims=(2, 1, 0))')
+    with pytest.raises(CheckpointError, match="The order of the dims of kernel does not fit its arrays"):
+        ForeignSource(Held({"kernel": numbered((5, 4, 3))}), names)
+    with pytest.raises(ValueError, match="a single array"):
+        Stored("fused.weight", parts=3, dims=(1, 0))

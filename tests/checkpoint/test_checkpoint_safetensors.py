@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import SafetensorsSource, write_safetensors
+import jshard as js
+from jshard.__main__ import main
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.formats import SafetensorsSource, foreign_source, write_safetensors
 from jshard.checkpoint.formats.safetensors import INDEX
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import Held, bits, check_source, everything
@@ -181,6 +183,102 @@ def test_an_index_that_does_not_fit_is_told(tmp_path):
         put(index)
         with pytest.raises(RunError, match=text):
             SafetensorsSource(tmp_path)
+
+
+FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def indexed(folder, weight_map):
+    """A folder of two files, with `a` in the first and `b` in the second, and this index."""
+    folder.mkdir()
+    for file, name in zip(FILES, "ab", strict=True):
+        write_raw(folder / file, {name: entry("F32", [2], 0, 8)}, EIGHT)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "line"),
+    [
+        ({"a": FILES[0], "b": FILES[1], "c": FILES[1]}, f"c  is not in {FILES[1]}"),
+        ({"a": FILES[1], "b": FILES[1]}, f"a  is not in {FILES[1]}"),  # the other file is not read
+        ({"a": FILES[1], "b": FILES[0]}, f"a  is in {FILES[0]}, and not in {FILES[1]}"),
+    ],
+)
+def test_an_index_and_its_files_name_the_same_arrays(tmp_path, capsys, weight_map, line):
+    """A tensor that only one of them has would be lost without a word, or read from another checkpoint's file."""
+    folder = indexed(tmp_path / "theirs", weight_map)
+    for path in (folder, folder / INDEX):
+        with pytest.raises(RunError, match="do not fit its index") as caught:
+            SafetensorsSource(path)
+        assert caught.value.where[0] == str(folder / INDEX) and line in caught.value.where
+    is_lost = "is not in" in line
+    assert ("rm " in caught.value.do) is not is_lost  # without the index a lost array would go unnoticed
+    assert main(["ckpt", "import", str(folder), str(tmp_path / "ours")]) == 1
+    assert line in capsys.readouterr().err and not (tmp_path / "ours").exists()
+
+
+def test_an_array_that_the_index_does_not_name_is_refused_with_a_way_to_read_it(tmp_path):
+    folder = indexed(tmp_path / "theirs", {"a": FILES[0], "b": FILES[1]})
+    write_raw(folder / FILES[1], {"b": entry("F32", [1], 0, 4), "d": entry("F32", [1], 4, 8)}, EIGHT)
+    with pytest.raises(RunError, match="do not fit its index") as caught:
+        SafetensorsSource(folder)
+    assert caught.value.where == (str(folder / INDEX), f"d  is in {FILES[1]}, and not in the index")
+    assert caught.value.do.endswith(f"rm {folder / INDEX}")
+    (folder / INDEX).unlink()
+    assert set(SafetensorsSource(folder).leaves) == {"a", "b", "d"}
+
+
+def test_without_an_index_missing_files_are_seen_by_their_numbers(tmp_path):
+    folder = indexed(tmp_path / "theirs", {})
+    with pytest.raises(RunError, match="its weight_map names no array"):
+        SafetensorsSource(folder)
+    (folder / INDEX).unlink()
+    assert set(SafetensorsSource(folder).leaves) == {"a", "b"}
+    (folder / FILES[0]).unlink()
+    with pytest.raises(RunError, match=f"1 of 2 files are there; missing: {FILES[0]}"):
+        SafetensorsSource(folder)
+    assert set(SafetensorsSource(folder / FILES[1]).leaves) == {"b"}  # one file that is asked for
+
+
+def test_a_single_file_beside_an_index_is_refused_until_one_is_chosen(tmp_path):
+    folder = indexed(tmp_path / "theirs", {"a": FILES[0], "b": FILES[1]})
+    single = write_raw(folder / "model.safetensors", {"a": entry("F32", [2], 0, 8)}, b"\1" * 8)
+    with pytest.raises(CheckpointError, match="The folder holds several checkpoints") as caught:
+        SafetensorsSource(folder)
+    choices = caught.value.do.splitlines()[1:]
+    assert choices == [str(single), str(folder / INDEX)]
+    assert [set(foreign_source(path).leaves) for path in choices] == [{"a"}, {"a", "b"}]
+
+
+def test_files_that_an_index_does_not_name_are_said_not_to_be_read(tmp_path, capsys):
+    """As Mistral's folders have them: the same weights again, under other names, in one file."""
+    folder = indexed(tmp_path / "theirs", {"a": FILES[0], "b": FILES[1]})
+    write_raw(folder / "consolidated.safetensors", {"c": entry("F32", [2], 0, 8)}, EIGHT)
+    note = f"read are the files that {INDEX} names, and not consolidated.safetensors."
+    with pytest.warns(CheckpointWarning, match=note) as caught:
+        js.checkpoint.restore(folder, like={"a": jnp.ones(2), "b": jnp.ones(2)})
+    assert len(caught) == 1
+    assert main(["ckpt", "import", str(folder), str(tmp_path / "ours")]) == 0
+    assert capsys.readouterr().err.count(note) == 1
+
+
+def test_the_index_of_diffusers_counts(tmp_path):
+    folder = indexed(tmp_path / "theirs", {"a": FILES[0], "b": FILES[1], "c": FILES[1]})
+    index = (folder / INDEX).rename(folder / f"diffusion_pytorch_{INDEX}")
+    with pytest.raises(RunError, match="do not fit its index"):
+        SafetensorsSource(folder)
+    (folder / f"other_{INDEX}").write_text(index.read_text())
+    with pytest.raises(CheckpointError, match="The folder holds several checkpoints"):
+        SafetensorsSource(folder)
+
+
+def test_an_index_without_any_of_its_files(tmp_path):
+    folder = indexed(tmp_path / "theirs", {"a": FILES[0]})
+    for file in FILES:
+        (folder / file).unlink()
+    with pytest.raises(RunError, match=f"files that it names are missing: {FILES[0]}"):
+        foreign_source(folder)
 
 
 def test_nothing_to_read(tmp_path):

@@ -120,7 +120,35 @@ def shorten(step):
     save(step / "zero_pp_rank_2_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state})
 
 
+def edit_model(step, rank, **fields):
+    """Writes a rank's model states again, with other fields."""
+    size = lambda array: dcp._size(array.shape)
+    model = {
+        "module": dict(BUFFERS),
+        "buffer_names": list(BUFFERS),
+        "param_shapes": {name: size(array) for name, array in ARRAYS.items()},
+        "frozen_param_shapes": {name: size(array) for name, array in FROZEN.items()},
+        "frozen_param_fragments": {name: pieces(array)[rank] for name, array in FROZEN.items()},
+    }
+    save(step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", model | fields)
+
+
+def other_shapes(step):
+    edit_model(step, 1, param_shapes={"w": dcp._size((5, 4))})
+
+
+def lost_buffer(step):
+    edit_model(step, 0, module={})
+
+
+def unknown_piece(step):
+    edit_model(step, 2, frozen_param_fragments={"frozen": pieces(FROZEN["frozen"])[2], "lost": np.zeros(2, np.float32)})
+
+
 DAMAGE = {
+    "other shapes": (other_shapes, "rank_1(.|\n)*it does not list the parameters that zero_pp_rank_0_mp"),
+    "lost buffer": (lost_buffer, "it lists the buffer table and does not hold it"),
+    "unknown piece": (unknown_piece, "rank_2(.|\n)*it has a piece of lost"),
     "lost rank": (lambda step: (step / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(), r"ranks \[0, 2\]"),
     "lost model state": (lambda step: (step / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink(), r"of \[0, 1\]"),
     "cut": (truncate, "cannot be read"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from jshard.checkpoint.formats.dcp import METADATA as _METADATA
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
 from jshard.checkpoint.formats.dcp import write_dcp as write_dcp
+from jshard.checkpoint.formats.safetensors import INDEX_SUFFIX as _INDEX_SUFFIX
 from jshard.checkpoint.formats.safetensors import SUFFIX as _SUFFIX
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
@@ -33,6 +34,12 @@ def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | ZeroSour
     path = Path(path)
     if (path / _METADATA).is_file():
         return DcpSource(path)
-    if (path.suffix == _SUFFIX) if path.is_file() else any(path.glob("*" + _SUFFIX)):
+    if _is_safetensors(path):
         return SafetensorsSource(path)
     return ZeroSource(path) if path.is_dir() and _zero_folder(path) else None
+
+
+def _is_safetensors(path: Path) -> bool:
+    if path.is_file():
+        return path.name.endswith((_SUFFIX, _INDEX_SUFFIX))
+    return any(any(path.glob("*" + suffix)) for suffix in (_SUFFIX, _INDEX_SUFFIX))

@@ -14,7 +14,7 @@ import itertools
 import math
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
@@ -72,14 +72,17 @@ class DcpSource:
         }
         self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
         others = [name for name, record in described.items() if isinstance(record, _BYTES_CLASS)]
-        self.values = {name: places[name, None] for name in others if (name, None) in places}
+        chunks = {(name, begin) for name, tensor in self._tensors.items() for begin in tensor.begins}
+        _check_items(self.path / METADATA, described, places, chunks | {(name, None) for name in others})
+        self.values = {name: places[name, None] for name in others}
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """A box of a tensor, as a new array, assembled from its chunks; thread-safe."""
         return self._tensors[name].read(box)
 
 
-_Places = Mapping[tuple[str, tuple[int, ...] | None], Archive]  # by name and, for a chunk, its start
+_Item = tuple[str, tuple[int, ...] | None]  # a name and, for a chunk, its start
+_Places = Mapping[_Item, Archive]
 
 
 class _Tensor:
@@ -88,6 +91,7 @@ class _Tensor:
     def __init__(self, path: Path, name: str, leaf: StoredLeaf, chunks: Mapping[tuple[int, ...], Archive], sizes: Any):
         self.leaf = leaf
         self._path, self._name = path, name
+        self.begins = list(chunks)
         self._places = list(chunks.values())
         self._begin = np.array(list(chunks), np.int64).reshape(len(chunks), len(leaf.shape))
         self._end = self._begin + np.array(sizes, np.int64).reshape(self._begin.shape)
@@ -184,6 +188,25 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
             )
         places[name, chunk] = Archive(path / relative, *numbers)
     return places
+
+
+def _check_items(file: Path, described: Mapping[str, Any], places: _Places, items: Collection[_Item]) -> None:
+    """Raises `RunError` unless every item has a location and every location an item: otherwise data would be lost."""
+    names = {name for name, _ in items}
+    unknown = [name for name, record in described.items() if not (name in names or isinstance(record, _TENSOR_CLASS))]
+    if unknown:
+        raise damaged(file, f"it does not say what {_first(unknown)} is.")
+    if nowhere := [name for name, begin in items if (name, begin) not in places]:
+        raise damaged(file, f"it has no location for {_first(nowhere)}.")
+    surplus = [f"{name} in {place.path.name}" for (name, begin), place in places.items() if (name, begin) not in items]
+    if surplus:
+        raise damaged(file, f"it has a location, and no description, for {_first(surplus)}.")
+
+
+def _first(names: Iterable[str], count: int = 3) -> str:
+    unique = sorted(set(names))
+    rest = f" and {len(unique) - count} more" if len(unique) > count else ""
+    return ", ".join(unique[:count]) + rest
 
 
 def _is_inside(relative: Any) -> bool:

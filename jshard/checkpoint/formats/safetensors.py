@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -27,10 +30,11 @@ from jshard.checkpoint.formats.source import (
     whole,
 )
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.errors import printable
+from jshard.errors import RunError, printable
 
-INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+INDEX_SUFFIX = SUFFIX + ".index.json"
+INDEX = "model" + INDEX_SUFFIX
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -52,11 +56,30 @@ _PARTS_KEY = "DCP_SHARDING_INFO"
 
 
 class SafetensorsSource:
-    """The arrays of a safetensors file, or of a folder of them."""
+    """The arrays of a safetensors file, of the files that an index names, or of a folder.
+
+    In a folder with an index, the index decides which files are read.
+
+    Attributes:
+        path: as given.
+        leaves: every array by its name.
+        values: none: the format only has arrays.
+        notes: what a reader should know, such as files beside an index that are not read.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "safetensors")
-        self._regions = _all_regions(_files(self.path))
+        index_file = _index_file(self.path)
+        self.notes: tuple[str, ...] = ()
+        if index_file is None:
+            self._regions = _all_regions(_files_without_index(self.path))
+            _check_numbers(self.path, {region.path.name for region in self._regions.values()})
+        else:
+            index = _read_index(index_file)
+            if index_file != self.path:
+                self.notes = _notes_on_files_beside(index_file, index)
+            self._regions = _all_regions(index_file.parent / file for file in sorted(set(index.values())))
+            _check_index(index_file, index, self._regions)
         self.leaves: Mapping[str, StoredLeaf] = {
             name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
@@ -67,12 +90,22 @@ class SafetensorsSource:
         return read_region(self._regions[name], box)
 
 
-def _files(path: Path) -> list[Path]:
-    """The files to read."""
+def _index_file(path: Path) -> Path | None:
+    """The index that decides what is read; None if there is none."""
+    if path.is_file():
+        return path if path.name.endswith(INDEX_SUFFIX) else None
+    if (path / INDEX).is_file():
+        return path / INDEX
+    others = sorted(path.glob("*" + INDEX_SUFFIX))  # as of diffusers: diffusion_pytorch_model.safetensors.index.json
+    if len(others) > 1:
+        raise _several(others, "each index names a checkpoint of its own.")
+    return others[0] if others else None
+
+
+def _files_without_index(path: Path) -> list[Path]:
+    """The files to read where no index names them."""
     if path.is_file():
         return [path]
-    if (path / INDEX).is_file():
-        return [path / file for file in sorted(set(_read_index(path / INDEX).values()))]
     files = sorted(path.glob("*" + SUFFIX))
     if not files:
         raise CheckpointError(
@@ -84,6 +117,75 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
+def _several(paths: Iterable[Path], why: str) -> CheckpointError:
+    places = [str(path) for path in paths]
+    return CheckpointError(
+        "The folder holds several checkpoints.",
+        where=places,
+        why=why,
+        do="\n".join(["give the path of the one to read:", *places]),
+    )
+
+
+_NUMBERED = re.compile(r"(.*)-0*(\d{1,9})-of-0*(\d{1,9})" + re.escape(SUFFIX))
+
+
+def _check_numbers(path: Path, files: Iterable[str]) -> None:
+    """Raises `RunError` if files are missing by their numbers; without an index, only names can show that."""
+    if path.is_file():
+        return  # one file was asked for
+    numbers: dict[tuple[str, int], set[int]] = collections.defaultdict(set)
+    for file in files:
+        if match := _NUMBERED.fullmatch(file):
+            numbers[match[1], int(match[3])].add(int(match[2]))
+    for (stem, count), present in numbers.items():
+        first = 0 if 0 in present else 1
+        missing = (number for number in range(first, first + count) if number not in present)
+        names = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in itertools.islice(missing, 3)]
+        if names:
+            raise damaged(path, f"{len(present)} of {count} files are there; missing: {', '.join(names)}")
+
+
+def _notes_on_files_beside(index_file: Path, index: Mapping[str, str]) -> tuple[str, ...]:
+    """Names the files beside an index that it does not name; raises `CheckpointError` if one has the index's name."""
+    beside = sorted(path for path in index_file.parent.glob("*" + SUFFIX) if path.name not in index.values())
+    same_name = index_file.with_name(index_file.name.removesuffix(INDEX_SUFFIX) + SUFFIX)
+    if same_name in beside:
+        # Transformers would read the single file. Which of the two is old cannot be known.
+        why = f"{same_name.name} is not among the files that {index_file.name} names."
+        raise _several([same_name, index_file], why)
+    if not beside:
+        return ()
+    names = ", ".join(path.name for path in beside[:3]) + (f" and {len(beside) - 3} more" if len(beside) > 3 else "")
+    return (printable(f"read are the files that {index_file.name} names, and not {names}."),)
+
+
+def _check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
+    """Raises `RunError` unless the files hold exactly the arrays that the index names, each in its file."""
+    lost = [f"{name}  is not in {file}" for name, file in index.items() if name not in regions]
+    moved = [
+        f"{name}  is in {regions[name].path.name}, and not in {file}"
+        for name, file in index.items()
+        if name in regions and regions[name].path.name != file
+    ]
+    unnamed = [
+        f"{name}  is in {region.path.name}, and not in the index"
+        for name, region in regions.items()
+        if name not in index
+    ]
+    if not lost and not moved and not unnamed:
+        return
+    do = "download or copy the whole folder again."
+    if not lost:
+        do += f"\nOr, if the files are right, read them without the index: rm {index_file}"
+    raise RunError(
+        f"The files of the checkpoint do not fit its index: {len(lost) + len(moved) + len(unnamed)} arrays differ.",
+        where=[str(index_file), *lost, *moved, *unnamed],
+        why="the index and the files are of different checkpoints, or a file is damaged.",
+        do=do,
+    )
+
+
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
         index = json.loads(path.read_bytes())["weight_map"]
@@ -93,6 +195,8 @@ def _read_index(path: Path) -> Mapping[str, str]:
     odd = [str(file) for file in names if not isinstance(file, str) or Path(file).name != file or file in ("", "..")]
     if odd:
         raise damaged(path, f"its weight_map names something that is not a file beside it: {odd[0]}")
+    if not index:
+        raise damaged(path, "its weight_map names no array.")
     gone = sorted({file for file in index.values() if not (path.parent / file).is_file()})
     if gone:
         raise damaged(path, f"files that it names are missing: {', '.join(gone)}")

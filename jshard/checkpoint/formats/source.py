@@ -8,11 +8,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import RunError, printable
 
+_Item = TypeVar("_Item")
 Limits = Sequence[tuple[int, int]]
 Box = tuple[slice, ...]
 """A part of an array, a slice per dim, as `jax.make_array_from_callback` passes it."""
@@ -167,31 +169,98 @@ class Stored:
 
     Args:
         names: the stored arrays that it is made of; several are joined along `dim`, in this order.
-        transpose: whether they are stored with the dims reversed, like the kernels of `torch.nn.Linear`.
+        transpose: whether they are stored transposed, like the kernels of `torch.nn.Linear`; for at most two dims.
+        dims: for each dim of the jshard leaf, its dim in the stored arrays, as `np.transpose(stored, dims)` takes it.
+            A convolution of PyTorch, (out, in, height, width), is (2, 3, 1, 0) as a kernel of Flax.
         dim: the dim of the jshard leaf along which they are joined.
         sizes: the size along `dim` of each array on export; equal parts by default.
         parts: the number of parts in the last dim of the single stored array; here they are in a dim before it.
 
+    Raises:
+        CheckpointError: `dims` is not an order of dims.
+
     Example:
         >>> Stored("lm_head.weight", transpose=True)
+        >>> Stored("conv1.weight", dims=(2, 3, 1, 0))  # (64, 3, 7, 7) there, (7, 7, 3, 64) here
         >>> Stored("h.0.attn.c_attn.weight", parts=3)  # (768, 2304) there, (768, 3, 768) here
         >>> Stored("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight", transpose=True, sizes=(64, 16, 16))
     """
 
     names: tuple[str, ...]
     transpose: bool
+    dims: tuple[int, ...]
     dim: int
     sizes: tuple[int, ...]
     parts: int
 
     def __init__(
-        self, *names: str, transpose: bool = False, dim: int = -1, sizes: tuple[int, ...] = (), parts: int = 1
+        self,
+        *names: str,
+        transpose: bool = False,
+        dims: Sequence[int] = (),
+        dim: int = -1,
+        sizes: tuple[int, ...] = (),
+        parts: int = 1,
     ) -> None:
-        if parts > 1 and (transpose or len(names) > 1):
+        dims = tuple(dims)
+        if parts > 1 and (transpose or dims or len(names) > 1):
             raise ValueError(f"parts={parts} needs a single array that is not transposed")
-        fields = {"names": names, "transpose": transpose, "dim": dim, "sizes": sizes, "parts": parts}
+        is_order = all(isinstance(each, int) for each in dims) and sorted(dims) == list(range(len(dims)))
+        if not is_order or (dims and transpose):
+            right = _line(names, _convolution(len(dims)), dim, sizes)
+            raise CheckpointError(
+                "The order of the dims cannot be read.",
+                where=[f"{name}  dims={dims}" + ", transpose=True" * transpose for name in names],
+                why=f"dims names each of the dims 0 to {max(len(dims) - 1, 0)} once, and transpose is an order itself.",
+                do=f"{right}  # the order of a convolution of PyTorch",
+            )
+        fields = {"names": names, "transpose": transpose, "dims": dims, "dim": dim, "sizes": sizes, "parts": parts}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
+
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """For each dim of the jshard leaf, the dim of a stored array with `ndim` dims."""
+        if self.dims:
+            return self.dims
+        return tuple(reversed(range(ndim))) if self.transpose else tuple(range(ndim))
+
+
+def _line(names: Sequence[str], dims: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> str:
+    """The source text of a `Stored` with this order of dims."""
+    parts = [*map(json.dumps, names), f"dims={dims}"]
+    if dim != -1:
+        parts.append(f"dim={dim}")
+    if sizes:
+        parts.append(f"sizes={sizes}")
+    return f"Stored({', '.join(parts)})"
+
+
+def _convolution(ndim: int) -> tuple[int, ...]:
+    """The dims in a PyTorch convolution, (out, in, ...), of the kernel of Flax, (..., in, out)."""
+    return (*range(2, ndim), *(1, 0)[-ndim:]) if ndim else ()
+
+
+def _check_order(path: str, stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `CheckpointError` unless an order of dims fits these shapes, by the names of their arrays."""
+    where = [f"{name}  {shape}" for name, shape in shapes.items()]
+    ndim = max(map(len, shapes.values()), default=0)
+    right = _line(stored.names, _convolution(ndim), stored.dim, stored.sizes)
+    if stored.transpose and ndim > 2:
+        # Reversed, square kernels would fit and have height and width swapped.
+        raise CheckpointError(
+            f"transpose=True does not say how the {ndim} dims of {path} are stored.",
+            where=where,
+            why="it is for matrices: a kernel of torch.nn.Conv2d is (out, in, height, width), that of a Flax layer\n"
+            "(height, width, in, out), which is not the reverse.",
+            do=f"{right}  # a convolution of PyTorch; dims[i] is the stored dim of dim i",
+        )
+    if stored.dims and any(len(shape) != len(stored.dims) for shape in shapes.values()):
+        raise CheckpointError(
+            f"The order of the dims of {path} does not fit its arrays.",
+            where=where,
+            why=f"dims={stored.dims} is for arrays of {len(stored.dims)} dims.",
+            do=f"{right}  # if it is a convolution of PyTorch",
+        )
 
 
 Names = Mapping[str, str | Stored]
@@ -240,8 +309,9 @@ class NamedSource:
         return np.concatenate(pieces, axis=dim)
 
     def _turned(self, name: str, limits: Limits, stored: Stored) -> np.ndarray:
-        box = tuple(slice(*limit) for limit in limits)
-        return _turned(self._source.read(name, box[::-1] if stored.transpose else box), stored)
+        order = stored.order(len(limits))
+        box = tuple(slice(*limit) for limit in _put_back(limits, order))
+        return _permuted(self._source.read(name, box), order)
 
     def _in_parts(self, name: str, limits: Limits, width: int) -> np.ndarray:
         """A box of a leaf whose last two dims are one dim in the stored array."""
@@ -268,11 +338,12 @@ class ForeignSource:
         self._origin: dict[str, tuple[str, Stored, int]] = {}
         for path, leaf in source.leaves.items():
             stored = _stored(names[path])
+            _check_order(path, stored, {path: leaf.shape})
             for name, begin, end in _cuts(path, stored, leaf):
                 shape = _resized(leaf.shape, stored, end - begin)
                 if stored.parts > 1:
                     shape = (*leaf.shape[:-2], leaf.shape[-2] * leaf.shape[-1])
-                shape = shape[::-1] if stored.transpose else shape
+                shape = _put_back(shape, stored.order(len(shape)))
                 self.leaves[name] = stored_array(shape, np.dtype(leaf.dtype))
                 self._origin[name] = path, stored, begin
 
@@ -286,12 +357,13 @@ class ForeignSource:
             return np.ascontiguousarray(
                 values.reshape(*values.shape[:-2], math.prod(values.shape[-2:]))[..., slice(*last)]
             )
-        if stored.transpose:
-            limits.reverse()
+        order = stored.order(len(limits))
+        limits = [limits[dim] for dim in order]
         if len(stored.names) > 1:
             start, stop = limits[stored.dim]
             limits[stored.dim] = start + begin, stop + begin
-        return _turned(self._source.read(path, tuple(slice(*limit) for limit in limits)), stored)
+        values = self._source.read(path, tuple(slice(*limit) for limit in limits))
+        return _permuted(values, _put_back(range(len(order)), order))
 
 
 def _stored(value: str | Stored) -> Stored:
@@ -317,7 +389,9 @@ def _joined(
 ) -> tuple[StoredLeaf, list[tuple[str, int, int]]]:
     """The joined leaf, and the start and stop of each stored array in it along the joined dim."""
     leaves = [source.leaves[name] for name in names]
-    shapes = [leaf.shape[::-1] if stored.transpose else leaf.shape for leaf in leaves]
+    _check_order(path, stored, {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)})
+    orders = [stored.order(len(leaf.shape)) for leaf in leaves]
+    shapes = [tuple(leaf.shape[dim] for dim in order) for leaf, order in zip(leaves, orders, strict=True)]
     ours = lambda shape: stored_array(shape, np.dtype(leaves[0].dtype))
     if len(names) == 1:
         return ours(_in_parts(path, shapes[0], stored)), [(names[0], 0, 0)]
@@ -368,8 +442,16 @@ def _resized(shape: tuple[int, ...], stored: Stored, size: int) -> tuple[int, ..
     return (*shape[:dim], size, *shape[dim + 1 :]) if shape else shape
 
 
-def _turned(values: np.ndarray, stored: Stored) -> np.ndarray:
-    return values.T.copy(order="C") if stored.transpose else values
+def _put_back(items: Sequence[_Item], order: tuple[int, ...]) -> tuple[_Item, ...]:
+    """Items of the dims of a jshard leaf, such as sizes, as those of the dims of the stored array."""
+    by_dim = dict(zip(order, items, strict=True))
+    return tuple(by_dim[dim] for dim in range(len(order)))
+
+
+def _permuted(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+    if order == tuple(range(len(order))):
+        return values
+    return values.transpose(order).copy(order="C")
 
 
 def _is_buffer(name: str, leaf: StoredLeaf) -> bool:

@@ -52,9 +52,11 @@ class ZeroSource:
         self.path = existing(path, "DeepSpeed")
         optim, model = _files(self.path)
         held = [_loaded(file) for file in model]
+        shapes = _shapes(model[0], held[0])
+        _check_alike(model, held, shapes)
         flat = [_flat(file) for file in optim]
         self.values: Mapping[str, Archive] = {}
-        self._tensors = dict(_frozen(model, held)) | dict(_trained(optim, flat, _shapes(model[0], held[0])))
+        self._tensors = dict(_frozen(model, held)) | dict(_trained(optim, flat, shapes))
         self._tensors |= dict(_buffers(model[0], held[0]))
         for alias, name in _pairs(held[0].get("shared_params")):
             if name in self._tensors:
@@ -151,6 +153,26 @@ def _shapes(file: Path, held: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: shape for group in groups for name, shape in _named_shapes(file, group)}
 
 
+def _check_alike(
+    files: Sequence[Path], held: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises `RunError` if a rank lists other parameters, or pieces of frozen ones that the first rank does not list.
+
+    Every rank holds a piece of every parameter, and only the first rank's list is read.
+    """
+    frozen = held[0].get("frozen_param_shapes")
+    known = frozen if isinstance(frozen, dict) else {}
+    for file, state in zip(files, held, strict=True):
+        # The order counts: it is that of the pieces in the flat weights.
+        if list(_shapes(file, state).items()) != list(shapes.items()):
+            raise damaged(file, f"it does not list the parameters that {files[0].name} lists.")
+        pieces = state.get("frozen_param_fragments")
+        if surplus := [name for name in pieces if name not in known] if isinstance(pieces, dict) else []:
+            raise damaged(
+                file, f"it has a piece of {printable(str(surplus[0]))}, and {files[0].name} has no shape of it."
+            )
+
+
 def _named_shapes(file: Path, shapes: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, shape in shapes.items():
         if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
@@ -209,8 +231,11 @@ def _buffers(file: Path, held: Mapping[str, Any]) -> Iterator[tuple[str, _FlatTe
     """Model arrays other than parameters, whole in every rank's model file."""
     names, module = held.get("buffer_names"), held.get("module")
     if isinstance(names, list) and isinstance(module, dict):
-        found = {name: module.get(name) for name in names}
-        yield from ((name, _Whole(region)) for name, region in found.items() if isinstance(region, FileRegion))
+        for name in names:
+            region = module.get(name) if isinstance(name, str) else None
+            if not isinstance(region, FileRegion):
+                raise damaged(file, f"it lists the buffer {printable(str(name))} and does not hold it.")
+            yield name, _Whole(region)
 
 
 class _Whole(_FlatTensor):

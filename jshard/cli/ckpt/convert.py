@@ -21,6 +21,7 @@ from jshard.checkpoint.formats import (
     ArraySource,
     ForeignSource,
     NamedSource,
+    SafetensorsSource,
     foreign_source,
     write_dcp,
     write_safetensors,
@@ -155,6 +156,8 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
             why="no such file or folder." if not args.path.exists() else "it is of no format that is known here.",
             do="give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote.",
         )
+    for note in found.notes if isinstance(found, SafetensorsSource) else ():
+        remark(note)
     if model is None:
         path = args.path.absolute()
         return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)
