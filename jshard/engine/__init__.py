@@ -2,9 +2,12 @@
 
 From the outside in:
 
-    region       a call of an annotated module: the outermost opens a region, one inside is an equation (`units`)
-    trace, call  the call as a function of arrays, traced once, in global view, and differentiated there
-    region       forward and backward, each a program in one `jax.shard_map` over the data axes
+    region       a call of an annotated module: the outermost opens a region, one inside is a unit (`units`)
+    trace, call  the call as a function of arrays, traced once, in global view
+    program      traced programs, and their derivatives as programs
+    program_call a call as one equation, whose rules give calls of new programs: of a region (`region_call`), of a unit
+                 (`unit_call`)
+    on_shards    a region's program in one `jax.shard_map` over the data axes; how arrays cross its border (`crossing`)
     partitioner  runs a program equation by equation on one data shard, by the table in `rules`
     schedule     its treatment of units: gathers them in time, reduces gradients (with the collectives in `stored`)
 

@@ -124,8 +124,8 @@ def in_plain_flax() -> bool:
 def global_view() -> Iterator[None]:
     """Context in which annotated modules run as plain Flax on sharded arrays; the compiler places communication.
 
-    For sampling one text, or a Hessian-vector product by forward mode. As outside, the results equal those on one
-    device; the compiler decides memory and communication. It can wrap a jitted step.
+    For sampling one text. As outside, the results equal those on one device; the compiler decides memory and
+    communication. It can wrap a jitted step.
 
     Example:
         >>> with js.global_view():

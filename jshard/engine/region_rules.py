@@ -43,7 +43,7 @@ class Used:
 
 
 def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Removes what an equation computes in vain, with the gathers and residuals that were only for that."""
+    """Removes what an equation computes and nothing uses, with the gathers and residuals that were only for that."""
     jaxpr: ClosedJaxpr | None = eqn.params["jaxpr"]
     if not any(results_used) and not eqn.effects:
         return [False] * len(eqn.invars), None

@@ -192,7 +192,9 @@ def test_each_derivative_equals_one_device_under_each_setting(name):
     check(lambda: Net(nnx.Rngs(0)), annotator(**SETTINGS[name]))
 
 
-@pytest.mark.parametrize("axes", [{"replica": 2, "fsdp": 4}, {"replica": 8, "fsdp": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"replica": 2, "fsdp": 4}, {"replica": 8, "fsdp": 1}, {"fsdp": 4, "tensor": 2}], ids=str
+)
 def test_each_derivative_equals_one_device_on_each_mesh(axes):
     check(lambda: Net(nnx.Rngs(0)), annotator(axes))
 
