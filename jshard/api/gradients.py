@@ -27,8 +27,8 @@ from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
 from jshard.plans.memories import back, to_device
 from jshard.plans.placement import Placement
-from jshard.plans.plan import record_of
-from jshard.plans.units import Unit, dotted, plain_class
+from jshard.plans.plan import as_stored, record_of
+from jshard.plans.units import Path, Unit, dotted, plain_class, units_in
 
 
 def value_and_grad(
@@ -125,9 +125,14 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
         value, aux = out if has_aux else (out, None)
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 
+    def placement(path: Path, variable: Any) -> Placement | None:
+        member = unit.by_path.get(path)
+        if member is None:
+            return None
+        return as_stored(member, variable.get_raw_value().dtype, lambda: units_in(model)).placement
+
     def placements(state: Any) -> list[Placement | None]:  # in the order of its leaves: both are sorted
-        members = [unit.by_path.get(path) for path, _ in nnx.to_flat_state(state)]
-        return [None if member is None else member.placement for member in members]
+        return [placement(path, variable) for path, variable in nnx.to_flat_state(state)]
 
     placed = placements(params), placements(frozen)
     return Loss(run, params, frozen, state, placed, unit, plain_class(model).__name__)

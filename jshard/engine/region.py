@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard.engine import mixing, stored, units
 from jshard.engine.accumulate import gathered_copies
-from jshard.engine.call import NnxCall, as_plain, is_float
+from jshard.engine.call import NnxCall, as_plain
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.inner import over_axis
 from jshard.engine.mixing import batch_size, note_layers, warn_of_whole
@@ -103,7 +103,7 @@ def _open_region(call: Call, unit: Unit) -> Any:
 
     def cast_own(params: list[Any], inputs: list[Any]) -> list[Any]:
         gathered = [
-            x.astype(p.gathered_dtype) if p is not None and owner != NESTED and is_float(x) else x
+            x.astype(p.gathered_dtype) if p is not None and owner != NESTED else x
             for x, p, owner in zip(params, call.placements, call.owners, strict=True)
         ]
         return body(gathered, inputs)

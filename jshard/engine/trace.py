@@ -22,7 +22,7 @@ from jax.extend import core as jex
 from jshard import _compat
 from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
-from jshard.engine.call import is_float, refuse_written
+from jshard.engine.call import has_gradient, refuse_written
 from jshard.engine.context import attention_again
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
@@ -174,7 +174,7 @@ class Gradient:
 
             def f(diff: list[Any]) -> tuple[list[Any], list[Any]]:
                 outs = evaluate_jaxpr(program.jaxpr, merged(wrt, diff, fixed))
-                self.is_float = [is_float(x) for x in outs]
+                self.is_float = [has_gradient(x) for x in outs]
                 return picked(self.is_float, outs), others(self.is_float, outs)
 
             outs, vjp, rest = jax.vjp(checkpointed(f, program.remat), picked(wrt, operands), has_aux=True)
@@ -261,14 +261,14 @@ def differentiable(program: Program, plain: Callable, forward: Callable, backwar
 
     def forward_of(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
         values = [x.value for x in operands]
-        gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
+        gradient = program.gradient(tuple(x.perturbed and has_gradient(x.value) for x in operands))
         outs, more = forward(gradient, values)
         num_outs = len(gradient.is_float)
         return outs[:num_outs], (values[: program.num_params], outs[num_outs:], Static((gradient, more)))
 
     def backward_of(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         params, kept, (gradient, more) = saved[0], saved[1], saved[2].value
-        live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
+        live = tuple(not isinstance(ct, SymbolicZero) and has_gradient(ct) for ct in cotangents)
         grads = iter(backward(gradient, more, live, params, kept, picked(live, cotangents)))
         return tuple(next(grads) if is_wanted else None for is_wanted in gradient.wrt)
 

@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine import trace
-from jshard.engine.call import NnxCall, is_array, is_float, is_nnx
+from jshard.engine.call import NnxCall, is_array, is_nnx
 from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.stored import without_padding
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import data_axes, data_degree, region_degree
 from jshard.plans.placement import Placement
-from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Prefetch, Remat
+from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Prefetch, Remat, is_real_float
 from jshard.plans.units import NESTED, OWN, Unit
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -120,7 +120,7 @@ def call_unit(call: trace.Call, settings: UnitSettings, precision: MixedPrecisio
     traces = _traces.get()
     assert traces is not None
     like = [
-        jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN and is_float(x) else x
+        jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN else x
         for x, p, owner in zip(map(trace.abstract, call.params), call.placements, call.owners, strict=True)
     ]
     inputs, owners = list(map(trace.abstract, call.inputs)), tuple(call.owners)
@@ -160,7 +160,7 @@ def computes_in(call: trace.Call, precision: MixedPrecision) -> Callable[[list[A
 
 
 def _cast(x: Any, dtype: str | None) -> Any:
-    return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(dtype) if dtype and is_real_float(x.dtype) else x
 
 
 def _differentiable(
