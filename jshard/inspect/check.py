@@ -112,8 +112,8 @@ class _CheckedCall:
     Attributes:
         run: takes parameters, state, the positional arguments, and arrays given by keyword; returns the result, and
             the state after the call.
-        accumulated: `js.value_and_grad` of the call: takes the same, the number of microbatches and `sync`; returns
-            the loss, gradients by name, and the state after the last microbatch.
+        accumulated: `js.value_and_grad` of the call: takes the same, the number of microbatches (`steps`) and `sync`;
+            returns the loss, gradients by name, and the state after the last microbatch.
         inputs: these arrays.
         root: the record of the model.
         units: the records that set dtypes.
@@ -121,7 +121,7 @@ class _CheckedCall:
     """
 
     run: Callable[[Any, Any, tuple, Arrays], tuple[Any, Any]]
-    accumulated: Callable[[Any, Any, tuple, Arrays, int, str], tuple[Any, Arrays, Any]]
+    accumulated: Callable[..., tuple[Any, Arrays, Any]]
     inputs: tuple[Any, Any, tuple, Arrays]
     root: Unit
     units: tuple[Unit, ...]
@@ -266,12 +266,14 @@ def _compared_over(call: _CheckedCall, steps: int, sync: str, tolerance: float) 
     return report
 
 
-def _mean_of_microbatches(call: _CheckedCall, steps: int) -> tuple[np.ndarray, Arrays, Any]:
+def _mean_of_microbatches(call: _CheckedCall, steps: int) -> tuple[Any, Arrays, Any]:
     """Returns loss and gradients as means over microbatches in global view, and the state after the last."""
     params, state, args, arrays = call.inputs
     program = _differentiated(call)
     parts = microbatches(args, call.root, steps, call.where)
-    values, of_parts = [], []
+    values: list[np.ndarray] = []
+    of_parts: list[dict[str, np.ndarray]] = []
+    after: Any = None
     for i in range(steps):
         part = jax.tree.map(lambda rows, i=i: rows[i], parts)
         with global_view(), without_update():
@@ -345,8 +347,7 @@ def _differences(pairs: Pairs, *, floor: float = 1e-2, same_dtypes: bool = False
     unlike = {}
     exact = {}
     for name, (x, wanted) in pairs.items():
-        is_lacking = x is None or wanted is None
-        if is_lacking or x.shape != wanted.shape or (same_dtypes and x.dtype != wanted.dtype):
+        if x is None or wanted is None or x.shape != wanted.shape or (same_dtypes and x.dtype != wanted.dtype):
             unlike[name] = float("nan")
         elif x.size:
             exact[name] = _exact(x), _exact(wanted)

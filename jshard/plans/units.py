@@ -162,7 +162,7 @@ def _reduce_class(cls: Any) -> tuple:
 def is_key(x: Any) -> bool:
     """Returns whether an array holds random keys: these have no bytes to split, and every device has them whole."""
     dtype = getattr(x, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
