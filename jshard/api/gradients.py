@@ -132,7 +132,8 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
         return as_stored(member, variable.get_raw_value().dtype, lambda: units_in(model)).placement
 
     def placements(state: Any) -> list[Placement | None]:  # in the order of its leaves: both are sorted
-        return [placement(path, variable) for path, variable in nnx.to_flat_state(state)]
+        flat = nnx.to_flat_state(state)
+        return [placement(path, variable) for path, variable in flat for _ in jax.tree.leaves(variable)]
 
     placed = placements(params), placements(frozen)
     return Loss(run, params, frozen, state, placed, unit, plain_class(model).__name__)

@@ -188,8 +188,8 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
         return (total + value, sums, state), aux
 
-    zeros_of_copies = [jnp.zeros_like(x, p.reduce_dtype) for x, p in zip(copies, of_params.placements, strict=True)]
-    zeros = _zero_sums(loss.params, loss.placements[0]), zeros_of_copies
+    placed = zip(copies, of_params.placements, strict=True)
+    zeros = _zero_sums(loss.params, loss.placements[0]), [jnp.zeros_like(x, p.reduce_dtype) for x, p in placed]
     dtype = jax.eval_shape(grad, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0][0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:
@@ -197,9 +197,10 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         for i, x in zip(of_params.at, to_device(of_params.reduce(loss.params, of_copies)), strict=True):
             leaves[i] = leaves[i] + x
         grads = jax.tree.unflatten(form, leaves)
-    # A stored dtype may be too narrow for the sum, but holds the mean as well as the parameter.
-    means = jax.tree.map(lambda total, x: (total / steps).astype(x.dtype), grads, loss.params)
-    return total / steps, aux, back(means, loss.params), state
+    mean = total / steps
+    # A stored dtype may be too narrow for the sum, but holds the mean as well as it holds the parameter.
+    grads = jax.tree.map(lambda g, x: (g / steps).astype(x.dtype), grads, loss.params)
+    return mean, aux, back(grads, loss.params), state
 
 
 def _zero_sums(params: Any, placements: Sequence[Placement | None]) -> Any:
