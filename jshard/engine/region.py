@@ -139,7 +139,7 @@ def _copies_of(call: Call) -> list[Any]:
     if copies is None:
         return none
     found = [copies.by_id.get(id(x)) for x in call.params]
-    if any(x is None and (p is None or p.gathered) for x, p in zip(found, call.placements, strict=True)):
+    if any(x is None and p is not None and p.gathered for x, p in zip(found, call.placements, strict=True)):
         copies.missed = True
         return none
     copies.taken |= {*map(id, call.params)}
