@@ -28,6 +28,7 @@ from jshard.linen.train_state import linen_loss
 from jshard.plans.memories import back, to_device
 from jshard.plans.placement import Placement
 from jshard.plans.plan import as_stored, record_of
+from jshard.plans.policies import wide_dtype
 from jshard.plans.units import Path, Unit, dotted, plain_class, units_in
 
 
@@ -269,8 +270,8 @@ def scaled_value_and_grad(
     found = loss_scale_of(optimizer)
     if found is None:
         return value_and_grad(loss_fn, **settings)
-    up = lambda loss: loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * found.scale
-    down = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / found.scale
+    up = lambda loss: loss.astype(wide_dtype(loss.dtype)) * found.scale
+    down = lambda g: g.astype(wide_dtype(g.dtype)) / found.scale
 
     def scaled(model: nnx.Module, *batch: Any) -> Any:
         out = loss_fn(model, *batch)

@@ -19,6 +19,7 @@ from jshard.errors import CallError
 from jshard.linen.annotation import annotation_for, annotation_of
 from jshard.plans.memories import key_texts
 from jshard.plans.plan import root_forgotten
+from jshard.plans.policies import wide_dtype
 from jshard.plans.units import Unit, is_key, plain_class, unit_of, units_in
 
 Pairs = dict[str, tuple[Any, Any]]
@@ -315,7 +316,7 @@ def _weighted_sum(outputs: Arrays) -> jax.Array:
         return parts[0]
     total = jnp.zeros(())
     for x in parts:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(wide_dtype(x.dtype))
         weights = jnp.cos(jnp.arange(x.size, dtype=wide.dtype)).reshape(x.shape)
         total = total + jnp.vdot(weights, wide)
     return total

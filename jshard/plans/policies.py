@@ -33,6 +33,15 @@ def is_real_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the dtype to sum or compare values of a dtype in: of real floats at least float32, else its own.
+
+    Unlike `jnp.promote_types`, also for floats of 8 bits or less, which have no common dtype with others.
+    """
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow else dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes of a unit's computation and communication; the stored shard keeps its own dtype.

@@ -8,10 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.api.gradients import LossScale, scaled_value_and_grad
 from tests.parity import flat
 
 WIDTH = 32
@@ -314,3 +316,74 @@ def test_a_linen_model_follows_its_parameters(part):
     for sync in ("each", "last"):
         grads = jax.jit(grad_fn(sync=sync))(halved, x)[1]
         assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, halved)
+
+
+# Floats of 8 bits, which have no common dtype with others.
+
+
+class Eighths(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(normal(0, WIDTH, WIDTH).astype(jnp.float8_e4m3fn))
+
+    def __call__(self, x):
+        return x @ self.w[...].astype(x.dtype)
+
+
+def test_a_loss_scale_takes_parameters_in_8_bits():
+    model = js.fully_shard(Eighths(), mesh=js.mesh(), placement=SMALL)
+    optimizer = js.shard_optimizer(model, LossScale(initial=4.0).around(optax.sgd(1e-2)))
+    loss_fn = lambda model, x: (model(x) ** 2).mean()
+    grads = nnx.jit(lambda model, x: scaled_value_and_grad(loss_fn, optimizer)(model, x)[1])(model, X)
+    (wanted,) = jax.tree.leaves(nnx.grad(loss_fn)(Eighths(), X))
+    (found,) = jax.tree.leaves(grads)
+    np.testing.assert_allclose(found, np.float32(wanted), rtol=2**-3, atol=2**-9)  # both rounded to 3 bits
+
+
+def test_the_largest_of_the_batch_in_8_bits():
+    model = js.fully_shard(Eighths(), mesh=js.mesh(), placement=SMALL)
+    largest = lambda model, x: model(x).astype(jnp.float8_e4m3fn).max(0)
+    found = jax.jit(lambda x: largest(model, x))(X)
+    np.testing.assert_array_equal(np.float32(found), np.float32(largest(Eighths(), X)))
+
+
+# Parameters without elements.
+
+
+@pytest.mark.parametrize("shape", [(0, WIDTH), (WIDTH, 0), (0,)])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_parameter_without_elements_is_not_sharded(kind, shape):
+    placement = js.ShardPlacement(min_size=0, shard_dim=0)
+    how = {"mesh": js.mesh(), "placement": placement, "mixed_precision": js.MixedPrecision(reduce="float32")}
+    if kind == "nnx":
+        model = OneOf(shape)
+        js.fully_shard(model, **how)
+        loss, grads = nnx.jit(lambda model, x: nnx.value_and_grad(lambda model: model(x).mean())(model))(model, X)
+    else:
+        linen = js.fully_shard(LinenOneOf(shape), **how)
+        params = linen.init(jax.random.key(0), X)
+        loss, grads = jax.jit(jax.value_and_grad(lambda params, x: linen.apply(params, x).mean()))(params, X)
+        model = linen
+    leaves = {leaf.path: leaf.placement for leaf in js.plan(model).leaves}
+    assert leaves["empty"].dim is None
+    assert leaves["empty"].because == "it has no elements"
+    assert leaves["w"].dim == 0
+    assert np.isfinite(loss)
+    assert shape in {g.shape for g in jax.tree.leaves(grads)}
+
+
+class OneOf(nnx.Module):
+    def __init__(self, shape: tuple[int, ...]):
+        self.w = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+        self.empty = nnx.Param(jnp.zeros(shape))
+
+    def __call__(self, x):
+        return x @ self.w[...] + self.empty[...].sum()
+
+
+class LinenOneOf(nn.Module):
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        empty = self.param("empty", nn.initializers.zeros, self.shape)
+        return x @ self.param("w", nn.initializers.ones, (WIDTH, WIDTH)) + empty.sum()
