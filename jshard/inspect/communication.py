@@ -229,7 +229,7 @@ _OWN_SUMS = 16 * 2**10
 
 _JOINED = "XLA:CPU gathers once for forward and backward; a compiler for GPUs keeps both gathers"
 _WIDENED = "XLA:CPU sends narrower floats as f32"
-_SENT_BY_CPU = {"f32": r"b?f(8e\w+|16)", "f16": r"f(4|8)e\w+", "s8": "s[24]", "u8": "u[24]"}
+_SENT_BY_CPU = {"f32": r"b?f(8e\w+|16)", "f16": r"f(4|8)e\w+", "s8": "[su][24]", "u8": "u[24]"}
 """Dtypes that XLA:CPU sends instead of narrower ones, with patterns of those."""
 
 

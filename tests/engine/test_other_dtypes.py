@@ -37,11 +37,19 @@ OTHERS: dict[str, Callable[[], jax.Array]] = {
     "complex": complex_matrix,
     "codes": lambda: jnp.arange(WIDTH * WIDTH, dtype=jnp.int32).reshape(WIDTH, WIDTH) * 7919 % 100003,
     "nibbles": lambda: (jnp.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) % 15 - 7).astype(jnp.int4),
+    "signs": lambda: (jnp.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) % 3 - 1).astype(jnp.int2),
     "mask": lambda: jnp.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) % 3 == 0,
     "eighths": lambda: normal(2, WIDTH, WIDTH).astype(jnp.float8_e4m3fn),
     "keys": lambda: jax.random.split(jax.random.key(3), WIDTH),
 }
-DTYPES = {"complex": "complex64", "codes": "int32", "nibbles": "int4", "mask": "bool", "eighths": "float8_e4m3fn"}
+DTYPES = {
+    "complex": "complex64",
+    "codes": "int32",
+    "nibbles": "int4",
+    "signs": "int2",
+    "mask": "bool",
+    "eighths": "float8_e4m3fn",
+}
 
 
 def parts(x: jax.Array, w: jax.Array, others: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -52,6 +60,7 @@ def parts(x: jax.Array, w: jax.Array, others: dict[str, jax.Array]) -> dict[str,
         "complex": jnp.abs(x @ others["complex"]),
         "codes": x * (others["codes"].sum(1) % 97)[None],
         "nibbles": x @ others["nibbles"].astype(x.dtype),
+        "signs": x @ others["signs"].astype(x.dtype),
         "mask": x * jnp.where(others["mask"], 1.0, -1.0).sum(0)[None],
         "eighths": x * others["eighths"].astype(x.dtype).sum(0)[None],
         "keys": x * noise[None],
