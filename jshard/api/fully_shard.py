@@ -35,7 +35,7 @@ from jshard.plans.units import (
     occurrences,
     plain_class,
     store_plan,
-    unit_of,
+    units_in,
 )
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
@@ -176,7 +176,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
 
 def _units(module: nnx.Module) -> dict[Path, Unit]:
     """The records of the units in a module, by path, as seen from the enclosing module."""
-    units = {path: unit for path, one in nested_units(module) if (unit := unit_of(one)) is not None}
+    units = units_in(module)
     allowed = []
     for path, unit in units.items():
         name = "" if unit.placement.gathered or not path else dotted(path)

@@ -27,8 +27,9 @@ from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
 from jshard.plans.memories import back, to_device
 from jshard.plans.placement import Placement
-from jshard.plans.plan import record_of
-from jshard.plans.units import Unit, dotted, plain_class
+from jshard.plans.plan import as_stored, record_of
+from jshard.plans.policies import wide_dtype
+from jshard.plans.units import Path, Unit, dotted, plain_class, units_in
 
 
 def value_and_grad(
@@ -125,9 +126,15 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
         value, aux = out if has_aux else (out, None)
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 
+    def placement(path: Path, variable: Any) -> Placement | None:
+        member = unit.by_path.get(path)
+        if member is None:
+            return None
+        return as_stored(member, variable.get_raw_value().dtype, lambda: units_in(model)).placement
+
     def placements(state: Any) -> list[Placement | None]:  # in the order of its leaves: both are sorted
-        members = [unit.by_path.get(path) for path, _ in nnx.to_flat_state(state)]
-        return [None if member is None else member.placement for member in members]
+        flat = nnx.to_flat_state(state)
+        return [placement(path, variable) for path, variable in flat for _ in jax.tree.leaves(variable)]
 
     placed = placements(params), placements(frozen)
     return Loss(run, params, frozen, state, placed, unit, plain_class(model).__name__)
@@ -263,8 +270,8 @@ def scaled_value_and_grad(
     found = loss_scale_of(optimizer)
     if found is None:
         return value_and_grad(loss_fn, **settings)
-    up = lambda loss: loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * found.scale
-    down = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / found.scale
+    up = lambda loss: loss.astype(wide_dtype(loss.dtype)) * found.scale
+    down = lambda g: g.astype(wide_dtype(g.dtype)) / found.scale
 
     def scaled(model: nnx.Module, *batch: Any) -> Any:
         out = loss_fn(model, *batch)

@@ -11,9 +11,10 @@ from flax import nnx
 from jax import lax
 
 from jshard import _compat
-from jshard.engine.call import Before, Kept, MethodCall, is_float, raw
+from jshard.engine.call import Before, Kept, MethodCall, raw
 from jshard.engine.units import in_region_trace
 from jshard.errors import CallError
+from jshard.plans.policies import is_real_float
 from jshard.plans.units import dotted, plain_class, unit_of
 
 
@@ -174,7 +175,8 @@ def _as_returned(stack: _Stack, layer: Callable[[Any, Any], Any], row: Any) -> A
     after = jax.eval_shape(layer, stack.x, row)
     if jax.tree.structure(after) != jax.tree.structure(stack.x):
         return stack.x
-    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_float(x) and is_float(y) else x, stack.x, after)
+    is_cast = lambda x, y: is_real_float(x.dtype) and is_real_float(y.dtype)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_cast(x, y) else x, stack.x, after)
 
 
 def _arrays(tree: Any) -> Any:

@@ -29,10 +29,11 @@ from jshard.plans.mesh import (
     region_degree,
 )
 from jshard.plans.placement import Placement, spec_over
+from jshard.plans.policies import is_real_float
 from jshard.plans.units import Unit
 
 
-def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
+def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     """Splits a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
 
     Scalars are passed whole to every microbatch; a random key is split.
@@ -110,7 +111,7 @@ class Once:
         return jax.shard_map(run, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
 
     def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
-        """The gradients of the shards, from each data shard's gradients of its copies."""
+        """The gradients of the shards, from each data shard's gradients of its copies, in the dtypes of the sums."""
         if not self.at:
             return []
         stored, own, layout = self._layout()
@@ -124,7 +125,7 @@ class Once:
             states = {axis: [d.get(axis, PARTIAL) for d in whole] for axis in self.inner}
             wanted = {axis: [d.get(axis) for d in dims] for axis in self.inner}
             found = over_axes(self.inner, reduce_all, [g[0] for g in sums], states, wanted)
-            return [placed_like(g.astype(x.dtype), x) for x, g in zip(values, found, strict=True)]
+            return [placed_like(g, x) for x, g in zip(values, found, strict=True)]
 
         return jax.shard_map(run, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
 
@@ -165,7 +166,7 @@ class Loss:
 
 def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
     """Loss, aux of every microbatch, gradients, and the state after the last."""
-    parts, mesh = _microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
+    parts, mesh = microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
     of_params, of_frozen = (Once(placements if once else (), mesh) for placements in loss.placements)
     copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
 
@@ -188,7 +189,7 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         return (total + value, sums, state), aux
 
     placed = zip(copies, of_params.placements, strict=True)
-    zeros = jax.tree.map(jnp.zeros_like, loss.params), [jnp.zeros_like(x, p.reduce_dtype) for x, p in placed]
+    zeros = _zero_sums(loss.params, loss.placements[0]), [jnp.zeros_like(x, p.reduce_dtype) for x, p in placed]
     dtype = jax.eval_shape(grad, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0][0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:
@@ -196,7 +197,30 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         for i, x in zip(of_params.at, to_device(of_params.reduce(loss.params, of_copies)), strict=True):
             leaves[i] = leaves[i] + x
         grads = jax.tree.unflatten(form, leaves)
-    return total / steps, aux, back(jax.tree.map(lambda g: g / steps, grads), loss.params), state
+    mean = total / steps
+    # A stored dtype may be too narrow for the sum, but holds the mean as well as it holds the parameter.
+    grads = jax.tree.map(lambda g, x: (g / steps).astype(x.dtype), grads, loss.params)
+    return mean, aux, back(grads, loss.params), state
+
+
+def _zero_sums(params: Any, placements: Sequence[Placement | None]) -> Any:
+    """Returns zeros to add the gradients of microbatches to, stored as their parameters.
+
+    They have the reduce dtype: in a narrower stored dtype, gradients that are small beside the sum would be lost. If
+    the stored dtype is the wider one they have that, which costs nothing between steps.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    zeros = []
+    for x, placement in zip(leaves, placements, strict=True):
+        dtype = x.dtype if placement is None else _dtype_of_sum(x.dtype, placement.reduce_dtype)
+        zeros.append(jnp.zeros_like(x, dtype))
+    return jax.tree.unflatten(tree, zeros)
+
+
+def _dtype_of_sum(stored: Any, reduced: str) -> Any:
+    if not is_real_float(stored):  # floats of 8 bits have no common dtype with others
+        return reduced
+    return jnp.promote_types(stored, reduced)
 
 
 def _check_left(names: list[str], total: int, missed: bool, model: str) -> None:

@@ -16,7 +16,21 @@ from jshard.errors import CallError
 from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
 from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of, store
-from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
+from jshard.plans.plan import LeafPlan, as_stored
+from jshard.plans.units import (
+    NESTED,
+    Path,
+    Unit,
+    detach,
+    dotted,
+    is_key,
+    nested_units,
+    numberless,
+    plain_class,
+    unit_of,
+    units_in,
+    walk,
+)
 
 Kept = list[tuple[Path, Any]]
 """Paths with variables; an array that is a plain attribute of a module is its own entry."""
@@ -37,8 +51,11 @@ def raw(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def is_float(x: Any) -> bool:
-    """Whether an array has gradients."""
+def has_gradient(x: Any) -> bool:
+    """Returns whether an array can be differentiated: real and complex floats of any size.
+
+    Whether a policy casts it is another question: `jshard.plans.policies.is_real_float`.
+    """
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
@@ -189,8 +206,7 @@ class NnxCall:
         names = _names.get({})
         self.where, self._path = parts.where, names.get(id(module)) or names.get(type(module), "")
         self.name = self._path or plain_class(module).__name__
-        around = [_unit_around(parts, path) for path, _ in parts.params]
-        members: list[Any] = [None if unit is None else unit.by_path.get(path) for unit, path in around]
+        members: list[Any] = [_member(parts, path, raw(variable)) for path, variable in parts.params]
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
         self.params = [raw(parts.params[i][1]) for i in planned]
         self.placements = [members[i].placement for i in planned]
@@ -207,7 +223,10 @@ class NnxCall:
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
         params = [self._parts.params[at] for at in self._planned]
-        found = [(v, *_unit_around(self._parts, path)) for path, v in params]
+        found = []
+        for path, variable in params:
+            module, relative = _module_around(self._parts, path)
+            found.append((variable, unit_of(module), relative))
         return _guarded(self.where.split(".")[0], values, found)
 
     def warn(self, unit: Unit) -> None:
@@ -216,8 +235,12 @@ class NnxCall:
         if not unit.nested:
             check_replicated(unit, name, others_of(self._parts.graph[0]))
         planned = set(self._planned)
-        paths = [path for i, (path, _) in enumerate(self._parts.params) if i not in planned and not path[0]]
-        warn_of_unplanned([dotted(path[1:]) for path in paths], self.where)
+        unplanned = []
+        for i, (path, variable) in enumerate(self._parts.params):
+            is_argument = path[0] != 0
+            if i not in planned and not is_argument and not is_key(raw(variable)):
+                unplanned.append(dotted(path[1:]))
+        warn_of_unplanned(unplanned, self.where)
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The method's results and the changed state, as arrays, from logical parameters and inputs."""
@@ -268,10 +291,21 @@ def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
     return found
 
 
-def _unit_around(parts: MethodCall, path: tuple) -> tuple[Unit | None, tuple]:
-    """The module of a parameter, the called one or one among the arguments, and the path from there."""
-    module, relative = (parts.graph[0], path[1:]) if path[0] == 0 else (parts.graph[1][path[1]], path[2:])
-    return unit_of(module), relative
+def _module_around(parts: MethodCall, path: Path) -> tuple[Any, Path]:
+    """Returns the module of a parameter, the called one or one among the arguments, and the path from there."""
+    if path[0] == 0:
+        return parts.graph[0], path[1:]
+    return parts.graph[1][path[1]], path[2:]
+
+
+def _member(parts: MethodCall, path: Path, value: Any) -> LeafPlan | None:
+    """Returns how a parameter is placed, with the dtypes that follow from its value; None if it was added later."""
+    module, relative = _module_around(parts, path)
+    unit = unit_of(module)
+    member = None if unit is None else unit.by_path.get(relative)
+    if member is None:
+        return None
+    return as_stored(member, value.dtype, lambda: units_in(module))
 
 
 def _guarded(model: str, values: Sequence[Any], params: Sequence[tuple[Any, Unit | None, tuple]]) -> list[Any]:

@@ -102,14 +102,18 @@ def named_in(name: str) -> tuple[Mixing, ...]:
     )
 
 
-Key = tuple[str, tuple[tuple[str, int], ...], frozenset[tuple[Placement, int]]]
+Key = tuple[str, tuple[tuple[str, int], ...], frozenset[tuple[Any, int]]]
 _seen: dict[Key, dict[Hashable, list[Mixing]]] = {}
 _warned: set[tuple[Key, str]] = set()
 
 
 def _key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
-    """A key of a model whose record has other paths in its plan than in a call: its class and placements."""
-    return kind, tuple(mesh), frozenset(collections.Counter(placements).items())
+    """A key of a model whose record has other paths in its plan than in a call: its class and placements.
+
+    Without dtypes, which differ between the two after a cast of the model.
+    """
+    places = collections.Counter((p.shape, p.spec, p.layers, p.gathered) for p in placements)
+    return kind, tuple(mesh), frozenset(places.items())
 
 
 def _key_of_root(unit: Unit) -> Key:

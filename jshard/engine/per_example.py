@@ -19,7 +19,7 @@ from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 
 from jshard import _compat
-from jshard.engine.call import is_float
+from jshard.engine.call import has_gradient
 from jshard.engine.program import dependents, merged, others, picked
 from jshard.engine.rules import PARTIAL, State
 from jshard.errors import CallError
@@ -172,11 +172,11 @@ class _Derivative:
 
     def __init__(self, body: Body, avals: Sequence[Any]) -> None:
         self.body, self.avals = body, list(avals)
-        self.floats_in = list(map(is_float, avals))
+        self.floats_in = list(map(has_gradient, avals))
         self.num_outs = len(body.outs)
         program = jax.make_jaxpr(lambda *xs: self._vjp(xs)[0])(*avals)
         out_avals = program.out_avals[: self.num_outs]
-        self.floats_out = list(map(is_float, out_avals))
+        self.floats_out = list(map(has_gradient, out_avals))
         residuals = program.jaxpr.outvars[self.num_outs :]
         self.num_residuals = len(residuals)
         self.from_outs, self.own = self._kept(program.jaxpr, residuals)
@@ -245,7 +245,7 @@ class _Derivative:
 
             def run(*floats: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
                 outs = self.body.run(*merged(self.floats_in, floats, fixed))
-                return picked(list(map(is_float, outs)), outs), list(outs)
+                return picked(list(map(has_gradient, outs)), outs), list(outs)
 
             _, vjp, outs = jax.vjp(run, *picked(self.floats_in, arrays), has_aux=True)
             residuals, tree = jax.tree.flatten(vjp)

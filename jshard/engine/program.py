@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jshard import _compat
-from jshard.engine.call import is_float
+from jshard.engine.call import has_gradient
 from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
 Atom = Var | Literal
@@ -69,7 +69,7 @@ class Gradient:
 
             def f(diff: list[Any]) -> tuple[list[Any], list[Any]]:
                 outs = evaluate_jaxpr(program.jaxpr, merged(wrt, diff, fixed))
-                self.is_float = [is_float(x) for x in outs]
+                self.is_float = [has_gradient(x) for x in outs]
                 return picked(self.is_float, outs), others(self.is_float, outs)
 
             outs, vjp, rest = jax.vjp(checkpointed(f, program.remat), picked(wrt, operands), has_aux=True)

@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, partial_eval
 
 from jshard import _compat
-from jshard.engine.call import is_float
+from jshard.engine.call import has_gradient
 from jshard.engine.program import Gradient, Program, abstract, dependents, evaluate_jaxpr, merged, others, picked
 from jshard.plans.memories import placed_like
 
@@ -172,7 +172,7 @@ def jvp_rule(
     """
     num_operands = len(call.program.jaxpr.in_avals)
     wrt = tuple(
-        not isinstance(tangents[i], ad.Zero) and is_float(primals[i]) and i not in call.constants
+        not isinstance(tangents[i], ad.Zero) and has_gradient(primals[i]) and i not in call.constants
         for i in range(num_operands)
     )
     if not any(wrt):

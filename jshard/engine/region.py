@@ -17,7 +17,7 @@ from jshard import _compat
 from jshard.engine import region_rules as region_rules  # enters the rules of the primitive
 from jshard.engine import stored, units
 from jshard.engine.accumulate import gathered_copies
-from jshard.engine.call import NnxCall, as_plain, is_float
+from jshard.engine.call import NnxCall, as_plain
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.crossing import Crossing, Region
 from jshard.engine.mixing import batch_size
@@ -100,7 +100,7 @@ def _open_region(call: Call, unit: Unit) -> Any:
 
     def cast_own(params: list[Any], inputs: list[Any]) -> list[Any]:
         gathered = [
-            x.astype(p.gathered_dtype) if p is not None and owner != NESTED and is_float(x) else x
+            x.astype(p.gathered_dtype) if p is not None and owner != NESTED else x
             for x, p, owner in zip(params, call.placements, call.owners, strict=True)
         ]
         return body(gathered, inputs)
@@ -190,7 +190,7 @@ def _copies_of(call: Call) -> list[Any]:
     if copies is None:
         return none
     found = [copies.by_id.get(id(x)) for x in call.params]
-    if any(x is None and (p is None or p.gathered) for x, p in zip(found, call.placements, strict=True)):
+    if any(x is None and p is not None and p.gathered for x, p in zip(found, call.placements, strict=True)):
         copies.missed = True
         return none
     copies.taken |= {*map(id, call.params)}

@@ -11,7 +11,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 
 from jshard.engine import stored
-from jshard.engine.call import is_float
+from jshard.engine.call import has_gradient
 from jshard.engine.crossing import AnyCrossing, Crossing, Region, ResultOf, of_tangent, resolved
 from jshard.engine.on_shards import Partition, partition
 from jshard.engine.program import Gradient, Program, picked
@@ -145,7 +145,7 @@ class RegionCall(ProgramCall):
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one region."""
         has_tangent = tuple(
-            is_float(aval) and i not in self.constant_results for i, aval in enumerate(self.program.jaxpr.out_avals)
+            has_gradient(aval) and i not in self.constant_results for i, aval in enumerate(self.program.jaxpr.out_avals)
         )
         diff = [i for i, is_wanted in enumerate(wrt) if is_wanted]
         num_operands = len(wrt)

@@ -1,5 +1,6 @@
 """Stored shards: how parameters are gathered from them, and how gradients are reduced to them."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ def gather(value: Value, dtype: Any = None) -> jax.Array:
     dim = _dim(x, placement)
     if dim is None:
         return x
+    if x.dtype in (jnp.int2, jnp.uint2):  # XLA:CPU writes beyond the end of what it gathers of these
+        return gather(value.with_array(x.astype(jnp.int8))).astype(x.dtype)
     join = lambda x: x if pieces else _fused(x, placement)  # pieces are of neighbours along `fsdp`
     groups = [list(range(i, i + pieces)) for i in range(0, lax.axis_size(FSDP), pieces)] if pieces else None
     run = lambda x: lax.all_gather(join(x), FSDP, axis=dim, tiled=True, axis_index_groups=groups)
@@ -85,19 +88,86 @@ def gather_unit(xs: list[Any], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tu
     return [full[i] for i in range(len(xs))]
 
 
+@dataclasses.dataclass(frozen=True)
+class PartialSum:
+    """A gradient of which each device has a part: what is summed, and what is left to sum.
+
+    A gradient is summed over each batch axis once, whatever its placement says. Summed twice, it would be multiplied
+    by the degree of the axis; not at all, each device would continue with the gradient of its own examples. So every
+    collective passes through `after`, and the last step sums over the axes that are left.
+
+    Attributes:
+        array: this device's part, or the shard of one.
+        axes: the batch axes over which it is yet to be summed, without those of degree 1.
+    """
+
+    array: jax.Array
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, gradient: jax.Array, mesh: Mesh) -> "PartialSum":
+        """Returns the part of a data shard: partial over all batch axes."""
+        return cls(gradient, tuple(axis for axis in batch_axes(mesh) if degree(mesh, axis) > 1))
+
+    def after(self, array: jax.Array, axes: Sequence[str]) -> "PartialSum":
+        """Returns the result of a collective that summed it over these axes."""
+        twice = [axis for axis in axes if axis not in self.axes]
+        assert not twice, f"a gradient is summed twice over {twice}"
+        return PartialSum(array, tuple(axis for axis in self.axes if axis not in axes))
+
+    def finished(self, mesh: Mesh) -> jax.Array:
+        """Returns the sum over the axes that are left, and over inner axes where one is open."""
+        x = lax.psum(self.array, self.axes) if self.axes else self.array
+        for axis in inner_axes(mesh):
+            x = over_axis_p.bind(x, axis=axis, dim=None, beside=None)
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingSum:
+    """The second step of a gradient whose first has begun: the axes that are left, and the dtype of the result."""
+
+    axes: tuple[str, ...]
+    dtype: Any
+
+    def finished(self, array: jax.Array, mesh: Mesh) -> jax.Array:
+        """Returns the sum, from the result of the first step."""
+        return PartialSum(array, self.axes).finished(mesh).astype(self.dtype)
+
+
 def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
     It is reduced in the parameter's reduce dtype, over the axes that it is stored over, then over the others.
     """
+    return _first_step(x, placement, mesh).finished(mesh).astype(x.dtype)
+
+
+def pending_sum(x: jax.Array, placement: Placement, mesh: Mesh) -> PendingSum | None:
+    """Returns the second step of a gradient; None if the first is the whole sum, or if there is no first one."""
     if _dim(x, placement) is None:
-        return sum_replicas(x.astype(placement.reduce_dtype), mesh, but="").astype(x.dtype)
-    return sum_replicas(reduce_scatter(x, placement, mesh), mesh).astype(x.dtype)
+        return None
+    whole = PartialSum.of(x, mesh)
+    axes = whole.after(x, _scattered_axes(mesh)).axes
+    return PendingSum(axes, x.dtype) if axes else None
 
 
-def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
-    """Whether a gradient is reduced over shards, then over replicas."""
-    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in batch_axes(mesh) if a != FSDP)
+def _first_step(x: jax.Array, placement: Placement, mesh: Mesh) -> PartialSum:
+    """Returns a gradient after its first step, a sum over the shards; a gradient that has no shards has no such step.
+
+    An empty gradient is its own sum.
+    """
+    part = PartialSum.of(x, mesh)
+    if x.size == 0:
+        return part.after(x, part.axes)
+    if _dim(x, placement) is None:
+        return part.after(x.astype(placement.reduce_dtype), [])
+    return part.after(reduce_scatter(x, placement, mesh), _scattered_axes(mesh))
+
+
+def _scattered_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the batch axes that the sum over the shards covers; inner axes are no batch axes."""
+    return (FSDP,) if degree(mesh, FSDP) > 1 else ()
 
 
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -128,42 +198,48 @@ def _summed_on_arrival(x: jax.Array, *, dim: int, placement: Placement) -> jax.A
     return x
 
 
-def sum_replicas(x: jax.Array, mesh: Mesh, but: str = FSDP) -> jax.Array:
-    """The second step: the sum over the replicas, or all batch axes but one; over inner axes where one is open."""
-    axes = tuple(a for a in batch_axes(mesh) if a != but and degree(mesh, a) > 1)
-    x = lax.psum(x, axes) if axes else x
-    for axis in inner_axes(mesh):
-        x = over_axis_p.bind(x, axis=axis, dim=None, beside=None)
-    return x
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def reduce_unit(xs: list[Any], placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> list[Any]:
-    """The gradients of a unit, summed: stored shards; those with two steps may be left after the first.
+    """The gradients of a unit, summed: stored shards; with `first_step`, those that have a `pending_sum` lack it.
 
     Small gradients that are summed whole are joined, which is faster than sending each alone; so are all that are
     summed on arrival, because the compiler joins reductions but not exchanges. Gradients that are also split over other
     axes are not joined, because that would gather them over these axes.
     """
+    parts = _summed_together(xs, placements, mesh)
+    for i, x in _exchanged_together(xs, placements).items():
+        parts[i] = PartialSum.of(xs[i], mesh).after(x, _scattered_axes(mesh))
+    results = []
+    for i, (x, placement) in enumerate(zip(xs, placements, strict=True)):
+        part = parts[i] if i in parts else _first_step(x, placement, mesh)
+        pending = pending_sum(x, placement, mesh) if first_step else None
+        if pending is None:
+            results.append(part.finished(mesh).astype(x.dtype))
+            continue
+        assert part.axes == pending.axes, "the second step covers what the first has left"
+        results.append(part.array)
+    return results
+
+
+def _summed_together(xs: Sequence[jax.Array], placements: Sequence[Placement], mesh: Mesh) -> dict[int, PartialSum]:
+    """Returns the sums of small gradients that are not stored in shards, by their places: of each dtype one array."""
     together: dict[Any, list[int]] = {}
-    for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-        if one.shards == 1 and x.size * x.dtype.itemsize < _SMALL_BYTES:
-            together.setdefault((x.dtype, one.reduce_dtype), []).append(i)
-    found = {}
-    for (dtype, reduce_dtype), at in together.items():
-        if len(at) > 1:
-            joined = jnp.concatenate([xs[i].astype(reduce_dtype).ravel() for i in at])
-            whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
-            parts = jnp.split(whole, list(itertools.accumulate(xs[i].size for i in at))[:-1])
-            found |= {i: part.reshape(xs[i].shape) for i, part in zip(at, parts, strict=True)}
-    scattered = _exchanged_together(xs, placements)
-    for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
-        is_first = first_step and has_two_steps(x, one, mesh)
-        if i in scattered:
-            found[i] = scattered[i] if is_first else sum_replicas(scattered[i], mesh).astype(x.dtype)
-        elif i not in found:
-            found[i] = reduce_scatter(x, one, mesh) if is_first else reduce_gradient(x, one, mesh)
-    return [found[i] for i in range(len(xs))]
+    for i, (x, placement) in enumerate(zip(xs, placements, strict=True)):
+        is_small = 0 < x.size * x.dtype.itemsize < _SMALL_BYTES
+        if is_small and placement.shards == 1 and _dim(x, placement) is None:
+            together.setdefault((x.dtype, placement.reduce_dtype), []).append(i)
+    sums = {}
+    for (dtype, reduce_dtype), places in together.items():
+        if len(places) == 1:
+            continue
+        joined = jnp.concatenate([xs[i].astype(reduce_dtype).ravel() for i in places])
+        # Over all batch axes, also those of degree 1: an inner axis that is open joins in a sum over any of them.
+        whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
+        rows = jnp.split(whole, list(itertools.accumulate(xs[i].size for i in places))[:-1])
+        for i, row in zip(places, rows, strict=True):
+            part = PartialSum.of(xs[i], mesh)
+            sums[i] = part.after(row.reshape(xs[i].shape), part.axes)
+    return sums
 
 
 def _exchanged_together(xs: Sequence[jax.Array], placements: Sequence[Placement]) -> dict[int, jax.Array]:

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
 from jshard.engine import rules
-from jshard.engine.call import is_float
+from jshard.engine.call import has_gradient
 from jshard.engine.program import Gradient, Program, abstract, evaluate_jaxpr, others, picked
 from jshard.engine.program_call import (
     Adjoint,
@@ -163,7 +163,7 @@ class UnitCall(ProgramCall):
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one unit."""
         num_params, num_operands = len(self.owners), len(wrt)
-        has_tangent = tuple(is_float(aval) for aval in self.program.jaxpr.out_avals)
+        has_tangent = tuple(has_gradient(aval) for aval in self.program.jaxpr.out_avals)
         tangent_dtypes = dict(enumerate(picked(wrt, [aval.dtype for aval in avals[:num_operands]]), num_operands))
         num_gradients = sum(self.wrt)
         order = Pushforward.order_of(has_tangent, num_gradients)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.call import NnxCall, is_array, is_float, is_nnx
+from jshard.engine.call import NnxCall, is_array, is_nnx
 from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.equality import shared
 from jshard.engine.program import Program, abstract, checkpointed
@@ -23,7 +22,7 @@ from jshard.engine.unit_call import UnitCall, UnitSettings
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import data_axes, data_degree
 from jshard.plans.placement import Placement
-from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Remat
+from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Remat, is_real_float
 from jshard.plans.units import NESTED, OWN, Unit
 
 
@@ -77,7 +76,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     traces = _traces.get()
     assert traces is not None
     gathered = [
-        jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN and is_float(x) else x
+        jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN else x
         for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
     ]
     inputs = list(map(abstract, call.inputs))
@@ -120,7 +119,7 @@ def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], l
 
 
 def _cast(x: Any, dtype: str | None) -> Any:
-    return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(dtype) if dtype and is_real_float(x.dtype) else x
 
 
 # ---- in global view: as a Flax user would write it, the baseline for jshard; and units that are never gathered

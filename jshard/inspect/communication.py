@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -228,6 +229,8 @@ _OWN_SUMS = 16 * 2**10
 
 _JOINED = "XLA:CPU gathers once for forward and backward; a compiler for GPUs keeps both gathers"
 _WIDENED = "XLA:CPU sends narrower floats as f32"
+_SENT_BY_CPU = {"f32": r"b?f(8e\w+|16)", "f16": r"f(4|8)e\w+", "s8": "[su][24]", "u8": "u[24]"}
+"""Dtypes that XLA:CPU sends instead of narrower ones, with patterns of those."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -310,8 +313,9 @@ def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
     for t in traffic_of(plan):
         if sync == "last" and t.purpose.startswith(BACKWARD):
             continue  # gathered once, for all microbatches
-        dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
-        sums[CollectiveKind(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
+        times = accumulate if sync == "each" else 1
+        elements = t.full_bytes / jnp.dtype(t.dtype).itemsize  # a plan counts a byte for an integer of 4 bits
+        sums[CollectiveKind(t.kind, t.axes, t.group_size)][hlo_dtype(t.dtype)] += elements * times
     return sums
 
 
@@ -368,7 +372,9 @@ class _Comparison:
                 what = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
                 ratio = item_bytes(dtype) / _item(planned)
                 words = f"{what}: {_named(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
-                by_cpu = _WIDENED if self.on_cpu and dtype == "f32" else ""
+                narrower = _SENT_BY_CPU.get(dtype, "$")
+                is_widened = self.on_cpu and any(re.fullmatch(narrower, name) for name in planned)
+                by_cpu = _WIDENED.replace("f32", dtype) if is_widened else ""
                 yield Difference(words, kind.kind, kind.kind, kind.axes, units, by_cpu)
 
 
@@ -472,5 +478,8 @@ def _axes(axes: tuple[str, ...]) -> str:
 
 
 def hlo_dtype(name: str) -> str:
-    """`bf16` for `bfloat16`, `f8e4m3fn` for `float8_e4m3fn`."""
-    return name.replace("float", "f").replace("int", "s").replace("us", "u").replace("_", "")
+    """`bf16` for `bfloat16`, `f8e4m3fn` for `float8_e4m3fn`, `c64` for `complex64`, `pred` for `bool`."""
+    if name == "bool":
+        return "pred"
+    short = name.replace("complex", "c").replace("float", "f").replace("int", "s")
+    return short.replace("us", "u").replace("_", "")

@@ -22,7 +22,7 @@ from jshard._compat import LINEN_CALL
 from jshard.engine.context import in_global_view
 from jshard.engine.region import run_call
 from jshard.errors import AnnotationError, CallError
-from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested
+from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested, placeable
 from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, warn_of_stacks
 from jshard.plans import checks
 from jshard.plans.mesh import is_concrete
@@ -62,20 +62,32 @@ class Annotation:
         """The layout of these parameters: the one found by `init`, or else the one found by a survey.
 
         `init` reaches every submodule with parameters. A survey of another call is valid only for that call: another
-        method may reach other units. Parameters without the boxes of `init` are placed as if they had them.
+        method may reach other units. Parameters without the boxes of `init` are placed as if they had them. Those that
+        were cast since `init` have its layout, with the dtypes that follow from the new ones.
         """
         if keep:
             self.specs |= {(path, leaf.shape): leaf.spec for path, leaf in leaves.items()}
         else:
             leaves = {path: self._boxed(path, leaf) for path, leaf in leaves.items()}
         key = frozenset(leaves.items())
-        found = None if keep else self.layouts.get(key)
+        found = None if keep else self.layouts.get(key) or self._recast(leaves)
         if found is None:
             found = Layout.make(dataclasses.replace(self.root, kind=self.base.__name__), survey(), leaves)
         if keep:
             self.layouts[key] = found
         self.latest = found
         return found
+
+    def _recast(self, leaves: Mapping[Path, Leaf]) -> Layout | None:
+        """Returns the layout that `init` found for these parameters in other dtypes; None without one."""
+        without_dtypes = lambda items: {(path, dataclasses.replace(leaf, dtype="")) for path, leaf in items}
+        key = without_dtypes(leaves.items())
+        for known, layout in self.layouts.items():
+            if without_dtypes(known) == key:
+                recast = layout.with_dtypes({path: leaf.dtype for path, leaf in leaves.items()})
+                self.layouts[frozenset(leaves.items())] = recast
+                return recast
+        return None
 
     def plain(self, module: nn.Module) -> nn.Module:
         """An annotated module without its annotation."""
@@ -264,7 +276,7 @@ def _note(seen: Seen, module: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _note_shapes(shapes: dict[Path, tuple[int, ...]], module: nn.Module, path: Path) -> None:
-    for inner, leaf in flat(module.variables.get(PARAMS, {})):
+    for inner, leaf in placeable(module.variables):
         shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
 
 
@@ -406,7 +418,7 @@ def _beside(
 
 
 def _leaves(module: nn.Module) -> dict[Path, Leaf]:
-    return {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
+    return {path: described(leaf, path) for path, leaf in placeable(module.variables)}
 
 
 def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -435,7 +447,7 @@ def _is_unit(inside: _Inside, module: nn.Module) -> bool:
     if path in ((), inside.unit) or path not in inside.layout.records:
         return False
     layers = inside.layout.records[path].placement.stacked
-    for inner, leaf in flat(module.variables.get(PARAMS, {})) if layers else ():
+    for inner, leaf in placeable(module.variables) if layers else ():
         placed = inside.layout.leaves.get((*path, *inner))
         if placed is not None:
             return len(described(leaf, inner).shape) == len(placed.placement.shape) - layers
@@ -489,7 +501,7 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
 def _place(module: nn.Module, layout: Layout) -> None:
     """Shards the parameters from `init`. One that would be padded is unchanged: its creator reads its shape."""
     mesh = layout.root.mesh
-    for path, leaf in flat(module.variables.get(PARAMS, {})) if is_concrete(mesh) else ():
+    for path, leaf in placeable(module.variables) if is_concrete(mesh) else ():
         placement = layout.leaves[path].placement
         if not placement.padding:
             sharding = NamedSharding(mesh, placement.partition_spec)

@@ -24,7 +24,7 @@ from jshard.linen.layout import Layout, Leaf, is_padded, padding_in
 from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
-from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, role
+from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, is_key, role
 
 PARAMS = "params"
 """The collection of the parameters."""
@@ -33,6 +33,13 @@ PARAMS = "params"
 def flat(tree: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
     """The variables in a collection, by path."""
     return traverse_util.flatten_dict(tree).items()
+
+
+def placeable(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Yields the parameters among variables, without random keys, which no plan places."""
+    for path, leaf in flat(variables.get(PARAMS, {})):
+        if not is_key(raw_of(leaf)):
+            yield path, leaf
 
 
 def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
@@ -136,7 +143,7 @@ class LinenCall:
     def leaves(self) -> dict[Path, Any]:
         """The parameters inside the annotated module, by path from it, described."""
         groups = zip(self._outermost, self.groups[0], strict=True)
-        every = (((*scope.path, *path), leaf) for scope, group in groups for path, leaf in flat(group.get(PARAMS, {})))
+        every = (((*scope.path, *path), leaf) for scope, group in groups for path, leaf in placeable(group))
         own = ((inside(self.prefix, path), leaf) for path, leaf in every)
         return {path: described(leaf, path) for path, leaf in own if path is not None}
 

@@ -17,9 +17,10 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.checks import check_patterns_used
-from jshard.plans.memories import StatePlaces, key_texts, tail_in
+from jshard.plans.memories import Keys, StatePlaces, key_texts, tail_in
 from jshard.plans.padding import OF_STORAGE, Padding
-from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan
+from jshard.plans.placement import Placement
+from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, as_stored, make_plan
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import Path, Unit, as_filter, dotted, inside, with_views
 
@@ -73,6 +74,16 @@ class Layout:
         """The layout with other settings of the units, by path."""
         records = {path: dataclasses.replace(unit, policy=policies[path]) for path, unit in self.records.items()}
         return Layout(with_views(self.plan, records))
+
+    def with_dtypes(self, dtypes: Mapping[Path, str]) -> "Layout":
+        """Returns the layout of the same parameters, stored in other dtypes."""
+        leaves = tuple(as_stored(leaf, dtypes[leaf.keys[0]], lambda: self.records) for leaf in self.plan.leaves)
+        return Layout(with_views(dataclasses.replace(self.plan, leaves=leaves), self.records))
+
+    def placement_of(self, keys: Keys, dtype: Any) -> Placement | None:
+        """Returns the placement of the parameter that a path in a tree ends in, stored in a dtype; None for others."""
+        leaf = self.leaves.get(self.places.tail(keys) or ())
+        return None if leaf is None else as_stored(leaf, dtype, lambda: self.records).placement
 
     @property
     def root(self) -> Unit:

@@ -145,7 +145,6 @@ jax.tree_util.register_pytree_with_keys(
 
 def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has_aux: bool) -> Loss:
     """The loss of trained and frozen parameters."""
-    places = layout.places
 
     def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         out = loss_fn(joined(params, frozen), *part)
@@ -153,7 +152,7 @@ def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has
         return value, (aux, state)
 
     def placement(path: tuple, x: Any) -> Placement | None:
-        found = places.parameter(key_texts(path))
+        found = layout.placement_of(key_texts(path), x.dtype)
         return found if found is not None and found.stored_shape == jnp.shape(x) else None
 
     placed = [[placement(path, x) for path, x in jax.tree.leaves_with_path(tree)] for tree in (trained, frozen)]

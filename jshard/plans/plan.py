@@ -4,16 +4,17 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, hosts_along
-from jshard.plans.placement import Entry, Placement, place
+from jshard.plans.placement import Entry, Placement, place, stored_as
 from jshard.plans.units import (
     Path,
     Unit,
@@ -25,6 +26,7 @@ from jshard.plans.units import (
     plain_class,
     role,
     unit_of,
+    units_in,
 )
 
 
@@ -252,8 +254,36 @@ def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path
         unit.policy.mixed_precision,
         pads=not (is_named(dotted(from_unit), asked.allow_replicated) or is_named(dotted(path), from_root)),
         ignored=any(leave_out(p, variable) for p in (from_unit, path)),
-        hosts=hosts_along(unit.mesh, FSDP) if unit.policy.mixed_precision.wire else 1,
+        hosts=_hosts_of(unit),
     )
+
+
+def as_stored(leaf: LeafPlan, dtype: Any, units: Callable[[], Mapping[Path, Unit]]) -> LeafPlan:
+    """Returns a parameter with the dtypes that follow from the one that is stored now.
+
+    A model may be cast as a whole or in part after it was annotated. As in plain Flax, it then computes in its new
+    dtype, except where a policy sets another. A parameter that an enclosing unit gathers is left as it is: inside,
+    it has the dtype that it was gathered in.
+
+    Args:
+        leaf: the parameter as it was planned.
+        dtype: of the stored array.
+        units: returns the records of the units by path, from where the plan of the parameter is seen.
+    """
+    if leaf.owner is None or jnp.dtype(dtype).name == leaf.placement.dtype:
+        return leaf
+    unit = units().get(leaf.owner)
+    if unit is None:
+        return leaf  # its unit was removed from the model
+    precision = unit.policy.mixed_precision
+    path = dotted(_inside(leaf.owner, leaf.keys)[0])
+    placement = stored_as(leaf.placement, dtype, path, precision, hosts=_hosts_of(unit))
+    return dataclasses.replace(leaf, placement=placement)
+
+
+def _hosts_of(unit: Unit) -> int:
+    """Returns the number of hosts along `fsdp` that the sum of a gradient distinguishes."""
+    return hosts_along(unit.mesh, FSDP) if unit.policy.mixed_precision.wire else 1
 
 
 def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
@@ -311,10 +341,13 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         return of_its_own(wrt)
     root = record_of(model)
     assert root.plan is not None, "an annotated model has one"
-    is_trained, trained = nnx.filterlib.to_predicate(wrt), {}
+    is_trained = nnx.filterlib.to_predicate(wrt)
+    first_paths: dict[int, Path] = {}
+    there: dict[Path, nnx.Param] = {}
     for variable, path, _ in occurrences(model):
-        trained.setdefault(id(variable), (path, is_trained(path, variable)))
-    there = dict(trained.values())
+        if id(variable) not in first_paths:
+            first_paths[id(variable)] = path
+            there[path] = variable
     if unplanned := [path for path in there if path not in root.by_path]:
         raise AnnotationError(
             "The model has parameters that were added after its annotation.",
@@ -322,9 +355,15 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
             why="fully_shard places the parameters that exist when it is called.",
             do="change the model first, then annotate it: js.fully_shard(model, mesh=mesh).",
         )
-    held = (leaf for leaf in root.plan.leaves if leaf.keys[0] in there)
-    leaves = tuple(dataclasses.replace(leaf, trained=there[leaf.keys[0]]) for leaf in held)
-    return dataclasses.replace(root.plan, leaves=leaves)
+    leaves = []
+    for leaf in root.plan.leaves:
+        path = leaf.keys[0]
+        variable = there.get(path)
+        if variable is None:
+            continue  # removed since
+        stored = as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model))
+        leaves.append(dataclasses.replace(stored, trained=is_trained(path, variable)))
+    return dataclasses.replace(root.plan, leaves=tuple(leaves))
 
 
 def record_of(model: Any) -> Unit:

@@ -23,15 +23,37 @@ NONE, FULL, OFFLOADED, ATTENTION_AGAIN, SELECTIVE = "none", "full", "offload", "
 _GATHERED_BY_SCALE = ("float8_e4m3fn", "float8_e5m2")
 
 
+def is_real_float(dtype: Any) -> bool:
+    """Returns whether a policy of dtypes applies to arrays of a dtype: real floats of 16 bits or more.
+
+    A cast would drop the imaginary part of complex numbers, round integers and indices, and change floats of 8 bits or
+    less without the scale that belongs to them. So these are stored, sent and computed with as they are. Whether an
+    array has a gradient is another question: `jshard.engine.call.has_gradient`.
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the dtype to sum or compare values of a dtype in: of real floats at least float32, else its own.
+
+    Unlike `jnp.promote_types`, also for floats of 8 bits or less, which have no common dtype with others.
+    """
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow else dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes of a unit's computation and communication; the stored shard keeps its own dtype.
 
+    They apply to real floats of 16 bits or more. Complex numbers, integers, booleans and floats of 8 bits are stored,
+    gathered and computed with in their own dtype.
+
     Args:
         param: dtype of the gathered copy, and so of the all-gather; None keeps the stored dtype.
         reduce: dtype of the gradient's reduce-scatter and all-reduce; None uses the dtype of `param`.
-        output: dtype to which the unit's floating outputs are cast; None leaves them.
-        cast_inputs: cast the unit's floating inputs to `param` before the call.
+        output: dtype to which the unit's outputs are cast; None leaves them.
+        cast_inputs: cast the unit's inputs to `param` before the call.
         keep: path patterns of parameters that are gathered, and so computed with, in their stored dtype, such as
             `("norm/*", "router/*")`; matched against the end of the path from the unit.
         gather: an 8-bit dtype, "float8_e4m3fn" or "float8_e5m2", in which matrices are sent when they are gathered:

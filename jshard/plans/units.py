@@ -159,12 +159,22 @@ def _reduce_class(cls: Any) -> tuple:
     return _unit_class, (cls._jshard_base, cls._jshard_unit, cls._jshard_route)
 
 
+def is_key(x: Any) -> bool:
+    """Returns whether an array holds random keys: these have no bytes to split, and every device has them whole."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
-    """Every parameter along every path (a tied one several times), with the units around it, outermost first."""
+    """Every parameter along every path (a tied one several times), with the units around it, outermost first.
+
+    Random keys are left out, also where a model has them as parameters.
+    """
 
     def visit(node: Any, path: Path, units: tuple, open_nodes: frozenset[int]) -> Iterator:
         if isinstance(node, nnx.Param):
-            yield node, path, units
+            if not is_key(node.get_raw_value()):
+                yield node, path, units
             return
         if isinstance(node, nnx.Variable) or id(node) in open_nodes:
             return
@@ -205,6 +215,11 @@ def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
     """The unit modules in a graph with their first path, outer before inner, each once."""
     found = [(path, one) for path, one in modules(module) if unit_of(one) is not None]
     yield from sorted(found, key=lambda item: [(isinstance(k, str), k) for k in item[0]])
+
+
+def units_in(module: nnx.Module) -> dict[Path, Unit]:
+    """Returns the records of the units in a module by path, outer before inner."""
+    return {path: unit for path, one in nested_units(module) if (unit := unit_of(one)) is not None}
 
 
 def dotted(path: Path) -> str:

@@ -22,6 +22,7 @@ from jshard.engine.rules import (
     split_dim,
 )
 from jshard.engine.rules.shapes import counted_columns
+from jshard.plans.policies import wide_dtype
 
 
 def free_dims(ndim: int, *taken: Sequence[int]) -> list[int]:
@@ -157,7 +158,7 @@ def extreme(p: Partitioner, name: str, x: Any) -> jax.Array:
     across, is_max = (lax.pmax, True) if name == "reduce_max" else (lax.pmin, False)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return across(x, p.axes)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # integers of 16 bits have no all-reduce on GPUs
+    wide = x.astype(wide_dtype(x.dtype))  # integers of 16 bits have no all-reduce on GPUs
     limits = jnp.iinfo(f"int{wide.dtype.itemsize * 8}")
     ordered = lambda bits: jnp.where(bits < 0, bits ^ limits.max, bits)  # and back
     last = jnp.asarray(limits.max if is_max else limits.min, limits.dtype)
