@@ -16,6 +16,7 @@ from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
 from jshard.plans.checks import check_replicated, others_of
+from jshard.plans.homes import Home, settle_in
 from jshard.plans.memories import (
     StatePlaces,
     UpdateLayout,
@@ -34,6 +35,7 @@ from jshard.plans.units import Path, dotted, plain_class, walk
 
 M = TypeVar("M")
 N = TypeVar("N", bound=nnx.Module)
+Opt = TypeVar("Opt", bound=nnx.Optimizer)
 
 
 def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module) -> M:
@@ -218,7 +220,7 @@ def shard_optimizer(
         made = type(optimizer)(nnx.merge(model_def, to_device(model_state)), optimizer.tx, wrt=wrt)
         return nnx.state(_padded(made, _places(model, over_replica=shard_replicated)))
 
-    return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
+    return _at_home(nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state)))
 
 
 def abstract_optimizer(
@@ -242,9 +244,17 @@ def abstract_optimizer(
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
     made = nnx.eval_shape(lambda model: kind(model, placed, wrt=wrt), model)
     graphdef, state = nnx.split(_padded(made, places))
-    return nnx.merge(
-        graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
-    )
+    abstract = nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
+    return _at_home(nnx.merge(graphdef, abstract))
+
+
+def _at_home(optimizer: Opt) -> Opt:
+    """The optimizer, placed as planned: what is written to its variables later is placed like this."""
+    for _, variable in walk(optimizer):
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
+        if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and isinstance(value.sharding, NamedSharding):
+            settle_in(variable, Home(value.sharding, value.shape))
+    return optimizer
 
 
 class _Placed(optax.GradientTransformationExtraArgs):

@@ -20,9 +20,11 @@ from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.linen.annotation import annotation_of
 from jshard.plans.checks import Other, others_of
-from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
+from jshard.plans.homes import place_of
+from jshard.plans.memories import is_placed
+from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, record_of
 from jshard.plans.plan import plan as make_plan
-from jshard.plans.units import dotted, numberless
+from jshard.plans.units import dotted, numberless, occurrences
 
 
 def explain(
@@ -69,8 +71,10 @@ def explain(
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
-    others = tuple(others_of(model_or_plan)) if isinstance(model_or_plan, nnx.Module) else ()
-    return Explanation(plan, held, traffic_of(plan), leaves, others, mixing)
+    if not isinstance(model_or_plan, nnx.Module):
+        return Explanation(plan, held, traffic_of(plan), leaves, mixing=mixing)
+    others = tuple(others_of(model_or_plan))
+    return Explanation(plan, held, traffic_of(plan), leaves, others, mixing, tuple(_strays(model_or_plan)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -83,6 +87,7 @@ class Explanation(Printed):
     leaves: bool = False  # whether every parameter is listed
     others: tuple[Other, ...] = ()  # float arrays of an nnx model that are not parameters, and in no other figure
     mixing: tuple[Mixing, ...] = ()  # communication of the last traced calls for mixing the examples of the batch
+    strays: tuple[str, ...] = ()  # parameters of an nnx model that are not where the plan places them
 
     def __rich__(self) -> Group:
         tables = [_units_table(self.plan)]
@@ -91,7 +96,14 @@ class Explanation(Printed):
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         tables += [_mixing_table(self.mixing)] if self.mixing else []
         spaced = [part for table in tables for part in (Text(), table)]
-        return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, _notes(self.plan, self.others)))
+        return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, self._notes()))
+
+    def _notes(self) -> Iterator[str]:
+        yield from _notes(self.plan, self.others)
+        if self.strays:
+            count = f"{len(self.strays)} parameter{'s'[: len(self.strays) != 1]}"
+            yield f"Not placed as planned: {count}, until the next call"
+            yield from _counted(f"  {stray}" for stray in self.strays)
 
     def to_json(self) -> str:
         """Everything as JSON text; `ShardPlan.from_json` reads the plan in it."""
@@ -111,9 +123,20 @@ class Explanation(Printed):
             "communication_per_step": traffic,
             "mixing": [dataclasses.asdict(one) for one in self.mixing],
             "replicated": {leaf.path: leaf.placement.because for leaf in self.plan.replicated},
+            "not_placed_as_planned": list(self.strays),
             "other_arrays": [dataclasses.asdict(other) | {"path": dotted(other.path)} for other in self.others],
         }
         return json.dumps(whole, indent=1)
+
+
+def _strays(model: nnx.Module) -> Iterator[str]:
+    """The parameters of an annotated model that are not where the plan places them, as text."""
+    root = record_of(model)
+    for variable, path, _ in occurrences(model):
+        planned = root.by_path.get(path)  # of a tied one, its first path
+        if planned is not None and not is_placed(variable, planned.placement, root.mesh):
+            value = variable.get_raw_value()
+            yield f"{numberless(dotted(path))} {list(value.shape)}: {place_of(value)}"
 
 
 def folded_units(plan: ShardPlan) -> list[tuple[str, int, UnitPlan]]:
