@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -54,6 +53,7 @@ class LeafPlan:
     stack: str = ""  # path of the layers of a loop that it is stacked with, where no unit is inside the loop
     keys: tuple[Path, ...] = ()  # the path and the aliases as keys
     owner: Path | None = ()  # path of the module that gathers it; None in the plan of a unit inside it
+    sharers: tuple[Path, ...] = ()  # modules of the same unit, given in one list, that gather a tied one, too
 
     @property
     def role(self) -> str:
@@ -161,11 +161,13 @@ class ShardPlan:
         within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
         names, leaves = _names(within), []
         for leaf in self.leaves:
-            keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
+            keys = _inside(path, leaf.keys)
+            gatherers = () if leaf.owner is None else (leaf.owner, *leaf.sharers)
+            owner, *sharers = _inside(path, gatherers) or (None,)
             if keys and (owner or ()) in names:  # else its unit was removed from the model
                 unit, (text, *aliases) = names[owner or ()], map(dotted, keys)
                 seen = {"path": text, "unit": unit, "aliases": tuple(aliases), "keys": keys, "owner": owner}
-                leaves.append(dataclasses.replace(leaf, **seen))
+                leaves.append(dataclasses.replace(leaf, **seen, sharers=tuple(sharers)))
         return ShardPlan(self.mesh, _rows(within), tuple(leaves))
 
     def to_json(self) -> str:
@@ -188,22 +190,27 @@ class ShardPlan:
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
     """Places every parameter, and finds the unit that gathers it: the innermost one around all of its uses.
 
+    Modules that were given in one list are one unit: each gathers a parameter that is tied between them when it is
+    called, and the settings are those of the list.
+
     The records of the units are by path, the root, `()`, first. One error lists all parameters that cannot be placed.
     """
     names = _names(units)
     found, errors, shared = [], [], []
     for path, leaf in leaves.items():
-        owner, keys = _owner(leaf.around), (path, *leaf.aliases)
+        keys = (path, *leaf.aliases)
+        owner, *sharers = _gatherers(leaf.around, units)
         try:
-            placement = _placed(keys, owner, leaf, units)
+            placement = _placed(keys, (owner, *sharers), leaf, units)
         except AnnotationError as error:
             errors.append(error)
             continue
         stack = dotted(leaf.stack) if leaf.stack and not units[owner].placement.stacked else ""
         text, *aliases = map(dotted, keys)
-        found.append(LeafPlan(text, names[owner], placement, tuple(aliases), stack=stack, keys=keys, owner=owner))
+        planned = LeafPlan(text, names[owner], placement, tuple(aliases), stack=stack, keys=keys, owner=owner)
+        found.append(dataclasses.replace(planned, sharers=tuple(sharers)))
         never = {unit for chain in leaf.around for unit in chain if not units[unit].placement.gathered}
-        shared += [dotted(path)] if never - {owner} else []
+        shared += [dotted(path)] if never - {owner, *sharers} else []
     if errors:
         first = errors[0]
         raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
@@ -224,34 +231,53 @@ def resharded(unit: Unit, *, is_root: bool) -> bool | int:
     return (not is_root) if asked is None else asked
 
 
-def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
-    """The innermost unit that encloses every use of a parameter; `()` is the root."""
-    alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*around, strict=False))
-    return next((level[0] for level in reversed([*alike])), ())
+def _gatherers(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, Unit]) -> tuple[Path, ...]:
+    """The modules of the innermost unit that encloses every use of a parameter; `()` is the root.
+
+    They are several only if the unit is a list of modules, and the parameter is tied between them.
+    """
+    by_use = [{_identity(path, units[path]): path for path in chain} for chain in around]
+    for path in reversed(around[0] if around else ()):
+        identity = _identity(path, units[path])
+        if all(identity in modules for modules in by_use):
+            return tuple(dict.fromkeys(modules[identity] for modules in by_use))
+    return ((),)
+
+
+def _identity(path: Path, unit: Unit) -> Path | int:
+    """What is equal for modules of one unit: the number of their list, or the path of a module of its own."""
+    return path if unit.policy.group is None else unit.policy.group
 
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(own for path in paths if (own := inside(outer, path)) is not None)
 
 
-def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
-    """The placement given by a parameter's owner; patterns are matched against its path from the owner and the root."""
-    unit, path, from_unit = units[owner], keys[0], _inside(owner, keys)[0]
+def _placed(keys: tuple[Path, ...], gatherers: tuple[Path, ...], leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
+    """The placement given by a parameter's unit; patterns are matched against its paths from there and from the root.
+
+    `gatherers` are the modules of the unit that gather it. Of a tied parameter, each path counts.
+    """
+    owner, unit = gatherers[0], units[gatherers[0]]
+    from_unit = [path for gatherer in gatherers for path in _inside(gatherer, keys)]
+    names, names_from_root = list(map(dotted, from_unit)), map(dotted, keys)
+    kept_names = filter(unit.policy.mixed_precision.keeps, names)
     asked, from_root = unit.placement, units[()].placement.allow_replicated
     leave_out = nnx.filterlib.to_predicate(asked.ignored)
     variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if leaf.variable is None else leaf.variable
     if leaf.stack and not owner and not asked.stacked and asked.shard_dim is None:  # gathered a layer at a time
         asked = dataclasses.replace(asked, stacked=leaf.num_stacked)
     return place(
-        dotted(from_unit),
+        next(kept_names, names[0]),
         leaf.shape,
         leaf.dtype,
         leaf.spec,
         dict(unit.mesh.shape),
         asked,
         unit.policy.mixed_precision,
-        pads=not (is_named(dotted(from_unit), asked.allow_replicated) or is_named(dotted(path), from_root)),
-        ignored=any(leave_out(p, variable) for p in (from_unit, path)),
+        pads=not any(is_named(name, asked.allow_replicated) for name in names)
+        and not any(is_named(name, from_root) for name in names_from_root),
+        ignored=any(leave_out(path, variable) for path in (*from_unit, *keys)),
         hosts=hosts_along(unit.mesh, FSDP) if unit.policy.mixed_precision.wire else 1,
     )
 
@@ -260,7 +286,7 @@ def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
     """Name of every unit: its path, or the paths of its list joined."""
     groups: dict[Any, list[Path]] = {}
     for path, unit in units.items():
-        groups.setdefault(path if unit.policy.group is None else unit.policy.group, []).append(path)
+        groups.setdefault(_identity(path, unit), []).append(path)
     return {path: "+".join(map(dotted, paths)) for paths in groups.values() for path in paths}
 
 
