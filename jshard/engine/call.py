@@ -13,7 +13,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.engine.context import during, guard, region_mesh
 from jshard.errors import CallError
-from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
+from jshard.plans.checks import check_axes_are_placed, check_replicated, others_of, warn_of_unplanned
 from jshard.plans.memories import fetched, place_variable
 from jshard.plans.padding import Padding, logical_shape, padding_of, store
 from jshard.plans.placement import Placement
@@ -223,6 +223,9 @@ class NnxCall:
         if not unit.nested:
             check_replicated(unit, name, others_of(self._parts.graph[0]))
         planned = set(self._planned)
+        given = zip(self._planned, self.placements, strict=True)
+        params = [(self._parts.params[i][0][1:], self._parts.params[i][1], placement) for i, placement in given]
+        check_axes_are_placed(self._parts.graph[0], params, unit.mesh)
         paths = [path for i, (path, _) in enumerate(self._parts.params) if i not in planned and not path[0]]
         warn_of_unplanned([dotted(path[1:]) for path in paths], self.where)
 
