@@ -409,6 +409,10 @@ ERRORS: dict[str, Callable[[], object]] = {
     ),
     "js.parallel.split: fewer dims": lambda: js.parallel.split(linear(), {"bias": (None, "tensor")}),
     "js.parallel.split: no such parameter": lambda: js.parallel.split(linear(), {"up/kernel": (None, "tensor")}),
+    "js.parallel.split: annotated before": lambda: js.parallel.split(
+        js.fully_shard(linear(), mesh=js.mesh(fsdp=4, tensor=2)), {"kernel": (None, "tensor")}
+    ),
+    "js.parallel.split: a Linen model": lambda: js.parallel.split(nn.Dense(64), {"kernel": (None, "tensor")}),
     "js.parallel.hold: a data axis": lambda: js.parallel.hold(jnp.zeros((16, 64)), "fsdp", "model"),
     "js.parallel.hold: does not divide": lambda: hold(None, "tensor"),
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),

@@ -31,8 +31,8 @@ from jshard.plans.units import dotted, plain_class, walk
 def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
     """Assigns dims of a model's parameters to axes of the mesh.
 
-    Call it before `js.fully_shard`, which shards another dim of them over `fsdp`; afterwards it is an error. For a single variable,
-    `variable.set_metadata(out_sharding=...)` is equivalent.
+    Call it before `js.fully_shard`, which shards another dim of them over `fsdp`; afterwards it is an error. For a
+    single variable, `variable.set_metadata(out_sharding=...)` is equivalent.
 
     Args:
         model: the model, or a part of it.
