@@ -20,6 +20,7 @@ from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, TENSOR, AnyMesh, degree
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement, axes_of
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
+    ORDINARY_STATE,
     Path,
     PathPattern,
     Unit,
@@ -206,9 +207,6 @@ def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") 
 
 # Arrays that every device holds whole: parameters that could not be sharded, and arrays that are not parameters.
 
-# State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers.
-_ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
-
 
 @dataclasses.dataclass(frozen=True)
 class Other:
@@ -226,7 +224,7 @@ class Other:
 def others_of(module: nnx.Module) -> Iterator[Other]:
     """The float arrays of a model that are not parameters, except the state of Flax's own classes."""
     for path, x in walk(module):
-        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *_ORDINARY_STATE)):
+        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *ORDINARY_STATE)):
             continue
         kind = type(x).__name__ if isinstance(x, nnx.Variable) else ARRAY
         yield from others_in(path, x.get_raw_value() if isinstance(x, nnx.Variable) else x, kind)

@@ -3,17 +3,20 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, hosts_along
-from jshard.plans.placement import Entry, Placement, place
+from jshard.plans.placement import Entry, Placement, ShardPlacement, place
+from jshard.plans.policies import MixedPrecision
 from jshard.plans.units import (
+    ORDINARY_STATE,
     Path,
     Unit,
     dotted,
@@ -24,6 +27,7 @@ from jshard.plans.units import (
     plain_class,
     role,
     unit_of,
+    walk,
 )
 
 
@@ -322,7 +326,8 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     Args:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. For a
             Linen module, the plan is that of the parameters last seen by `init` or `apply`.
-        wrt: the parameters that are trained, as `js.value_and_grad` takes them; the others are frozen.
+        wrt: the parameters that are trained, as `js.value_and_grad` takes them; the others are frozen. Trained
+            variables of a class that is no `nnx.Param` are in the plan, too: replicated.
 
     Raises:
         AnnotationError: the root is not annotated, parameters were added after the annotation, or those of a Linen
@@ -350,7 +355,30 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         )
     held = (leaf for leaf in root.plan.leaves if leaf.keys[0] in there)
     leaves = tuple(dataclasses.replace(leaf, trained=there[leaf.keys[0]]) for leaf in held)
-    return dataclasses.replace(root.plan, leaves=leaves)
+    return dataclasses.replace(root.plan, leaves=(*leaves, *_trained_others(model, is_trained, root)))
+
+
+def _trained_others(model: nnx.Module, is_trained: Callable[[Path, Any], bool], root: Unit) -> Iterator[LeafPlan]:
+    """The trained float arrays of variables that are no `nnx.Param`: each device holds them whole."""
+    for path, variable in walk(model):
+        if not isinstance(variable, nnx.Variable) or isinstance(variable, (nnx.Param, *ORDINARY_STATE)):
+            continue
+        value = variable.get_raw_value()
+        is_float = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(value.dtype, jnp.inexact)
+        if is_float and is_trained(path, variable):
+            kept = ShardPlacement()
+            whole = place(
+                dotted(path), value.shape, value.dtype, (), dict(root.mesh.shape), kept, MixedPrecision(), ignored=True
+            )
+            because = unsharded_class(type(variable).__name__)
+            yield LeafPlan(
+                dotted(path), _names({(): root})[()], dataclasses.replace(whole, because=because), keys=(path,)
+            )
+
+
+def unsharded_class(kind: str) -> str:
+    """Why the variables of a class are replicated, with the line that would shard them."""
+    return f"not an nnx.Param; to shard it: class {kind}(nnx.Param): ..."
 
 
 def record_of(model: Any) -> Unit:
