@@ -21,7 +21,7 @@ from jshard.engine.accumulate import gathered_copies
 from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.inner import over_axis
-from jshard.engine.mixing import batch_size, note_layers, warn_of_whole
+from jshard.engine.mixing import batch_size, note_layers, products_that_depend, warn_of_whole
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule.barriers import available_together
 from jshard.engine.schedule.prefetch import shards_gathered_by
@@ -292,7 +292,9 @@ class OnShards:
         mixing.note(region.unit, region.name, self.phase, p.moved)
         if self.phase == units.FORWARD:
             note_layers(region.unit, p.layers_read)
-            warn_of_whole(region.name, region.arguments, region.batch, data_degree(region.mesh), p.noted)
+            is_split = [isinstance(one.state, int) for one in self.operands]
+            of_examples = functools.partial(products_that_depend, self.jaxpr.jaxpr, is_split)
+            warn_of_whole(region.name, region.arguments, region.batch, data_degree(region.mesh), p.noted, of_examples)
             more = region.kept(p)
         own = [one.is_own for one in self.gradients_of] or [False] * len(outs)
         leaving = [Crossing.of(v, is_own=is_own) for v, is_own in zip(outs, own, strict=True)]
