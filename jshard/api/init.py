@@ -5,13 +5,13 @@ from typing import Any, TypeVar, cast, overload
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.context import during
+from jshard.engine.created import created
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
@@ -74,6 +74,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
 
     Raises:
         AnnotationError: the root is not annotated, or a large parameter would be replicated.
+        AnnotationError: the processes of a run would initialise different models, as with a seed for each.
         MeshError: the annotation's mesh is abstract, or differs from `mesh`.
 
     Example:
@@ -91,8 +92,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     shardings = [planned[path].get_raw_value().sharding if path in planned else replicated for path in paths]
     paddings = [padding_of(planned.get(path)) for path in paths]
     init = lambda: [p.pad(x) if p else x for p, (_, x) in zip(paddings, _flat(_split(build)[1]), strict=True)]
-    options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(used)  # jax: only at top level
-    arrays = jax.jit(init, out_shardings=shardings, compiler_options=options)()
+    arrays = created(init, shardings, used, f"shard_init({plain_class(abstract).__name__})")
     model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
     for path, variable in walk(model):
         if path in planned:
