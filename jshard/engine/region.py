@@ -225,13 +225,27 @@ class Region:
 
     def kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
         """The parameters gathered outside units that forward keeps for backward, whole or in pieces."""
-        pieces = resharded(self.unit, is_root=not self.unit.nested)
-        found = {key: v for key, v in p.kept_whole.items() if isinstance(key, tuple)}
-        if isinstance(pieces, bool):
-            return {} if pieces else found
         placements = {one.parameter: one.state.placement for one in self.operands if isinstance(one.state, Shard)}
-        shards = {key: Shard(placements[key[0]], pieces) for key in found}
-        return {key: Value(stored.cut(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()}
+        own, tied = resharded(self.unit, is_root=not self.unit.nested), self._resharded_as_tied()
+        kept = {}
+        for key, value in p.kept_whole.items():
+            if not isinstance(key, tuple):
+                continue
+            pieces = tied.get(key[0], own)
+            if pieces is False:
+                kept[key] = value
+            elif pieces is not True:
+                shard = Shard(placements[key[0]], pieces)
+                kept[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
+        return kept
+
+    def _resharded_as_tied(self) -> dict[str, bool | int]:
+        """Parameters that are tied between the modules of one list, by path, with the setting of their list."""
+        plan = self.unit.plan
+        if plan is None:
+            return {}
+        settings = {unit.name: unit.reshard_after_forward for unit in plan.units}
+        return {leaf.path: settings[leaf.unit] for leaf in plan.leaves if leaf.sharers}
 
     def spec(self, one: Crossing, ndim: int) -> PartitionSpec:
         """The spec of an array that crosses, over the region's axes; inner axes are innermost along their dims."""

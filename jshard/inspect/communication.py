@@ -46,9 +46,8 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
     sums: dict[Traffic, int] = collections.defaultdict(int)
     reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
     for leaf in plan.leaves:
-        gatherers = 1 + len(leaf.sharers)
         for one in _of_leaf(leaf, leaf.by_layer or reshard[leaf.unit], dict(plan.mesh)):
-            sums[dataclasses.replace(one, full_bytes=0)] += one.full_bytes * gatherers
+            sums[dataclasses.replace(one, full_bytes=0)] += one.full_bytes
     found = [dataclasses.replace(one, full_bytes=total) for one, total in sums.items()]
     return tuple(sorted(found, key=lambda one: (KINDS.index(one.kind), len(one.axes))))
 
@@ -397,8 +396,7 @@ def _gathered_once(
         if leaf.placement.gather_wire and leaf.placement.dim is not None:
             scales |= {comparable((*whole[i:stacked], whole[leaf.placement.dim])): () for i in range(stacked + 1)}
         fewest[layer] += math.prod(whole) * times
-        gathers = (1 + (leaf.by_layer or again[leaf.unit])) * (1 + len(leaf.sharers))
-        most[layer] += math.prod(whole) * times * gathers
+        most[layer] += math.prod(whole) * times * (1 + (leaf.by_layer or again[leaf.unit]))
     layer_of = scales | pieces | layer_of
     compiled, strange = collections.Counter(), []
     for window in (w for w in windows if _kind(w) == place):

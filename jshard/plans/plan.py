@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -57,7 +58,7 @@ class LeafPlan:
     stack: str = ""  # path of the layers of a loop that it is stacked with, where no unit is inside the loop
     keys: tuple[Path, ...] = ()  # the path and the aliases as keys
     owner: Path | None = ()  # path of the module that gathers it; None in the plan of a unit inside it
-    sharers: tuple[Path, ...] = ()  # modules of the same unit, given in one list, that gather a tied one, too
+    sharers: tuple[Path, ...] = ()  # modules of its unit, given in one list, between which it is tied
 
     @property
     def role(self) -> str:
@@ -165,13 +166,12 @@ class ShardPlan:
         within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
         names, leaves = _names(within), []
         for leaf in self.leaves:
-            keys = _inside(path, leaf.keys)
-            gatherers = () if leaf.owner is None else (leaf.owner, *leaf.sharers)
-            owner, *sharers = _inside(path, gatherers) or (None,)
+            keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
+            sharers = () if owner is None else _inside(path, leaf.sharers)
             if keys and (owner or ()) in names:  # else its unit was removed from the model
-                unit, (text, *aliases) = names[owner or ()], map(dotted, keys)
+                unit, (text, *aliases) = names[sharers[0] if sharers else owner or ()], map(dotted, keys)
                 seen = {"path": text, "unit": unit, "aliases": tuple(aliases), "keys": keys, "owner": owner}
-                leaves.append(dataclasses.replace(leaf, **seen, sharers=tuple(sharers)))
+                leaves.append(dataclasses.replace(leaf, **seen, sharers=sharers))
         return ShardPlan(self.mesh, _rows(within), tuple(leaves))
 
     def to_json(self) -> str:
@@ -194,8 +194,8 @@ class ShardPlan:
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
     """Places every parameter, and finds the unit that gathers it: the innermost one around all of its uses.
 
-    Modules that were given in one list are one unit: each gathers a parameter that is tied between them when it is
-    called, and the settings are those of the list.
+    Modules that were given in one list are one unit, so a parameter that is tied between them has its settings. It is
+    gathered once, by the module around them.
 
     The records of the units are by path, the root, `()`, first. One error lists all parameters that cannot be placed.
     """
@@ -203,18 +203,18 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
     found, errors, shared = [], [], []
     for path, leaf in leaves.items():
         keys = (path, *leaf.aliases)
-        owner, *sharers = _gatherers(leaf.around, units)
+        owner, modules = _owner(leaf.around), _modules(leaf.around, units)
         try:
-            placement = _placed(keys, (owner, *sharers), leaf, units)
+            placement = _placed(keys, modules, leaf, units)
         except AnnotationError as error:
             errors.append(error)
             continue
         stack = dotted(leaf.stack) if leaf.stack and not units[owner].placement.stacked else ""
         text, *aliases = map(dotted, keys)
-        planned = LeafPlan(text, names[owner], placement, tuple(aliases), stack=stack, keys=keys, owner=owner)
-        found.append(dataclasses.replace(planned, sharers=tuple(sharers)))
+        planned = LeafPlan(text, names[modules[0]], placement, tuple(aliases), stack=stack, keys=keys, owner=owner)
+        found.append(dataclasses.replace(planned, sharers=modules if len(modules) > 1 else ()))
         never = {unit for chain in leaf.around for unit in chain if not units[unit].placement.gathered}
-        shared += [dotted(path)] if never - {owner, *sharers} else []
+        shared += [dotted(path)] if never - {*modules} else []
     if errors:
         first = errors[0]
         raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
@@ -235,7 +235,13 @@ def resharded(unit: Unit, *, is_root: bool) -> bool | int:
     return (not is_root) if asked is None else asked
 
 
-def _gatherers(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, Unit]) -> tuple[Path, ...]:
+def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
+    """The innermost module of a unit that encloses every use of a parameter; `()` is the root."""
+    alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*around, strict=False))
+    return next((level[0] for level in reversed([*alike])), ())
+
+
+def _modules(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, Unit]) -> tuple[Path, ...]:
     """The modules of the innermost unit that encloses every use of a parameter; `()` is the root.
 
     They are several only if the unit is a list of modules, and the parameter is tied between them.
@@ -257,13 +263,13 @@ def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(own for path in paths if (own := inside(outer, path)) is not None)
 
 
-def _placed(keys: tuple[Path, ...], gatherers: tuple[Path, ...], leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
+def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
     """The placement given by a parameter's unit; patterns are matched against its paths from there and from the root.
 
-    `gatherers` are the modules of the unit that gather it. Of a tied parameter, each path counts.
+    `modules` are those of the unit. Of a tied parameter, each path counts.
     """
-    owner, unit = gatherers[0], units[gatherers[0]]
-    from_unit = [path for gatherer in gatherers for path in _inside(gatherer, keys)]
+    owner, unit = modules[0], units[modules[0]]
+    from_unit = [path for module in modules for path in _inside(module, keys)]
     names, names_from_root = list(map(dotted, from_unit)), map(dotted, keys)
     kept_names = filter(unit.policy.mixed_precision.keeps, names)
     asked, from_root = unit.placement, units[()].placement.allow_replicated

@@ -1,5 +1,7 @@
 """A parameter tied between modules that were given in one list belongs to their unit, with its settings."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,10 +98,20 @@ def test_its_gradients_are_those_of_one_device(reshard, accumulate):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), grads, wanted_grads)
 
 
-def test_explain_counts_a_gather_for_each_module_and_the_program_has_them():
+def gathers_of_the_table(model: Tied) -> int:
+    grads = nnx.jit(nnx.grad(loss_fn)).lower(model, IDS).lowered.as_text()
+    return len(re.findall(r"all_gather.*-> tensor<1024x64x", grads))
+
+
+@pytest.mark.parametrize(("reshard", "times"), [(True, 2), (False, 1)])
+def test_it_is_gathered_once_in_each_pass_as_its_list_says(reshard, times):
+    assert gathers_of_the_table(grouped(reshard_after_forward=reshard)) == times
+
+
+def test_the_program_does_as_explain_says():
     model = grouped()
     leaf = table_of(model)
-    assert leaf.sharers == (("out", "head"),)
+    assert leaf.sharers == (("embed",), ("out", "head"))
     plan = js.plan(model)
     assert ShardPlan.from_json(plan.to_json()) == plan
     notes = str(js.explain(model))
