@@ -27,6 +27,7 @@ import jshard as js
 from jshard import _processes, errors
 from jshard.api.fully_shard import revise
 from jshard.api.gradients import LossScale
+from jshard.engine.created import check_same
 from jshard.engine.rules import RULES
 from jshard.errors import MeshError
 from jshard.plans.mesh import _in_torus
@@ -337,6 +338,12 @@ def exchanged(client: mock.Mock) -> list:
         return _processes.exchange("save of step 20", 1, timeout_s=60)
 
 
+def other_seeds() -> None:
+    digests = [["program", "constants"], ["program", "others"]]
+    with mock.patch.object(_processes, "exchange", return_value=digests):
+        check_same("shard_init(GPT)", *digests[0])
+
+
 ERRORS: dict[str, Callable[[], object]] = {
     "mesh: unknown axis": lambda: js.mesh(data=2),
     "mesh: zero": lambda: js.mesh(fsdp=0),
@@ -409,6 +416,11 @@ ERRORS: dict[str, Callable[[], object]] = {
     ),
     "js.parallel.split: fewer dims": lambda: js.parallel.split(linear(), {"bias": (None, "tensor")}),
     "js.parallel.split: no such parameter": lambda: js.parallel.split(linear(), {"up/kernel": (None, "tensor")}),
+    "shard_init: other seeds": other_seeds,
+    "js.parallel.split: annotated before": lambda: js.parallel.split(
+        js.fully_shard(linear(), mesh=js.mesh(fsdp=4, tensor=2)), {"kernel": (None, "tensor")}
+    ),
+    "js.parallel.split: a Linen model": lambda: js.parallel.split(nn.Dense(64), {"kernel": (None, "tensor")}),
     "js.parallel.hold: a data axis": lambda: js.parallel.hold(jnp.zeros((16, 64)), "fsdp", "model"),
     "js.parallel.hold: does not divide": lambda: hold(None, "tensor"),
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),

@@ -58,3 +58,7 @@ from jshard._compat.tracing import warn_user as warn_user
 from jshard._compat.tracing import with_results as with_results
 from jshard._compat.tracing import without_dead_code as without_dead_code
 from jshard._compat.tracing import without_varying as without_varying
+from jshard._compat.variables import give_home as give_home
+from jshard._compat.variables import home_of as home_of
+from jshard._compat.variables import settle as settle
+from jshard._compat.variables import write_past_home as write_past_home

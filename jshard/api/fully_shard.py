@@ -15,7 +15,8 @@ from jshard.engine.region import route
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
 from jshard.plans import checks
-from jshard.plans.memories import sharding_of
+from jshard.plans.homes import settle_in
+from jshard.plans.memories import home_in, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
@@ -218,6 +219,7 @@ def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
     elif is_concrete(mesh) and not _compat.is_tracer(value):
         value = jax.device_put(value, sharding)
     store(variable, padding, value)
+    settle_in(variable, home_in(mesh, placement))
 
 
 def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:

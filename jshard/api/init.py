@@ -5,17 +5,18 @@ from typing import Any, TypeVar, cast, overload
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.context import during
+from jshard.engine.created import created
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
 from jshard.plans.checks import check_replicated, others_of
+from jshard.plans.homes import Home, settle_in
 from jshard.plans.memories import (
     StatePlaces,
     UpdateLayout,
@@ -34,6 +35,7 @@ from jshard.plans.units import Path, dotted, plain_class, walk
 
 M = TypeVar("M")
 N = TypeVar("N", bound=nnx.Module)
+Opt = TypeVar("Opt", bound=nnx.Optimizer)
 
 
 def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module) -> M:
@@ -72,6 +74,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
 
     Raises:
         AnnotationError: the root is not annotated, or a large parameter would be replicated.
+        AnnotationError: the processes of a run would initialise different models, as with a seed for each.
         MeshError: the annotation's mesh is abstract, or differs from `mesh`.
 
     Example:
@@ -89,8 +92,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     shardings = [planned[path].get_raw_value().sharding if path in planned else replicated for path in paths]
     paddings = [padding_of(planned.get(path)) for path in paths]
     init = lambda: [p.pad(x) if p else x for p, (_, x) in zip(paddings, _flat(_split(build)[1]), strict=True)]
-    options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(used)  # jax: only at top level
-    arrays = jax.jit(init, out_shardings=shardings, compiler_options=options)()
+    arrays = created(init, shardings, used, f"shard_init({plain_class(abstract).__name__})")
     model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
     for path, variable in walk(model):
         if path in planned:
@@ -218,7 +220,7 @@ def shard_optimizer(
         made = type(optimizer)(nnx.merge(model_def, to_device(model_state)), optimizer.tx, wrt=wrt)
         return nnx.state(_padded(made, _places(model, over_replica=shard_replicated)))
 
-    return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
+    return _at_home(nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state)))
 
 
 def abstract_optimizer(
@@ -242,9 +244,17 @@ def abstract_optimizer(
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
     made = nnx.eval_shape(lambda model: kind(model, placed, wrt=wrt), model)
     graphdef, state = nnx.split(_padded(made, places))
-    return nnx.merge(
-        graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
-    )
+    abstract = nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
+    return _at_home(nnx.merge(graphdef, abstract))
+
+
+def _at_home(optimizer: Opt) -> Opt:
+    """The optimizer, placed as planned: what is written to its variables later is placed like this."""
+    for _, variable in walk(optimizer):
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
+        if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and isinstance(value.sharding, NamedSharding):
+            settle_in(variable, Home(value.sharding, value.shape))
+    return optimizer
 
 
 class _Placed(optax.GradientTransformationExtraArgs):

@@ -4,18 +4,19 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jshard import _compat
-from jshard.engine.context import during, guard
+from jshard.engine.context import during, guard, region_mesh
 from jshard.errors import CallError
-from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
-from jshard.plans.memories import fetched
-from jshard.plans.padding import logical_shape, padding_of, store
+from jshard.plans.checks import check_axes_are_placed, check_replicated, others_of, warn_of_unplanned
+from jshard.plans.memories import fetched, place_variable
+from jshard.plans.padding import Padding, logical_shape, padding_of, store
+from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, as_stored
 from jshard.plans.units import (
     NESTED,
@@ -208,8 +209,15 @@ class NnxCall:
         self.name = self._path or plain_class(module).__name__
         members: list[Any] = [_member(parts, path, raw(variable)) for path, variable in parts.params]
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
-        self.params = [raw(parts.params[i][1]) for i in planned]
+        is_outermost = region_mesh() is None
+        if is_outermost:
+            for i in planned:
+                module, _ = _module_around(parts, parts.params[i][0])
+                place_variable(parts.params[i][1], members[i].placement, cast(Unit, unit_of(module)).mesh)
         self.placements = [members[i].placement for i in planned]
+        self.params = [raw(parts.params[i][1]) for i in planned]
+        if is_outermost:  # traced arrays of a model that was merged from a plain state are not padded yet
+            self.params = [_as_stored(x, placement) for x, placement in zip(self.params, self.placements, strict=True)]
         self.owners = [members[i].role if members[i].placement.gathered else NESTED for i in planned]
         self.names = [dotted(parts.params[i][0][1:]) for i in planned]
         params, state, arrays = parts.values()
@@ -235,6 +243,9 @@ class NnxCall:
         if not unit.nested:
             check_replicated(unit, name, others_of(self._parts.graph[0]))
         planned = set(self._planned)
+        given = zip(self._planned, self.placements, strict=True)
+        params = [(self._parts.params[i][0][1:], self._parts.params[i][1], placement) for i, placement in given]
+        check_axes_are_placed(self._parts.graph[0], params, unit.mesh)
         unplanned = []
         for i, (path, variable) in enumerate(self._parts.params):
             is_argument = path[0] != 0
@@ -279,6 +290,11 @@ class NnxCall:
         values = jax.tree.unflatten(state_tree, list(it))
         self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(changes, values, strict=True)])
         return jax.tree.unflatten(tree, leaves)
+
+
+def _as_stored(x: Any, placement: Placement) -> Any:
+    padding = Padding.of(placement)
+    return x if padding is None or x.shape != placement.shape else padding.pad(x)
 
 
 def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
@@ -337,10 +353,10 @@ def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
         arrays[i] = x
     held = [(v, old, x) for (v, *_), old, x in zip(params, before, arrays, strict=True) if x is not old]
     for v, _, x in held:
-        v.set_raw_value(x, _unsafe_bypass_check=True)
+        _compat.write_past_home(v, x)
     try:
         yield
     finally:
         for v, old, x in held:
             if v.get_raw_value() is x:
-                v.set_raw_value(old, _unsafe_bypass_check=True)
+                _compat.write_past_home(v, old)

@@ -161,16 +161,28 @@ class Region:
 
     def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[Any, Value]:
         """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""
-        pieces = resharded(self.unit, is_root=not self.unit.nested)
-        gathered = {key: value for key, value in p.kept_whole.items() if isinstance(key, tuple)}
-        if isinstance(pieces, bool):
-            return {} if pieces else gathered
+        own = resharded(self.unit, is_root=not self.unit.nested)
+        tied = self._resharded_as_tied()
         placements = {one.parameter: one.shard.placement for one in operands if one.shard is not None}
         kept = {}
-        for key, value in gathered.items():
-            shard = Shard(placements[key[0]], pieces)
-            kept[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
+        for key, value in p.kept_whole.items():
+            if not isinstance(key, tuple):
+                continue
+            pieces = tied.get(key[0], own)
+            if pieces is False:
+                kept[key] = value
+            elif pieces is not True:
+                shard = Shard(placements[key[0]], pieces)
+                kept[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
         return kept
+
+    def _resharded_as_tied(self) -> dict[str, bool | int]:
+        """Returns parameters that are tied between the modules of one list, by path, with the setting of their list."""
+        plan = self.unit.plan
+        if plan is None:
+            return {}
+        settings = {unit.name: unit.reshard_after_forward for unit in plan.units}
+        return {leaf.path: settings[leaf.unit] for leaf in plan.leaves if leaf.sharers}
 
     def copies(self, avals: Sequence[ShapedArray]) -> dict[Any, Crossing] | None:
         """Returns which parameters the copies of these types are; None where that is not certain."""

@@ -9,14 +9,16 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine.context import in_shapes_only
+from jshard.engine.rules.reductions import flops
 from jshard.errors import CallError
 from jshard.plans.mesh import CONTEXT
 from jshard.plans.placement import Placement
@@ -62,15 +64,30 @@ class Mixing:
 
 @dataclasses.dataclass(frozen=True)
 class LocalProduct:
-    """One product of arrays, or all of a loop: operations of one device; the user's line where all compute the same."""
+    """One product of arrays, or all of a loop: operations of one device; where all compute the same, its place."""
 
     flops: float
     is_whole: bool
-    where: str
+    where: str  # the user's line, if it is whole
+    shapes: tuple[tuple[int, ...], ...] = ()  # of operands and result: a line may have several products
+
+    @property
+    def place(self) -> "ProductPlace":
+        """Its line and shapes."""
+        return self.where or "the model", self.shapes
 
     def repeated(self, trips: float) -> "LocalProduct":
         """The record multiplied by a loop's trips."""
         return dataclasses.replace(self, flops=self.flops * trips)
+
+
+ProductPlace = tuple[str, tuple[tuple[int, ...], ...]]
+"""The user's line of a product, and its shapes."""
+
+
+def shapes_of(eqn: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the operands and results of an equation."""
+    return tuple(tuple(atom.aval.shape) for atom in (*eqn.invars, *eqn.outvars))
 
 
 WARNED_BYTES = 2**20
@@ -188,9 +205,9 @@ def _together(found: Iterable[Mixing]) -> list[Mixing]:
 
 # The results equal those of one device either way: arrays without a batch are whole on every device.
 
-WARNED_FLOPS = 1e9
+WARNED_FLOPS = 1e8
 WARNED_PART = 0.1
-"""A share of the products of one device, in forward."""
+"""A share of the products of one device, in forward: of those that each device would not compute if all were split."""
 
 _SHOWN = 4
 _warned_whole: set[tuple[str, bool, tuple[str, ...]]] = set()
@@ -213,10 +230,18 @@ def batch_size(arrays: Sequence[Any], degree: int) -> int:
     return max(votes, key=lambda n: (not is_inner(n), *votes[n]), default=0)
 
 
-def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, noted: list[Any]) -> None:
-    """Warns of large products of forward that every device computes for all examples; once for a call and their lines.
+def warn_of_whole(
+    call: str,
+    arguments: list[Any],
+    batch: int,
+    degree: int,
+    noted: list[Any],
+    products_of_examples: Callable[[], set[ProductPlace]],
+) -> None:
+    """Warns of large products of forward that every device computes whole; once for a call and their lines.
 
-    A single example is computed this way on any number of devices.
+    A single example is computed this way on any number of devices. `products_of_examples` returns the products that
+    depend on the examples; the others depend on parameters and constants alone.
     """
     products = [one for one in noted if isinstance(one, LocalProduct)]
     lines: dict[str, float] = collections.defaultdict(float)
@@ -228,15 +253,31 @@ def warn_of_whole(call: str, arguments: list[Any], batch: int, degree: int, note
     is_key = lambda x: is_old_key(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     rows = [x for x in arguments if x.ndim and x.shape[0] > 1 and not is_key(x)]
     others = [x for x in rows if x.shape[0] != batch]
-    if not others or whole < max(WARNED_FLOPS, WARNED_PART * total) or in_shapes_only():
+    more_than_its_share = whole * (1 - 1 / degree)
+    if not rows or more_than_its_share < max(WARNED_FLOPS, WARNED_PART * total) or in_shapes_only():
         return
     listed = sorted(lines, key=lambda line: -lines[line])
     if (key := (call, bool(batch), tuple(listed))) in _warned_whole:
         return
     _warned_whole.add(key)
     where = _shortened([f"{line}: {lines[line] / 1e9:,.1f} GFLOP" for line in listed], _SHOWN, " lines")
-    what = f"{call}: every device computes products for all examples, {whole / total:.0%} of its multiplications:"
-    _compat.warn_user("\n  ".join([what, *where, *_why_whole(rows, others, batch, degree)]))
+    share = f"{whole / total:.0%} of its multiplications"
+    what = f"{call}: every device computes products for all examples, {share}:"
+    if others:
+        _compat.warn_user("\n  ".join([what, *where, *_why_whole(rows, others, batch, degree)]))
+        return
+    if products_of_examples().isdisjoint(one.place for one in products if one.is_whole):
+        what = f"{call}: every device computes products of parameters and constants whole, {share}:"
+        why = f"They do not depend on the batch, so its {degree} parts do not divide them: {_amounts(whole, total)}."
+        do = "Apply the factors to the examples one by one, (x @ a) @ b; or compute the product once, outside the step."
+    else:
+        why = f"The {degree} data shards do not divide them, although the batch is split: {_amounts(whole, total)}."
+        do = "f = js.per_example(f)  # around these lines, if they treat each example independently"
+    _compat.warn_user("\n  ".join([what, *where, why, do]))
+
+
+def _amounts(whole: float, total: float) -> str:
+    return f"{whole / 1e9:,.1f} of {total / 1e9:,.1f} GFLOP on each device"
 
 
 def _why_whole(rows: Sequence[Any], others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
@@ -260,6 +301,56 @@ def _why_whole(rows: Sequence[Any], others: Sequence[Any], batch: int, degree: i
         f"If dim {dim} is the examples, move it first: x = jnp.moveaxis(x, {dim}, 0)"
         f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
     )
+
+
+def products_that_depend(jaxpr: Any, depends: Sequence[bool]) -> set[ProductPlace]:
+    """The products of a program that depend on some of its operands, such as the examples of a batch."""
+    return _followed(jaxpr, depends, ())[1]
+
+
+def _followed(jaxpr: Any, depends: Sequence[bool], around: tuple[Any, ...]) -> tuple[list[bool], set[ProductPlace]]:
+    """Which results of a program depend on these operands, and such products."""
+    known = {id(v) for v, is_one in zip(jaxpr.invars, depends, strict=True) if is_one}
+    products: set[ProductPlace] = set()
+    for eqn in jaxpr.eqns:
+        operands = [id(atom) in known for atom in eqn.invars]
+        if not any(operands):
+            continue
+        results = [True] * len(eqn.outvars)
+        if flops(eqn):
+            products.add((_first_place((eqn, *reversed(around))), shapes_of(eqn)))
+        if inner := list(jex.jaxprs_in_params(eqn.params)):
+            followed = [_followed_inside(program, eqn, operands, (*around, eqn)) for program in inner]
+            products.update(*(more for _, more in followed))
+            outs = [found for found, _ in followed if len(found) == len(results)]
+            results = [any(each) for each in zip(*outs, strict=True)] or results
+        known |= {id(v) for v, is_one in zip(eqn.outvars, results, strict=True) if is_one}
+    return [id(atom) in known for atom in jaxpr.outvars], products
+
+
+def _followed_inside(
+    program: Any, eqn: Any, operands: list[bool], around: tuple[Any, ...]
+) -> tuple[list[bool], set[ProductPlace]]:
+    """The same of a program in an equation; in a loop, until what it carries depends on no more."""
+    jaxpr = getattr(program, "jaxpr", program)
+    name, num = eqn.primitive.name, len(jaxpr.invars)
+    if name == "while" or num > len(operands):  # its programs take some of the operands, each others
+        return _followed(jaxpr, [True] * num, around)
+    inside = operands[len(operands) - num :]  # a branch takes all but the index
+    if name != "scan":
+        return _followed(jaxpr, inside, around)
+    first, num_carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    while True:
+        found, products = _followed(jaxpr, inside, around)
+        carried = slice(first, first + num_carried)
+        joined = [a or b for a, b in zip(inside[carried], found[:num_carried], strict=True)]
+        if joined == inside[carried]:
+            return found, products
+        inside[carried] = joined
+
+
+def _first_place(equations: Iterable[Any]) -> str:
+    return next(filter(None, map(_compat.user_place, equations)), "") or "the model"
 
 
 # ---- layers of a loop that form no unit: the root gathers each when it is needed; a plan learns this from a trace

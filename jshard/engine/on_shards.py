@@ -14,7 +14,7 @@ from jshard import _compat
 from jshard.engine import mixing
 from jshard.engine.crossing import Crossing, Gathered, resolved
 from jshard.engine.inner import over_axis
-from jshard.engine.mixing import note_layers, warn_of_whole
+from jshard.engine.mixing import note_layers, products_that_depend, warn_of_whole
 from jshard.engine.program import evaluate_jaxpr
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule.barriers import available_together
@@ -123,7 +123,10 @@ class _Execution:
         mixing.note(region.unit, region.name, call.part, p.moved)
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
-            warn_of_whole(region.name, list(region.arguments), region.batch, data_degree(region.mesh), p.noted)
+            is_split = [isinstance(one.state, int) for one in self._operands]
+            of_examples = functools.partial(products_that_depend, call.program.jaxpr.jaxpr, is_split)
+            arguments, num_shards = list(region.arguments), data_degree(region.mesh)
+            warn_of_whole(region.name, arguments, region.batch, num_shards, p.noted, of_examples)
         kept = region.keeps(p, self._operands) if call.returns_copies else {}
 
         is_own = [target.is_own for target in self._targets]

@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine import rules
-from jshard.engine.mixing import LocalProduct, Mixing, scope_of
+from jshard.engine.mixing import LocalProduct, Mixing, scope_of, shapes_of
 from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known
 from jshard.engine.rules import loops as loops  # enters rules into the table, like the others here
 from jshard.engine.rules import opaque as opaque
@@ -44,6 +44,7 @@ class Partitioner:
         self.trips = 1  # product of the lengths of the loops around
         self.is_last = True  # its result is run; else it is partitioned once more, over an inner axis
         self.is_quiet = degree == 1  # nothing is sent, or it is no mixing of the model's own: not noted, and unnamed
+        self._computed: Eqn | None = None  # the last equation whose operands were gathered, to compute it whole
         self._around: list[Eqn] = []  # the equation that is run, last, and those whose programs it is part of
         self._needed_elsewhere: set[Any] | None = None  # of the program that is run; None: all of it
 
@@ -101,9 +102,10 @@ class Partitioner:
     def _note_product(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
         """Records a product, except one of constants, of which each device computes its part."""
         if (work := flops(eqn)) and found[0].source is None:
-            is_whole = not any(v.is_split or v.is_partial for v in values)
+            is_whole = self._computed is eqn or not any(v.is_split or v.is_partial for v in values)
             share = 1 if is_whole else self.degree
-            self.noted.append(LocalProduct(work * self.trips / share, is_whole, self.place(eqn) if is_whole else ""))
+            where, shapes = (self.place(eqn), shapes_of(eqn)) if is_whole else ("", ())
+            self.noted.append(LocalProduct(work * self.trips / share, is_whole, where, shapes))
 
     @property
     def moved(self) -> list[Mixing]:
@@ -291,6 +293,7 @@ class Partitioner:
 
     def _computed_whole(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Results from gathered operands, split again where they are as large as the batch."""
+        self._computed = eqn
         found = [Value(x) for x in self.bind(eqn, [self.whole(v).x for v in values])]
         sizes = {} if eqn.effects else {v.dim: self.full_shape(v)[v.dim] for v in values if v.is_split}
         for k, value in enumerate(found):

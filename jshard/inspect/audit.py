@@ -31,6 +31,7 @@ _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's
 
 _SHOWN = 10
+_PER_ITERATION = " +: per iteration of a loop of unknown length."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class TrafficRow:
         return sum(w.executions for w in self.windows)
 
     @property
+    def per_iteration(self) -> bool:
+        """Whether some are in a loop of unknown length: those are counted for one iteration."""
+        return any(w.per_iteration for w in self.windows)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of the whole arrays, over all executions."""
         return sum(w.total_bytes for w in self.windows)
@@ -121,6 +127,7 @@ class TrafficRow:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         counted = {"executions": self.executions, "total_bytes": self.total_bytes}
+        counted |= {"per_iteration": True} if self.per_iteration else {}
         if self.mixing:
             lines = [{"where": m.where, "operation": m.operation, "kind": m.kind} for m in self.mixing]
             names = ("dtype", "over", "group_size", "phase")
@@ -331,6 +338,7 @@ def _headline(found: Audit) -> str:
 def _collectives_table(found: Audit) -> FittedTable:
     plan = found.plan
     caption = "runs: instructions, and executions with loops counted. arrays: whole ones, in the dtype on the wire."
+    caption += _PER_ITERATION * any(row.per_iteration for row in found.rows)
     columns = ["collective", "over", "dtype??", "unit", "runs>?", "arrays>", "async>", "matmuls>"]
     if plan is not None:
         which = "" if plan.gathered_part.leaves == plan.leaves else " that are gathered"
@@ -340,6 +348,7 @@ def _collectives_table(found: Audit) -> FittedTable:
     for row in found.rows:
         unit = "-" if row.unit is None else f"{row.unit} {row.phase or ''}".rstrip()
         runs = str(len(row.windows)) if row.executions == len(row.windows) else f"{len(row.windows)}: {row.executions}"
+        runs += "+" * row.per_iteration
         cells = [row.kind, _over(row), row.dtype, unit, runs, human_bytes(row.total_bytes)]
         if plan is not None:
             cells.append(_copies(_total_of(row.kind, row.windows).elements, plan))
@@ -355,11 +364,13 @@ def _collectives_table(found: Audit) -> FittedTable:
 
 def _mixing_table(rows: Iterable[TrafficRow]) -> FittedTable:
     columns = "line", "operation", "collective", "over?", "phase??", "runs>?", "arrays>"
+    rows = tuple(rows)
     caption = "In these lines the model uses other examples of its batch. A compiler may join several lines."
+    caption += _PER_ITERATION * any(row.per_iteration for row in rows)
     table = made_table("Collectives of the model's own mixing of examples (compiled)", *columns, caption=caption)
     for row in rows:
         lines = [list(dict.fromkeys(texts)) for texts in zip(*((m.line, m.operation) for m in row.mixing), strict=True)]
-        counts = str(row.executions), human_bytes(row.total_bytes)
+        counts = str(row.executions) + "+" * row.per_iteration, human_bytes(row.total_bytes)
         add_row(table, *lines, row.kind, _over(row), row.phase or "-", *counts)
     return table
 

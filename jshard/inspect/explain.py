@@ -19,10 +19,12 @@ from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.linen.annotation import annotation_of
-from jshard.plans.checks import Other, others_of
-from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
+from jshard.plans.checks import ARRAY, Other, others_of
+from jshard.plans.homes import place_of
+from jshard.plans.memories import is_placed
+from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, record_of, unsharded_class
 from jshard.plans.plan import plan as make_plan
-from jshard.plans.units import dotted, numberless
+from jshard.plans.units import dotted, numberless, occurrences
 
 
 def explain(
@@ -69,8 +71,11 @@ def explain(
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
-    others = tuple(others_of(model_or_plan)) if isinstance(model_or_plan, nnx.Module) else ()
-    return Explanation(plan, held, traffic_of(plan), leaves, others, mixing)
+    if not isinstance(model_or_plan, nnx.Module):
+        return Explanation(plan, held, traffic_of(plan), leaves, mixing=mixing)
+    planned = {leaf.path for leaf in plan.leaves}
+    others = tuple(other for other in others_of(model_or_plan) if dotted(other.path) not in planned)
+    return Explanation(plan, held, traffic_of(plan), leaves, others, mixing, tuple(_strays(model_or_plan)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -83,6 +88,7 @@ class Explanation(Printed):
     leaves: bool = False  # whether every parameter is listed
     others: tuple[Other, ...] = ()  # float arrays of an nnx model that are not parameters, and in no other figure
     mixing: tuple[Mixing, ...] = ()  # communication of the last traced calls for mixing the examples of the batch
+    strays: tuple[str, ...] = ()  # parameters of an nnx model that are not where the plan places them
 
     def __rich__(self) -> Group:
         tables = [_units_table(self.plan)]
@@ -91,7 +97,14 @@ class Explanation(Printed):
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         tables += [_mixing_table(self.mixing)] if self.mixing else []
         spaced = [part for table in tables for part in (Text(), table)]
-        return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, _notes(self.plan, self.others)))
+        return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, self._notes()))
+
+    def _notes(self) -> Iterator[str]:
+        yield from _notes(self.plan, self.others)
+        if self.strays:
+            count = f"{len(self.strays)} parameter{'s'[: len(self.strays) != 1]}"
+            yield f"Not placed as planned: {count}, until the next call"
+            yield from _counted(f"  {stray}" for stray in self.strays)
 
     def to_json(self) -> str:
         """Everything as JSON text; `ShardPlan.from_json` reads the plan in it."""
@@ -110,10 +123,22 @@ class Explanation(Printed):
             "memory_per_device": bytes_,
             "communication_per_step": traffic,
             "mixing": [dataclasses.asdict(one) for one in self.mixing],
-            "replicated": {leaf.path: leaf.placement.because for leaf in self.plan.replicated},
+            "replicated": {leaf.path: leaf.placement.because for leaf in self.plan.replicated}
+            | {dotted(other.path): unsharded_class(other.kind) for other in _of_own_class(self.others)},
+            "not_placed_as_planned": list(self.strays),
             "other_arrays": [dataclasses.asdict(other) | {"path": dotted(other.path)} for other in self.others],
         }
         return json.dumps(whole, indent=1)
+
+
+def _strays(model: nnx.Module) -> Iterator[str]:
+    """The parameters of an annotated model that are not where the plan places them, as text."""
+    root = record_of(model)
+    for variable, path, _ in occurrences(model):
+        planned = root.by_path.get(path)  # of a tied one, its first path
+        if planned is not None and not is_placed(variable, planned.placement, root.mesh):
+            value = variable.get_raw_value()
+            yield f"{numberless(dotted(path))} {list(value.shape)}: {place_of(value)}"
 
 
 def folded_units(plan: ShardPlan) -> list[tuple[str, int, UnitPlan]]:
@@ -260,7 +285,8 @@ def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
     for (path, unit), size in plan.unscheduled_stacks.items():
         how = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
         yield f"Stacked layers: {path}, {human_bytes(size)}, {how}"
-    yield from _replicated(plan)
+    own = _of_own_class(others)
+    yield from _replicated(plan, own)
     if padded := [leaf for leaf in plan.leaves if leaf.placement.padding]:
         zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
         count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
@@ -269,21 +295,31 @@ def _notes(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
     for leaf in plan.leaves:
         if leaf.aliases:
             yield f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}"
-    if others:
+    if others := [other for other in others if other not in own]:
         count = f"{len(others)} float array{'s'[: len(others) != 1]}"
         total = human_bytes(sum(other.bytes for other in others))
         yield f"Not parameters: {count}, {total} on every device, in no figure above"
         yield from _counted(f"  {numberless(dotted(other.path))}  {other.kind} {other.form}" for other in others)
 
 
-def _replicated(plan: ShardPlan) -> Iterator[str]:
-    """The replicated parameters, by reason."""
-    if plan.leaves and plan.replicated == plan.leaves:
+def _of_own_class(others: Sequence[Other]) -> list[Other]:
+    """The arrays in variables of a class of the user's own, which may be trained by `wrt=`."""
+    return [other for other in others if other.kind not in (ARRAY, nnx.Variable.__name__)]
+
+
+def _replicated(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
+    """The replicated parameters, by reason, and the variables of classes that are no parameters."""
+    if plan.leaves and plan.replicated == plan.leaves and not others:
         yield f"Replicated: all parameters: {plan.leaves[0].placement.because}"
-    elif plan.replicated:
-        total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
-        yield f"Replicated: {len(plan.replicated)} parameters, {human_bytes(total)} on every device"
+    elif plan.replicated or others:
+        total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated) + sum(other.bytes for other in others)
+        count = len(plan.replicated) + len(others)
+        what = f"{count} parameter{'s'[: count != 1]}" if plan.replicated else f"{count} variable{'s'[: count != 1]}"
+        yield f"Replicated: {what}, {human_bytes(total)} on every device"
         reasons: dict[str, list[str]] = collections.defaultdict(list)
+        for other in others:
+            because = f"{unsharded_class(other.kind)}  # counted above only if wrt= has it"
+            reasons[because].append(f"    {numberless(dotted(other.path))} {other.form}")
         for leaf in plan.replicated:
             path = f"    {numberless(leaf.path)} {list(leaf.placement.shape)}"
             reasons[leaf.placement.because.split(" (")[0]].append(path)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard.engine.accumulate import Loss
 from jshard.engine.context import during
+from jshard.engine.created import created
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Layout, Trained, boxed, boxed_like, joined, unboxed
@@ -192,9 +193,9 @@ def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
     """The result of `build()`, created by one compiled program."""
     leaves, tree = jax.tree.flatten(linen_shapes(build, model))
     places = annotation_for(model).layout.places
-    options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(mesh)  # jax: only at top level
     make = lambda: jax.tree.leaves(boxed(build(), places))
-    arrays = jax.jit(make, out_shardings=[x.sharding for x in leaves], compiler_options=options)()
+    where = f"shard_init({annotation_for(model).base.__name__})"
+    arrays = created(make, [x.sharding for x in leaves], mesh, where)
     return jax.tree.unflatten(tree, arrays)
 
 

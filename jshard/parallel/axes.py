@@ -22,6 +22,7 @@ from jshard.engine.context import region_mesh
 from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
+from jshard.plans.checks import check_not_placed
 from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, degree
 from jshard.plans.placement import Entry, axes_of, spec_over
 from jshard.plans.units import dotted, plain_class, walk
@@ -30,8 +31,8 @@ from jshard.plans.units import dotted, plain_class, walk
 def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
     """Assigns dims of a model's parameters to axes of the mesh.
 
-    Call it before `js.fully_shard`, which shards another dim of them over `fsdp`. For a single variable,
-    `variable.set_metadata(out_sharding=...)` is equivalent.
+    Call it before `js.fully_shard`, which shards another dim of them over `fsdp`; afterwards it is an error. For a
+    single variable, `variable.set_metadata(out_sharding=...)` is equivalent.
 
     Args:
         model: the model, or a part of it.
@@ -39,13 +40,22 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
             dims of stacked layers need none. The first pattern that matches a parameter is used.
 
     Raises:
-        AnnotationError: a pattern matches no parameter, or has more entries than a parameter has dims.
+        AnnotationError: a pattern matches no parameter, or has more entries than a parameter has dims; or the model is
+            annotated, so that its parameters are placed already.
 
     Example:
         >>> js.parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
     """
+    if not isinstance(model, nnx.Module):
+        raise AnnotationError(
+            "js.parallel.split needs an nnx module.",
+            where=f"js.parallel.split({type(model).__name__}, ...)",
+            why="it names axes of the parameters that a module holds, and init creates those of a Linen module.",
+            do='nn.Dense(64, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor")))',
+        )
     unused, deep = dict.fromkeys(table), []
     params = [(dotted(path), v) for path, v in walk(model) if isinstance(v, nnx.Param)]
+    named: list[tuple[nnx.Param, tuple[Entry, ...]]] = []
     for path, variable in params:
         pattern = next((p for p in table if fnmatch.fnmatch(path, p)), None)
         if pattern is None:
@@ -53,7 +63,7 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         unused.pop(pattern, None)
         entries, ndim = tuple(table[pattern]), len(variable.get_raw_value().shape)
         deep += [f"{pattern!r}: {entries}, and {path} has {ndim} dims"] if len(entries) > ndim else []
-        variable.set_metadata(out_sharding=(None,) * (ndim - len(entries)) + entries)
+        named.append((variable, (None,) * (ndim - len(entries)) + entries))
     if wrong := [*deep, *(f"{pattern!r} matches no parameter" for pattern in unused)]:
         listed = f"{', '.join(path for path, _ in params[:4])}{', ...' if len(params) > 4 else ''}"
         raise AnnotationError(
@@ -62,6 +72,9 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
             why=f"each entry is for one of the last dims; the parameters are {listed}.",
             do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * matches anything',
         )
+    check_not_placed(model, f"js.parallel.split({plain_class(model).__name__}, ...)")
+    for variable, entries in named:
+        variable.set_metadata(out_sharding=entries)
 
 
 def hold(x: jax.Array, *entries: Entry) -> jax.Array:

@@ -16,10 +16,11 @@ from flax import nnx
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
-from jshard.plans.mesh import FSDP, INNER_AXES, degree
-from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement
+from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, TENSOR, AnyMesh, degree
+from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement, axes_of
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
+    ORDINARY_STATE,
     Path,
     PathPattern,
     Unit,
@@ -59,6 +60,53 @@ def check_placement(placement: Any) -> ShardPlacement:
     line = "js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))"
     check_setting(good, f"fully_shard(placement={placement!r})", "a js.ShardPlacement", line)
     return placement or ShardPlacement()
+
+
+def check_not_placed(module: nnx.Module, where: str) -> None:
+    """Raises if the parameters of a module are placed, so that axes named now would have no effect.
+
+    Units inside do not matter while the module around them is not annotated: its annotation plans them again.
+    """
+    units = dict(nested_units(module))
+    outermost = [path for path in units if not any(path[: len(p)] == p and p != path for p in units)]
+    is_enclosed = any(record.nested for path in outermost if (record := unit_of(units[path])) is not None)
+    has_placed = any(
+        isinstance(x, nnx.Param) and _compat.home_of(x) is not None and not any(path[: len(p)] == p for p in outermost)
+        for path, x in walk(module)
+    )
+    if unit_of(module) is not None or is_enclosed or has_placed:
+        raise _named_too_late([where])
+
+
+def check_axes_are_placed(
+    module: nnx.Module, params: Iterable[tuple[Path, nnx.Param, Placement]], mesh: AnyMesh
+) -> None:
+    """Raises if a parameter names an axis of the mesh that its placement lacks: it was named after the annotation."""
+    inner = {axis for axis in (TENSOR, EXPERT) if degree(mesh, axis) > 1}
+    late: dict[Path, nnx.Param] = {}
+    for path, variable, placement in params if inner else ():
+        named = {axis for entry in variable.get_metadata("out_sharding", None) or () for axis in axes_of(entry)}
+        placed = {axis for entry in placement.spec for axis in axes_of(entry)}
+        if named & inner - placed:
+            late[path] = variable
+    if not late:
+        return
+    units = [record for _, one in nested_units(module) if (record := unit_of(one)) is not None]
+    ruled = {name for record in units for name, _ in record.placement.axis_rules}
+    if inner - ruled:
+        kind = plain_class(module).__name__
+        raise _named_too_late([f"{kind}: {dotted(p)}  out_sharding={v.out_sharding}" for p, v in late.items()])
+
+
+def _named_too_late(where: list[str]) -> AnnotationError:
+    """The error for axes that are named when the parameters are placed already."""
+    return AnnotationError(
+        "Axes of parameters were named after the annotation.",
+        where=where,
+        why="js.fully_shard places the parameters by the axes named before it; later names have no effect.",
+        do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # on a fresh model\n'
+        "js.fully_shard(model, mesh=mesh)  # then",
+    )
 
 
 def check_has_parameters(modules: list[nnx.Module]) -> None:
@@ -159,9 +207,6 @@ def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") 
 
 # Arrays that every device holds whole: parameters that could not be sharded, and arrays that are not parameters.
 
-# State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers.
-_ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
-
 
 @dataclasses.dataclass(frozen=True)
 class Other:
@@ -179,7 +224,7 @@ class Other:
 def others_of(module: nnx.Module) -> Iterator[Other]:
     """The float arrays of a model that are not parameters, except the state of Flax's own classes."""
     for path, x in walk(module):
-        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *_ORDINARY_STATE)):
+        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *ORDINARY_STATE)):
             continue
         kind = type(x).__name__ if isinstance(x, nnx.Variable) else ARRAY
         yield from others_in(path, x.get_raw_value() if isinstance(x, nnx.Variable) else x, kind)

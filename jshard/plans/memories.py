@@ -6,14 +6,16 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 from jax import lax
 from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.errors import MeshError
+from jshard.plans.homes import Home, settle_in
 from jshard.plans.mesh import REPLICA, AnyMesh, is_concrete
-from jshard.plans.padding import Padding
+from jshard.plans.padding import Padding, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, place
 from jshard.plans.plan import ShardPlan
 from jshard.plans.policies import MixedPrecision
@@ -41,6 +43,39 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
 def sharding_of(mesh: Any, spec: PartitionSpec, *, on_host: bool) -> NamedSharding:
     """A sharding in the host's memory, or the device's."""
     return _compat.host_sharding(mesh, spec) if on_host else NamedSharding(mesh, spec)
+
+
+def home_in(mesh: AnyMesh, placement: Placement) -> Home | None:
+    """Where the values of a parameter belong; None on a mesh without devices."""
+    if not is_concrete(mesh):
+        return None
+    sharding = sharding_of(mesh, placement.partition_spec, on_host=placement.on_host)
+    return Home(sharding, placement.stored_shape)
+
+
+def place_variable(variable: nnx.Variable, placement: Placement, mesh: AnyMesh) -> None:
+    """Stores the value of a variable as planned, where it is not, and gives the variable its home.
+
+    A variable that was merged from a plain state, or that replaced another, has no home and no padding yet. What a
+    program traces is left as it is.
+    """
+    home, value = home_in(mesh, placement), variable.get_raw_value()
+    if home is None or _compat.is_tracer(value):
+        return
+    padding = Padding.of(placement)
+    if padding is not None and padding_of(variable) is None and value.shape == placement.shape:
+        with jax.ensure_compile_time_eval():  # else, in a trace, the variable would hold a value of the trace
+            store(variable, padding, padding.pad(value))
+    settle_in(variable, home)
+
+
+def is_placed(variable: nnx.Variable, placement: Placement, mesh: AnyMesh) -> bool:
+    """Whether `place_variable` would change nothing."""
+    home, value = home_in(mesh, placement), variable.get_raw_value()
+    if home is None or _compat.is_tracer(value) or isinstance(value, jax.ShapeDtypeStruct):
+        return True
+    is_unpadded = bool(placement.padding) and value.shape == placement.shape
+    return not is_unpadded and not home.is_elsewhere(value)
 
 
 def to_device(tree: Any) -> Any:

@@ -6,14 +6,18 @@ Raw arrays (`jax.tree.leaves`, `nnx.as_pure`) are padded; their padding is zero,
 maps over them averages over the padding too: `jshard.engine.call` refuses it.
 """
 
+import contextlib
+import contextvars
 import copyreg
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -23,6 +27,7 @@ from jshard.plans.placement import Placement
 V = TypeVar("V", bound=nnx.Variable)
 
 _MISSING = object()
+_padding_is_kept: contextvars.ContextVar[bool] = contextvars.ContextVar("padding_is_kept", default=False)
 OF_STORAGE = frozenset(
     "dtype sharding committed addressable_shards global_shards is_fully_addressable is_fully_replicated is_deleted"
     " delete block_until_ready".split()
@@ -64,6 +69,15 @@ class Padding:
         zeros = [(0, (d == x.ndim + self.from_end) * (self.stored - self.size)) for d in range(x.ndim)]
         return jnp.pad(x, zeros)
 
+    def cleared(self, x: Any) -> Any:
+        """A stored array, with zeros in its padding; an array without the padding is returned unchanged.
+
+        So is one in host memory: each step writes it, and would have to copy it to the device and back.
+        """
+        if not isinstance(x, (jax.Array, np.ndarray)) or not self._fits(x.shape, self.stored) or _compat.on_host(x):
+            return x
+        return _cleared(x, x.ndim + self.from_end, self.size)
+
     def logical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that `cut` returns for an array of a shape."""
         return self._resized(shape, self.size) if self._fits(shape, self.stored) else shape
@@ -90,20 +104,26 @@ class _LogicalReads:
 
     def set_value(self: Any, value: Any, *, index: Any = _MISSING) -> None:
         if index is not _MISSING and index is not Ellipsis:
-            value = self.get_value().at[index].set(value)
+            home = _compat.home_of(self)
+            value = self.get_value().at[index].set(value if home is None else home.arriving(value))
         self.set_raw_value(jnp.asarray(value))
 
     def set_raw_value(self: Any, value: Any, **settings: Any) -> None:
-        stored = self._jshard_padding.pad(value)
-        nnx.Variable.set_raw_value(self, _placed(stored, value, self.get_raw_value()), **settings)
+        nnx.Variable.set_raw_value(self, self._stored(value), **settings)
 
     def update_from_state(self: Any, variable_state: nnx.Variable) -> None:
         same = padding_of(variable_state) == self._jshard_padding
-        old = self.get_raw_value()  # a state of another mesh, or of a plain model, is padded like this one
-        nnx.Variable.update_from_state(self, variable_state if same else logical(variable_state))
-        given = self.get_raw_value()
-        stored = _placed(self._jshard_padding.pad(given), given, old)
+        # a state of another mesh, or of a plain model, is padded like this one
+        state = variable_state if same else logical(variable_state)
+        stored = self._stored(state.get_raw_value())
+        nnx.Variable.update_from_state(self, state)
         nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
+
+    def _stored(self: Any, value: Any) -> Any:
+        """A written value, with zeros for padding: a function of all raw arrays, such as `v + 1`, has changed them."""
+        if value is self.get_raw_value() or _padding_is_kept.get():
+            return value
+        return self._jshard_padding.cleared(self._jshard_padding.pad(value))
 
     def __getattr__(self: Any, name: str) -> Any:
         if name in OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
@@ -148,7 +168,7 @@ def store(variable: nnx.Variable, padding: Padding | None, value: Any) -> None:
     """Makes a variable hold an array with this padding, or with none."""
     cls = unpadded(type(variable))
     object.__setattr__(variable, "__class__", cls if padding is None else _padded_class(cls, padding))
-    variable.set_raw_value(value)
+    _compat.write_past_home(variable, value)
 
 
 def unpadded(cls: type) -> type:
@@ -177,9 +197,18 @@ def _metaclass(meta: type) -> type:
     return made
 
 
-def _placed(stored: Any, given: Any, old: Any) -> Any:
-    """A newly padded array is placed like the old value; an array that was already padded stays where it is."""
-    are_here = isinstance(stored, jax.Array) and isinstance(old, jax.Array)
-    if stored is given or not are_here or _compat.is_tracer(stored) or _compat.is_tracer(old):
-        return stored
-    return jax.device_put(stored, old.sharding)
+@contextlib.contextmanager
+def padding_kept() -> Iterator[None]:
+    """A context in which padded arrays are written as they are: they come from a program that keeps the zeros."""
+    token = _padding_is_kept.set(True)
+    try:
+        yield
+    finally:
+        _padding_is_kept.reset(token)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _cleared(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """An array with zeros from an index on: a mask, which each device applies to its part."""
+    index = lax.broadcasted_iota(jnp.int32, x.shape, dim)
+    return jnp.where(index < size, x, jnp.zeros((), x.dtype))

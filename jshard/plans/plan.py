@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,8 +14,10 @@ from flax import nnx
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, hosts_along
-from jshard.plans.placement import Entry, Placement, place, stored_as
+from jshard.plans.placement import Entry, Placement, ShardPlacement, place, stored_as
+from jshard.plans.policies import MixedPrecision
 from jshard.plans.units import (
+    ORDINARY_STATE,
     Path,
     Unit,
     dotted,
@@ -27,6 +29,7 @@ from jshard.plans.units import (
     role,
     unit_of,
     units_in,
+    walk,
 )
 
 
@@ -56,6 +59,7 @@ class LeafPlan:
     stack: str = ""  # path of the layers of a loop that it is stacked with, where no unit is inside the loop
     keys: tuple[Path, ...] = ()  # the path and the aliases as keys
     owner: Path | None = ()  # path of the module that gathers it; None in the plan of a unit inside it
+    sharers: tuple[Path, ...] = ()  # modules of its unit, given in one list, between which it is tied
 
     @property
     def role(self) -> str:
@@ -164,10 +168,11 @@ class ShardPlan:
         names, leaves = _names(within), []
         for leaf in self.leaves:
             keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
+            sharers = () if owner is None else _inside(path, leaf.sharers)
             if keys and (owner or ()) in names:  # else its unit was removed from the model
-                unit, (text, *aliases) = names[owner or ()], map(dotted, keys)
+                unit, (text, *aliases) = names[sharers[0] if sharers else owner or ()], map(dotted, keys)
                 seen = {"path": text, "unit": unit, "aliases": tuple(aliases), "keys": keys, "owner": owner}
-                leaves.append(dataclasses.replace(leaf, **seen))
+                leaves.append(dataclasses.replace(leaf, **seen, sharers=sharers))
         return ShardPlan(self.mesh, _rows(within), tuple(leaves))
 
     def to_json(self) -> str:
@@ -190,22 +195,27 @@ class ShardPlan:
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
     """Places every parameter, and finds the unit that gathers it: the innermost one around all of its uses.
 
+    Modules that were given in one list are one unit, so a parameter that is tied between them has its settings. It is
+    gathered once, by the module around them.
+
     The records of the units are by path, the root, `()`, first. One error lists all parameters that cannot be placed.
     """
     names = _names(units)
     found, errors, shared = [], [], []
     for path, leaf in leaves.items():
-        owner, keys = _owner(leaf.around), (path, *leaf.aliases)
+        keys = (path, *leaf.aliases)
+        owner, modules = _owner(leaf.around), _modules(leaf.around, units)
         try:
-            placement = _placed(keys, owner, leaf, units)
+            placement = _placed(keys, modules, leaf, units)
         except AnnotationError as error:
             errors.append(error)
             continue
         stack = dotted(leaf.stack) if leaf.stack and not units[owner].placement.stacked else ""
         text, *aliases = map(dotted, keys)
-        found.append(LeafPlan(text, names[owner], placement, tuple(aliases), stack=stack, keys=keys, owner=owner))
+        planned = LeafPlan(text, names[modules[0]], placement, tuple(aliases), stack=stack, keys=keys, owner=owner)
+        found.append(dataclasses.replace(planned, sharers=modules if len(modules) > 1 else ()))
         never = {unit for chain in leaf.around for unit in chain if not units[unit].placement.gathered}
-        shared += [dotted(path)] if never - {owner} else []
+        shared += [dotted(path)] if never - {*modules} else []
     if errors:
         first = errors[0]
         raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
@@ -227,33 +237,58 @@ def resharded(unit: Unit, *, is_root: bool) -> bool | int:
 
 
 def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
-    """The innermost unit that encloses every use of a parameter; `()` is the root."""
+    """The innermost module of a unit that encloses every use of a parameter; `()` is the root."""
     alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*around, strict=False))
     return next((level[0] for level in reversed([*alike])), ())
+
+
+def _modules(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, Unit]) -> tuple[Path, ...]:
+    """The modules of the innermost unit that encloses every use of a parameter; `()` is the root.
+
+    They are several only if the unit is a list of modules, and the parameter is tied between them.
+    """
+    by_use = [{_identity(path, units[path]): path for path in chain} for chain in around]
+    for path in reversed(around[0] if around else ()):
+        identity = _identity(path, units[path])
+        if all(identity in modules for modules in by_use):
+            return tuple(dict.fromkeys(modules[identity] for modules in by_use))
+    return ((),)
+
+
+def _identity(path: Path, unit: Unit) -> Path | int:
+    """What is equal for modules of one unit: the number of their list, or the path of a module of its own."""
+    return path if unit.policy.group is None else unit.policy.group
 
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(own for path in paths if (own := inside(outer, path)) is not None)
 
 
-def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
-    """The placement given by a parameter's owner; patterns are matched against its path from the owner and the root."""
-    unit, path, from_unit = units[owner], keys[0], _inside(owner, keys)[0]
+def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
+    """The placement given by a parameter's unit; patterns are matched against its paths from there and from the root.
+
+    `modules` are those of the unit. Of a tied parameter, each path counts.
+    """
+    owner, unit = modules[0], units[modules[0]]
+    from_unit = [path for module in modules for path in _inside(module, keys)]
+    names, names_from_root = list(map(dotted, from_unit)), map(dotted, keys)
+    kept_names = filter(unit.policy.mixed_precision.keeps, names)
     asked, from_root = unit.placement, units[()].placement.allow_replicated
     leave_out = nnx.filterlib.to_predicate(asked.ignored)
     variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if leaf.variable is None else leaf.variable
     if leaf.stack and not owner and not asked.stacked and asked.shard_dim is None:  # gathered a layer at a time
         asked = dataclasses.replace(asked, stacked=leaf.num_stacked)
     return place(
-        dotted(from_unit),
+        next(kept_names, names[0]),
         leaf.shape,
         leaf.dtype,
         leaf.spec,
         dict(unit.mesh.shape),
         asked,
         unit.policy.mixed_precision,
-        pads=not (is_named(dotted(from_unit), asked.allow_replicated) or is_named(dotted(path), from_root)),
-        ignored=any(leave_out(p, variable) for p in (from_unit, path)),
+        pads=not any(is_named(name, asked.allow_replicated) for name in names)
+        and not any(is_named(name, from_root) for name in names_from_root),
+        ignored=any(leave_out(path, variable) for path in (*from_unit, *keys)),
         hosts=_hosts_of(unit),
     )
 
@@ -276,8 +311,10 @@ def as_stored(leaf: LeafPlan, dtype: Any, units: Callable[[], Mapping[Path, Unit
     if unit is None:
         return leaf  # its unit was removed from the model
     precision = unit.policy.mixed_precision
-    path = dotted(_inside(leaf.owner, leaf.keys)[0])
-    placement = stored_as(leaf.placement, dtype, path, precision, hosts=_hosts_of(unit))
+    modules = leaf.sharers or (leaf.owner,)
+    names = [dotted(path) for module in modules for path in _inside(module, leaf.keys)]
+    name = next(filter(precision.keeps, names), names[0])
+    placement = stored_as(leaf.placement, dtype, name, precision, hosts=_hosts_of(unit))
     return dataclasses.replace(leaf, placement=placement)
 
 
@@ -290,7 +327,7 @@ def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
     """Name of every unit: its path, or the paths of its list joined."""
     groups: dict[Any, list[Path]] = {}
     for path, unit in units.items():
-        groups.setdefault(path if unit.policy.group is None else unit.policy.group, []).append(path)
+        groups.setdefault(_identity(path, unit), []).append(path)
     return {path: "+".join(map(dotted, paths)) for paths in groups.values() for path in paths}
 
 
@@ -326,7 +363,8 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     Args:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. For a
             Linen module, the plan is that of the parameters last seen by `init` or `apply`.
-        wrt: the parameters that are trained, as `js.value_and_grad` takes them; the others are frozen.
+        wrt: the parameters that are trained, as `js.value_and_grad` takes them; the others are frozen. Trained
+            variables of a class that is no `nnx.Param` are in the plan, too: replicated.
 
     Raises:
         AnnotationError: the root is not annotated, parameters were added after the annotation, or those of a Linen
@@ -363,7 +401,31 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
             continue  # removed since
         stored = as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model))
         leaves.append(dataclasses.replace(stored, trained=is_trained(path, variable)))
+    leaves += _trained_others(model, is_trained, root)
     return dataclasses.replace(root.plan, leaves=tuple(leaves))
+
+
+def _trained_others(model: nnx.Module, is_trained: Callable[[Path, Any], bool], root: Unit) -> Iterator[LeafPlan]:
+    """The trained float arrays of variables that are no `nnx.Param`: each device holds them whole."""
+    for path, variable in walk(model):
+        if not isinstance(variable, nnx.Variable) or isinstance(variable, (nnx.Param, *ORDINARY_STATE)):
+            continue
+        value = variable.get_raw_value()
+        is_float = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(value.dtype, jnp.inexact)
+        if is_float and is_trained(path, variable):
+            kept = ShardPlacement()
+            whole = place(
+                dotted(path), value.shape, value.dtype, (), dict(root.mesh.shape), kept, MixedPrecision(), ignored=True
+            )
+            because = unsharded_class(type(variable).__name__)
+            yield LeafPlan(
+                dotted(path), _names({(): root})[()], dataclasses.replace(whole, because=because), keys=(path,)
+            )
+
+
+def unsharded_class(kind: str) -> str:
+    """Why the variables of a class are replicated, with the line that would shard them."""
+    return f"not an nnx.Param; to shard it: class {kind}(nnx.Param): ..."
 
 
 def record_of(model: Any) -> Unit:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Path = tuple[Any, ...]
 """Keys from a module to something in it: attribute names and indices."""
 
+ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
+"""State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers."""
+
 OWN, NESTED, OUTER = "own", "nested", "outer"
 
 

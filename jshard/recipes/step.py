@@ -25,6 +25,7 @@ from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
 from jshard.plans.memories import to_device
+from jshard.plans.padding import padding_kept
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
 from jshard.recipes.model_file import LossFn, with_metrics
@@ -125,7 +126,8 @@ class TrainStep:
         return program_bytes(self._program)
 
     def _current(self) -> tuple[Any, Any]:
-        nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
+        with padding_kept():
+            nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
         return self._objects
 
 

@@ -285,7 +285,7 @@ def test_a_filter_without_a_name_is_known_by_what_passes():
     )
     saved = build(4)
     next(saved)
-    with pytest.raises(CheckpointError, match="filter passes  saved -[+][+]-"):
+    with pytest.raises(CheckpointError, match=r"filter passes  saved -[+][+]-"):
         build(5).set_state(saved.get_state())
     build(4).set_state(saved.get_state())
 

@@ -1,4 +1,4 @@
-"""Derivatives beyond the first equal one device: forward mode, second and third order, inside a model, under each setting."""
+"""Derivatives beyond the first equal one device: forward mode, second and third order, under each setting."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from flax import nnx
 
 import jshard as js

@@ -204,6 +204,84 @@ def test_what_it_says_to_write_is_split():
     assert called(made, (8, 400, WIDE)) == []
 
 
+class Merged(nnx.Module):
+    """Products of parameters alone, as of adapters that are merged before they are used."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.down = nnx.Param(jnp.ones((WIDE, WIDE)))
+        self.up = nnx.Param(jnp.ones((WIDE, WIDE)))
+
+    def __call__(self, x):
+        kernel = self.down[...] @ self.up[...]
+        return x @ kernel
+
+
+class OneByOne(Merged):
+    """A loop over the examples, each of which every device computes."""
+
+    def __call__(self, x):
+        step = lambda carry, row: (carry, row @ self.up[...])
+        return jax.lax.scan(step, 0, x)[1]
+
+
+class Deep(Merged):
+    """The same in a loop over layers, and behind a function that jax traces once."""
+
+    def __call__(self, x):
+        merge = jax.jit(lambda a, b: a @ b)
+        step = lambda x, _: (jnp.tanh(x @ merge(self.down[...], self.up[...])), None)
+        return jax.lax.scan(step, x, length=3)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "what", "amount"),
+    [
+        (
+            Merged,
+            "kernel = self.down[...] @ self.up[...]",
+            "products of parameters and constants whole, 89%",
+            "2.1 of 2.4",
+        ),
+        (
+            OneByOne,
+            "step = lambda carry, row: (carry, row @ self.up[...])",
+            "products for all examples, 100%",
+            "2.1 of 2.1",
+        ),
+        (Deep, "merge = jax.jit(lambda a, b: a @ b)", "products of parameters and constants whole, 89%", "6.4 of 7.2"),
+    ],
+)
+def test_more_than_a_share_of_the_batch_is_said_once_with_its_cause_and_the_way(kind, line, what, amount):
+    made = named_towers(f"Whole{kind.__name__}", kind)
+    (text,) = called(made, (1024, WIDE))
+    first, where, why, do = text.splitlines()
+    assert first == f"Whole{kind.__name__}.__call__: every device computes {what} of its multiplications:"
+    assert source(where) == line
+    assert f"{amount} GFLOP on each device" in why and "8" in why
+    assert ("(x @ a) @ b" in do) if "parameters" in what else ("js.per_example(f)" in do)
+    assert called(made, (1024, WIDE)) == []
+
+
+def test_the_same_of_a_linen_model():
+    class MergedInLinen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            down, up = (self.param(name, nn.initializers.ones, (WIDE, WIDE)) for name in ("down", "up"))
+            return x @ (down @ up)
+
+    model = js.fully_shard(MergedInLinen(), mesh=js.mesh())
+    x = jax.ShapeDtypeStruct((2048, WIDE), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    with pytest.warns(UserWarning, match="MergedInLinen.*every device computes products of parameters and constants"):
+        jax.jit(model.apply).lower(params, x)
+
+
+class Tenth(Merged):
+    def __call__(self, x):
+        few = self.down[:16] @ self.up[...]
+        return (x @ self.down[...]) + few.sum()
+
+
 @pytest.mark.parametrize(
     ("shapes", "mesh"),
     [
@@ -217,3 +295,8 @@ def test_what_it_says_to_write_is_split():
 )
 def test_programs_that_are_fine_are_not_said(shapes, mesh):
     assert called(named_towers("Fine", **mesh), *shapes) == []
+
+
+def test_less_than_a_tenth_of_the_products_of_a_device_is_not_said():
+    assert called(named_towers("LessThanATenth", Tenth), (4096, WIDE)) == []
+    assert called(named_towers("OnOneShard", Merged, devices=jax.devices()[:1]), (1024, WIDE)) == []

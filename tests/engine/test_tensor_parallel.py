@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.errors import AnnotationError
@@ -229,3 +231,83 @@ def test_fsdp_moves_beside_a_tensor_axis_that_is_kept():
 def test_an_unknown_axis_is_an_error_where_it_could_be_the_tensor_axis():
     with pytest.raises(AnnotationError, match="'tp': the mesh has"):
         js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
+
+
+class Pair(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.down = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+class Pairs(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([Pair(rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+TABLE = {"*up/kernel": (None, "tensor"), "*down/kernel": ("tensor", None)}
+X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+
+
+def annotated_pairs() -> Pairs:
+    return js.fully_shard(Pairs(nnx.Rngs(0)), units=Pair, mesh=js.mesh(fsdp=4, tensor=2))
+
+
+@pytest.mark.parametrize("part", [lambda m: m, lambda m: m.layers, lambda m: m.layers[0], lambda m: m.layers[0].up])
+def test_axes_named_after_the_annotation_are_refused(part):
+    model = annotated_pairs()
+    before = jax.tree.map(lambda x: x.sharding, nnx.state(model))
+    named = part(model)
+    table = {"*kernel": (None, "tensor")} if isinstance(named, nnx.Linear) else TABLE
+    with pytest.raises(AnnotationError, match=r"(?s)named after the annotation.*do: +js.parallel.split"):
+        js.parallel.split(named, table)
+    assert jax.tree.map(lambda x: x.sharding, nnx.state(model)) == before
+    np.testing.assert_allclose(model(X), Pairs(nnx.Rngs(0))(X), rtol=1e-5, atol=1e-5)
+
+
+def test_axes_named_after_shard_init_are_refused():
+    annotate = lambda model: js.fully_shard(model, mesh=js.mesh(fsdp=4, tensor=2))
+    for model in (
+        js.shard_init(lambda: Pairs(nnx.Rngs(0)), annotate),
+        js.abstract_init(lambda: Pairs(nnx.Rngs(0)), annotate),
+    ):
+        with pytest.raises(AnnotationError, match="named after the annotation"):
+            js.parallel.split(model, TABLE)
+
+
+def test_an_axis_that_a_variable_names_after_the_annotation_is_refused_by_the_next_call():
+    model = annotated_pairs()
+    model.layers[1].up.kernel.set_metadata(out_sharding=(None, "tensor"))
+    with pytest.raises(AnnotationError, match=r"(?s)named after the annotation.*Pairs: layers/1/up/kernel"):
+        model(X)
+
+
+def test_axes_may_be_named_until_the_root_is_annotated_and_more_than_once():
+    model, mesh = Pairs(nnx.Rngs(0)), js.mesh(fsdp=4, tensor=2)
+    js.parallel.split(model, {"*up/kernel": ("tensor", None)})
+    for layer in model.layers:
+        js.fully_shard(layer, mesh=mesh)
+    js.parallel.split(model, TABLE)
+    js.fully_shard(model, mesh=mesh)
+    assert model.layers[0].up.kernel.sharding.spec == PartitionSpec("fsdp", "tensor")
+    assert model.layers[0].down.kernel.sharding.spec == PartitionSpec("tensor", "fsdp")
+    np.testing.assert_allclose(model(X), Pairs(nnx.Rngs(0))(X), rtol=1e-5, atol=1e-5)
+
+
+def test_a_table_with_a_wrong_row_names_no_axis():
+    model = Pairs(nnx.Rngs(0))
+    with pytest.raises(AnnotationError, match="matches no parameter"):
+        js.parallel.split(model, TABLE | {"nothing": (None,)})
+    assert model.layers[0].up.kernel.get_metadata("out_sharding", None) is None
+
+
+def test_a_linen_model_is_refused_with_its_own_way():
+    with pytest.raises(AnnotationError, match=r"(?s)needs an nnx module.*nn.with_partitioning"):
+        js.parallel.split(nn.Dense(64), {"kernel": (None, "tensor")})

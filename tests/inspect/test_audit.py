@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -273,3 +274,71 @@ def test_a_lowered_program_is_compiled_and_one_without_communication_refused():
     )
     with pytest.raises(ProgramError, match="without a single collective"):
         audit(lowered)
+
+
+# Loops of unknown length that communicate: the compiler knows the collectives of one iteration, not their number.
+
+
+def distance(rows: jax.Array) -> jax.Array:
+    """A Sinkhorn iteration over the pairs of a batch: its body and its condition sum over all devices."""
+    kernel = jnp.exp(-rows @ rows.T / 100)
+    ones = jnp.ones(rows.shape[0])
+
+    def goes_on(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.abs(state[0] * (kernel @ state[1]) - 1).max() > 1e-3
+
+    def iterate(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        left = 1 / (kernel @ state[1])
+        return left, 1 / (kernel.T @ left)
+
+    left, _ = jax.lax.while_loop(goes_on, iterate, (ones, ones))
+    return (jax.lax.stop_gradient(left)[:, None] * kernel).sum()
+
+
+class Settling(nnx.Module):
+    """A fixed point inside the model, over the mean of the batch."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layer = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        step = lambda y: jnp.tanh(x + y - y.mean(0, keepdims=True)) / 2
+        y = jax.lax.while_loop(lambda y: jnp.abs(step(y) - y).max() > 1e-3, step, jnp.zeros_like(x))
+        return self.layer(jax.lax.stop_gradient(y))
+
+
+def test_a_loop_of_unknown_length_in_the_loss_is_audited():
+    model = js.fully_shard(nn.Dense(64), mesh=js.mesh())
+    x = jax.random.normal(jax.random.key(1), (16, 64))
+    params = js.shard_init(lambda: model.init(jax.random.key(0), x)["params"], model)
+    loss = lambda params: distance(jax.nn.relu(model.apply({"params": params}, x)))
+    found = js.audit(jax.jit(jax.grad(loss)).lower(params).compile(), model=model)
+    loops = [w for w in found.schedule.windows if w.loop]
+    assert loops and all(w.per_iteration and w.executions == 1 for w in loops)
+    text = " ".join(str(found).split())
+    assert "its collectives are counted once per iteration" in text
+    assert "+: per iteration of a loop of unknown length" in text
+    assert any(row.get("per_iteration") for row in json.loads(found.to_json())["collectives"])
+
+
+def test_a_loop_of_unknown_length_in_the_model_is_audited():
+    model = Settling(nnx.Rngs(0))
+    js.fully_shard(model, mesh=js.mesh())
+    x = jax.random.normal(jax.random.key(1), (16, 64))
+    step = nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()))
+    found = js.audit(step.lower(model, x).lowered, model=model)
+    assert found.ok, str(found)
+    assert any(w.per_iteration for w in found.schedule.windows)
+    assert all(row.per_iteration for row in found.mixing)
+
+
+def test_the_condition_of_a_loop_runs_once_more_than_its_body():
+    def body(x):
+        summed = lambda state: jax.lax.psum(jnp.sin(state[1]), "fsdp")
+        goes_on = lambda state: (state[0] < 4) & (summed(state).sum() < 1e9)
+        return jax.lax.while_loop(goes_on, lambda state: (state[0] + 1, state[1] + 1), (0, x))[1]
+
+    spec = PartitionSpec("fsdp")
+    run = jax.jit(jax.shard_map(body, mesh=js.mesh(), in_specs=spec, out_specs=spec, check_vma=False))
+    found = js.audit(run.lower(jnp.zeros(64)).compile())
+    assert [(w.kind, w.per_iteration) for w in found.schedule.windows] == [("all-reduce", True)]

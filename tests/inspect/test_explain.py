@@ -9,6 +9,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -219,3 +220,57 @@ def test_activations_of_a_model_that_counts_its_random_numbers():
     model = js.abstract_init(lambda: Dropping(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=js.mesh()))
     batch = jax.ShapeDtypeStruct((16, 64), "float32")
     assert "saved for backward" in str(js.explain(model, loss=lambda model, x: model(x).sum(), batch=batch))
+
+
+class Real(nnx.Variable):
+    """A parameter of a class of its own, which `wrt=Real` trains."""
+
+
+class Plane(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.turn = Real(jnp.ones((64, 64)))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x) @ self.turn[...]
+
+
+def test_trained_variables_of_another_class_are_listed_as_replicated_with_the_line_that_shards_them():
+    model = Plane(nnx.Rngs(0))
+    js.fully_shard(model, mesh=js.mesh())
+    line = "not an nnx.Param; to shard it: class Real(nnx.Param): ..."
+    for text in (str(explain(model)), str(explain(model, wrt=Real)), str(explain(model, wrt=(nnx.Param, Real)))):
+        replicated = text.partition("Replicated: ")[2]
+        assert line in replicated and "turn" in replicated and "Not parameters" not in text
+    assert json.loads(explain(model).to_json())["replicated"]["turn"] == line
+    plan = js.plan(model, wrt=(nnx.Param, Real))
+    leaf = plan.leaf("turn")
+    assert leaf in plan.replicated and leaf.trained and leaf.placement.because == line and leaf.unit == "(root)"
+    assert plan.num_parameters == 2 * 64 * 64 + 64 and plan.num_frozen == 0
+    assert js.plan(model, wrt=Real).num_frozen == 64 * 64 + 64
+    assert "turn" not in {leaf.path for leaf in js.plan(model).leaves}
+    held = {t.kind: t.full_bytes for t in explain(model, wrt=Real).traffic}
+    assert held["all-reduce"] == 64 * 64 * 4
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+
+
+def test_the_line_that_shards_them_does():
+    class Turn(nnx.Param):
+        """As the line says."""
+
+    model = Plane(nnx.Rngs(0))
+    model.turn = Turn(model.turn[...])
+    js.fully_shard(model, mesh=js.mesh())
+    assert js.plan(model, wrt=Turn).leaf("turn").placement.dim == 0
+
+
+def test_a_step_that_trains_them_is_that_of_one_device_and_does_as_planned():
+    model, plain = Plane(nnx.Rngs(0)), Plane(nnx.Rngs(0))
+    js.fully_shard(model, mesh=js.mesh())
+    x = jax.random.normal(jax.random.key(0), (16, 64))
+    loss = lambda model, x: (model(x) ** 2).mean()
+    wrt = (nnx.Param, Real)
+    grads = nnx.jit(js.value_and_grad(loss, wrt=wrt))(model, x)[1]
+    wanted = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(plain, x)[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, wanted)

@@ -213,7 +213,6 @@ ERRORS = {
     ),
     "no start": program(gathered("full", "shard")),
     "an unknown kind": program("%r = f32[8]{0} ragged-all-to-all(%shard), channel_id=1"),
-    "a loop without an end": program(*ENDLESS, computations=GATHERING),
 }
 GOLDEN = GoldenTexts("program_errors.txt", ERRORS)
 
@@ -228,6 +227,15 @@ def test_what_cannot_be_read_is_an_error(name: str):
 def test_a_mesh_of_another_size_is_an_error():
     with pytest.raises(ProgramError, match="runs on 16 devices, the mesh has 8"):
         read_schedule(program(dot("a"), devices=16), mesh=js.mesh())
+
+
+def test_a_loop_of_unknown_length_counts_its_collectives_once_per_iteration():
+    schedule = read_schedule(program(*ENDLESS, computations=GATHERING), expect_collectives=True)
+    (window,) = schedule.windows
+    assert (window.executions, window.per_iteration, window.loop) == (1, True, "layer_loop")
+    assert schedule.notes == (
+        "loop layer_loop: the number of iterations is unknown; its collectives are counted once per iteration",
+    )
 
 
 def test_what_is_not_counted_is_told():

@@ -38,6 +38,12 @@ def flops(eqn: Eqn) -> float:
     elif eqn.primitive.name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         terms = math.prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+    elif eqn.primitive.name == "ragged_dot_general":
+        numbers, sizes = eqn.params["ragged_dot_dimension_numbers"], eqn.invars[2].aval.shape
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # a result for each group, of its own rows
+            terms = terms / max(sizes[-1], 1)
     else:
         return 0
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * terms

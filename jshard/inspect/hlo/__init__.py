@@ -30,6 +30,7 @@ class Window:
     phase: str | None = None
     loop: str = ""  # name of the innermost loop around it; empty if there is none
     executions: int = 1  # how often it runs in one run of the program
+    per_iteration: bool = False  # a loop of unknown length is around it: `executions` are those of one iteration
     is_async: bool = False  # the computation continues while it runs
     operations: int = 0  # instructions that compute between start and end
     matmuls: int = 0  # matrix products among these, those in fusions and loops counted

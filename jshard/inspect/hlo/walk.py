@@ -64,6 +64,12 @@ class _Body:
         self.parts += other.parts
         self.passed = self.passed + other.passed
 
+    def prepend(self, other: "_Body") -> None:
+        """Does what another computation does, before everything else."""
+        self.steps = [*other.steps, *self.steps]
+        self.parts = [*other.parts, *self.parts]
+        self.passed = other.passed + self.passed
+
     def state(self, whole: Instruction | None) -> dict[int, str]:
         """Tokens of the collectives under way in the parts of a tuple, by place."""
         if whole is None or whole.opcode != "tuple":
@@ -98,6 +104,7 @@ class Walk:
         self._channels: set[str | None] = set()  # theirs
         self._again: list[Instruction] = []  # printed again where something computes beside one of them
         self._loop, self._executions, self._in_branch = "", 1, False
+        self._in_unknown_loop = False
         self.windows: list[Window] = []
         self.notes: list[str] = []
 
@@ -176,6 +183,7 @@ class Walk:
             phase=phase,
             loop=self._loop,
             executions=self._executions,
+            per_iteration=self._in_unknown_loop,
             is_async=role.stage == "start",
             conditional=self._in_branch,
             arrays=results_of(collective, base_opcode(collective.opcode)),
@@ -211,17 +219,29 @@ class Walk:
     def _loop_step(self, body: _Body, loop: Instruction) -> None:
         count = trip_count(self._module, body.home, loop)
         num_windows = len(self.windows)
-        around = self._loop, self._executions
-        self._loop, self._executions = loop.name, self._executions * (count or 1)
+        around = self._loop, self._executions, self._in_unknown_loop
+        self._loop, self._in_unknown_loop = loop.name, self._in_unknown_loop or count is None
+        condition = self._condition(loop, around[1] * (1 if count is None else count + 1))
+        self._executions = around[1] * (1 if count is None else count)
         inner = self._walk(loop.attribute("body") or "")
-        self._loop, self._executions = around
+        self._loop, self._executions, self._in_unknown_loop = around
+        if condition is not None:
+            inner.prepend(condition)
         if count is None:
-            if len(self.windows) > num_windows:
-                raise cannot(
-                    loop.text, "the compiler does not know how many iterations this loop with collectives has."
-                )
-            self.notes.append(f"loop {loop.name}: the number of iterations is unknown; counted once")
-        self._carry(body, loop, inner, count or 1)
+            communicates = len(self.windows) > num_windows
+            what = "its collectives are counted once per iteration" if communicates else "counted once"
+            self.notes.append(f"loop {loop.name}: the number of iterations is unknown; {what}")
+        self._carry(body, loop, inner, 1 if count is None else count)
+
+    def _condition(self, loop: Instruction, executions: int) -> _Body | None:
+        """Walks the condition of a loop, which runs once more than the body; None if it only compares a counter."""
+        name, self._executions = loop.attribute("condition") or "", executions
+        if name not in self._module.computations:
+            return None
+        num_windows = len(self.windows)
+        condition = self._walk(name)
+        communicates = len(self.windows) > num_windows
+        return condition if communicates or condition.passed["matmuls"] else None
 
     def _carry(self, body: _Body, loop: Instruction, inner: _Body, count: int) -> None:
         """Writes the loop down, with the collectives that are under way across its edges."""
@@ -294,10 +314,11 @@ def _passed(operations: int, work: OpWork) -> _Passed:
 def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
     """The collectives of a program, a `jax.stages.Compiled` or its text; their axes are those of a mesh.
 
-    Those in loops count with their trip counts; groups of one device send nothing.
+    Those in loops count with their trip counts, in a loop of unknown length once per iteration; groups of one device
+    send nothing.
 
     Raises:
-        ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
+        ProgramError: communication that cannot be counted: an unknown kind or dtype.
     """
     walk = Walk(parse_module(program if isinstance(program, str) else program.as_text()), mesh)
     walk.run()

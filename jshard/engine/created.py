@@ -1,0 +1,70 @@
+"""Creates arrays by one compiled program, which must be the same in every process that runs it."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jshard import _compat, _processes
+from jshard.errors import AnnotationError
+from jshard.plans.mesh import num_processes
+
+_SHORT = 16  # elements of a constant in a program's text: longer ones are compared by their bytes
+
+
+def created(make: Callable[[], list[Any]], shardings: Sequence[Any], mesh: Mesh, where: str) -> list[jax.Array]:
+    """The arrays that a function makes, with these shardings.
+
+    Several processes first compare the program: each runs it for its own shards, and where seeds differ, an array
+    would be a mixture of several models' values.
+    """
+    if _compat.is_tracer(jnp.zeros(())):  # jax takes options of the compiler only at top level
+        return jax.jit(make, out_shardings=shardings)()
+    run = jax.jit(make, out_shardings=shardings, compiler_options=_compat.init_options(mesh))
+    if jax.process_count() == 1 or num_processes(mesh) < jax.process_count():
+        return run()
+    traced = run.trace()
+    lowered = traced.lower()
+    check_same(where, program_digest(lowered), constants_digest(traced.jaxpr.consts))
+    return lowered.compile()()
+
+
+def check_same(where: str, program: str, constants: str) -> None:
+    """Raises in every process if they have different programs, or constants such as keys; every process calls it."""
+    digests = [tuple(digest) for digest in _processes.exchange("shard_init", [program, constants])]
+    if len(set(digests)) == 1:
+        return
+    is_program = len({program for program, _ in digests}) > 1
+    what = "programs" if is_program else "constants (keys, arrays made by NumPy)"
+    others = [number for number, digest in enumerate(digests) if digest != digests[0]]
+    raise AnnotationError(
+        "The processes would initialise different models.",
+        where=[f"{where}: process {number} differs from process 0" for number in others],
+        why=f"their {what} are not the same: each process would fill its shards with the values of its own model.",
+        do="model = js.shard_init(lambda: Model(rngs=nnx.Rngs(0)), annotate)  # one seed in all processes,\n"
+        "np.random.default_rng(0)  # also of NumPy; not one of the time, or of jax.process_index()",
+    )
+
+
+def program_digest(lowered: jax.stages.Lowered) -> str:
+    """A hash of a program, with its short constants: a seed is one of them."""
+    module: Any = lowered.compiler_ir()
+    return hashlib.sha256(module.operation.get_asm(large_elements_limit=_SHORT).encode()).hexdigest()
+
+
+def constants_digest(constants: Iterable[Any]) -> str:
+    """A hash of a program's constants; of an array that several processes hold parts of, only its type."""
+    digest = hashlib.sha256()
+    for constant in constants:
+        digest.update(f"{constant.dtype}{list(constant.shape)}".encode())
+        if isinstance(constant, jax.Array):
+            if not (constant.is_fully_addressable or constant.is_fully_replicated):
+                continue
+            is_key = jnp.issubdtype(constant.dtype, jax.dtypes.prng_key)
+            constant = (jax.random.key_data(constant) if is_key else constant).addressable_data(0)
+        digest.update(np.ascontiguousarray(constant).tobytes())
+    return digest.hexdigest()
