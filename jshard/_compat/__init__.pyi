@@ -21,6 +21,7 @@ from jshard._compat.programs import host_sharding as host_sharding
 from jshard._compat.programs import in_state_of as in_state_of
 from jshard._compat.programs import init_options as init_options
 from jshard._compat.programs import interpreter_transposes as interpreter_transposes
+from jshard._compat.programs import is_linen_module as is_linen_module
 from jshard._compat.programs import is_node as is_node
 from jshard._compat.programs import is_transformed as is_transformed
 from jshard._compat.programs import memory_kinds as memory_kinds

@@ -210,6 +210,11 @@ SETTINGS = frozenset({int, float, bool, str, bytes, type(None), type, types.Func
 """The usual types of a module's attributes besides modules, variables and arrays."""
 
 
+def is_linen_module(x: Any) -> bool:
+    """Whether a value is a Linen module, which is a dataclass, too; for the parts of the library without Linen."""
+    return isinstance(x, nn.Module)
+
+
 def is_node(x: Any) -> bool:
     """Whether a value is an inner node of a Flax graph; a variable is not.
 

@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 
 from jshard.engine.accumulate import Loss, accumulated
+from jshard.engine.border import opened
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
@@ -84,7 +85,11 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def run(trained: Any, *batch: Any) -> Any:
-        return gradients(loss_fn, trained, batch, **settings)
+        if accumulate == 1:
+            return gradients(loss_fn, trained, batch, **settings)
+        arrays, together = opened(batch)  # a dataclass of arrays is cut like a dict of them
+        of_arrays = lambda trained, *arrays: loss_fn(trained, *together(arrays))
+        return gradients(of_arrays, trained, tuple(arrays), **settings)
 
     return run
 

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jshard import _compat
+from jshard.engine import border
 from jshard.engine.context import during, guard
 from jshard.errors import CallError
 from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
@@ -75,7 +77,8 @@ class MethodCall:
     def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.method = method
         self.where = f"{plain_class(module).__name__}.{method.__name__}"
-        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
+        self.arguments = border.Arguments(args, kwargs, (args, kwargs), is_leaf=is_nnx)
+        self._leaves = self.arguments.leaves
         self._objects = [i for i, leaf in enumerate(self._leaves) if is_nnx(leaf)]
         self.has_objects = bool(self._objects)
         self._arrays = [i for i, leaf in enumerate(self._leaves) if is_array(leaf)]
@@ -97,8 +100,8 @@ class MethodCall:
     def key(self) -> tuple:
         """Equal for calls that run the same program on arrays of the same types."""
         dynamic = {*self._arrays, *self._objects}
-        static = [x for i, x in enumerate(self._leaves) if i not in dynamic]
-        return self.method, self._graphdef, self._tree, tuple(self._arrays), tuple(static)
+        static = [(type(x), x) for i, x in enumerate(self._leaves) if i not in dynamic]  # 1, 1.0 and True are equal
+        return self.method, self._graphdef, self.arguments.form, tuple(self._arrays), tuple(static)
 
     def values(self) -> tuple[list, list, list]:
         """The arrays of the call: parameters, state (each a pytree), arguments."""
@@ -112,7 +115,7 @@ class MethodCall:
         leaves = list(self._leaves)
         for i, x in zip([*self._arrays, *self._objects], [*arrays, *graph[1]], strict=True):
             leaves[i] = x
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        args, kwargs = self.arguments.form.together(leaves, [])
         return Live(graph, args, kwargs)
 
     def write_back(self, changes: Kept) -> None:
@@ -189,6 +192,7 @@ class NnxCall:
         names = _names.get({})
         self.where, self._path = parts.where, names.get(id(module)) or names.get(type(module), "")
         self.name = self._path or plain_class(module).__name__
+        self._place = f"{self._path}: {self.where}" if self._path else self.where
         around = [_unit_around(parts, path) for path, _ in parts.params]
         members: list[Any] = [None if unit is None else unit.by_path.get(path) for unit, path in around]
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
@@ -230,30 +234,61 @@ class NnxCall:
             if isinstance(one, nnx.Param) and padding_of(one) is not None:
                 store(one, None, one.get_raw_value())  # inside, arrays are logical
         before = Before.of(live)
+        arguments = self._parts.arguments.live(live.args, live.kwargs)
         with during(_names, _names_inside(live.module, self._path)):
             out = self._parts.method(live.module, *live.args, **live.kwargs)
         changed = before.changed(live, self.where)
         changes = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
         passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
-        leaves, tree = jax.tree.flatten(out)
+        results = border.results(out, arguments, self._place)
+        leaves, of_results = _divided(results.leaves)
+        changed_arguments = self._parts.arguments.changes(arguments, self._place)
+        form = None if changed_arguments is None else changed_arguments.form
+        in_arguments, of_arguments = _divided([] if changed_arguments is None else changed_arguments.leaves)
         state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
-        self.result = tree, [None if is_array(x) else (x,) for x in leaves], changes, state_tree
+        self.result = Outcome(results.form, of_results, changes, state_tree, form, of_arguments)
         old = jax.tree.leaves([before.values.get(path) for path, _ in passed])
         new = jax.tree.leaves([raw(v) for _, v in passed])
         places = [f"{self.where}: {dotted(path[1:])}" for path, v in passed for _ in jax.tree.leaves(raw(v))]
         if len(old) != len(new):
             refuse_written(places)
         self.written = places
-        return list(filter(is_array, leaves)), [*state, *old, *new]
+        return leaves, [*state, *in_arguments, *old, *new]
 
-    def finish(self, outs: Sequence[Any], result: Any) -> Any:
+    def finish(self, outs: Sequence[Any], result: "Outcome") -> Any:
         """Writes state back to the caller's objects, and returns the method's result."""
-        tree, static, changes, state_tree = result
-        it = iter(outs)
-        leaves = [next(it) if one is None else one[0] for one in static]
-        values = jax.tree.unflatten(state_tree, list(it))
-        self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(changes, values, strict=True)])
-        return jax.tree.unflatten(tree, leaves)
+        arrays = iter(outs)
+        leaves = _joined(result.of_results, arrays)
+        state = list(itertools.islice(arrays, result.state_tree.num_leaves))
+        values = jax.tree.unflatten(result.state_tree, state)
+        self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(result.changes, values, strict=True)])
+        if result.arguments is not None:
+            self._parts.arguments.write(result.arguments, _joined(result.of_arguments, arrays))
+        return self._parts.arguments.result(result.results, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The results and changes of a call without the arrays: equal calls share it.
+
+    Leaves are listed as one-tuples; None stands for an array.
+    """
+
+    results: border.Form
+    of_results: Sequence[tuple | None]
+    changes: Kept
+    state_tree: Any
+    arguments: border.Form | None  # after the method, if it changed something in them
+    of_arguments: Sequence[tuple | None]
+
+
+def _divided(leaves: Sequence[Any]) -> tuple[list[Any], list[tuple | None]]:
+    """The arrays among leaves, and the other leaves in their places."""
+    return list(filter(is_array, leaves)), [None if is_array(x) else (x,) for x in leaves]
+
+
+def _joined(static: Sequence[tuple | None], arrays: Iterator[Any]) -> list[Any]:
+    return [next(arrays) if leaf is None else leaf[0] for leaf in static]
 
 
 def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jshard.engine.border import arrays_of, opened
 from jshard.engine.call import is_array, is_float
 from jshard.engine.context import global_view, without_update
 from jshard.errors import CallError
@@ -131,21 +132,22 @@ def _compared(
     run: _Run, params: Any, state: Any, args: tuple, arrays: dict[str, Any], tolerance: float, where: str
 ) -> CheckReport:
     """Runs a call both ways; raises if a difference is too large."""
+    values, together = opened(args)
 
     @jax.jit
-    def program(params: Any, *inputs: Any) -> tuple[Any, Any, Any]:
+    def program(params: Any, state: Any, values: list[Any], arrays: dict[str, Any]) -> tuple[Any, Any, Any]:
         def scalar(params: Any) -> tuple[jax.Array, tuple]:
-            out, after = run(params, *inputs)
-            found = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(out) if is_array(x)}
+            out, after = run(params, state, together(values), arrays)
+            found = arrays_of(out)
             return _weighted_sum(found), (found, after)
 
         (_, (found, after)), grads = jax.value_and_grad(scalar, has_aux=True)(params)
         return found, grads, after
 
     with without_update():
-        found, grads, after = program(params, state, args, arrays)
+        found, grads, after = program(params, state, values, arrays)
     with global_view(), without_update():
-        wanted, wanted_grads, wanted_after = program(params, state, args, arrays)
+        wanted, wanted_grads, wanted_after = program(params, state, values, arrays)
     outputs = {name or "output": (x, wanted[name]) for name, x in found.items()}
     flat, wanted_flat = _flat(grads), _flat(wanted_grads)
     gradients = {name: (x, wanted_flat[name]) for name, x in flat.items()}
