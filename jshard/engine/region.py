@@ -192,7 +192,7 @@ class Region:
         self.unit, self.name, self.program = unit, call.where, program
         mesh = self.mesh = cast(Mesh, unit.mesh)
         self.axes, self.degree, self.inner = batch_axes(mesh), region_degree(mesh), inner_axes(mesh)
-        self.arguments = list(map(abstract, call.inputs[call.num_state :]))
+        self.arguments = list(map(abstract, call.inputs[call.num_state :] or consts))  # or a function closes over them
         self.batch = batch_size(self.arguments or call.inputs, data_degree(mesh))
         length = self._length(degree(mesh, CONTEXT))
         self.operands: list[Crossing] = []

@@ -93,6 +93,21 @@ class Result:
     counts: tuple[dict[Any, Any], ...]  # the number of keys each scope has made
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class FreeFunction:
+    """A function of a bound module that is no method of its class: Flax neither intercepts nor captures it."""
+
+    run: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.run, "__name__", type(self.run).__name__)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        return self.run(module, *args, **kwargs)
+
+
 @dataclasses.dataclass(eq=False)
 class LinenCall:
     """One method call of a bound module: a `jshard.engine.trace.Call`."""
@@ -206,7 +221,10 @@ class LinenCall:
             module, args, kwargs = set_module_scopes(_with(self.module, fields), args, kwargs, scopes)
             copy = _compat.in_state_of(self.module, module)
             live = self._arguments.live(args, kwargs)
-            out = _compat.run_method(self.function, copy, args, kwargs, self.interceptor)
+            if isinstance(self.function, FreeFunction):
+                out = self.function(copy, *args, **kwargs)
+            else:
+                out = _compat.run_method(self.function, copy, args, kwargs, self.interceptor)
             changed = self.repack(scopes)[0]
         return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))}, live)
 
