@@ -22,6 +22,7 @@ from flax import nnx
 
 from jshard.engine.accumulate import Loss, accumulated
 from jshard.engine.border import opened
+from jshard.engine.context import parameters_fixed
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
@@ -126,7 +127,8 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
 
     def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         live = nnx.merge(graphdef, params, frozen, state, copy=True)
-        out = loss_fn(live, *part)
+        with parameters_fixed():
+            out = loss_fn(live, *part)
         value, aux = out if has_aux else (out, None)
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 

@@ -92,7 +92,7 @@ def _parts_of_function(x: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             yield from ((f" closure over {name}", content) for content in gc.get_referents(cell))
         yield " default", (x.__defaults__, x.__kwdefaults__)
-    elif isinstance(x, types.MethodType):
+    elif isinstance(x, (types.MethodType, types.BuiltinMethodType)):
         yield f".{x.__name__} of", x.__self__
     elif isinstance(x, types.GeneratorType):
         frame = x.gi_frame

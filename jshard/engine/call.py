@@ -13,10 +13,10 @@ from flax import nnx
 
 from jshard import _compat
 from jshard.engine import border
-from jshard.engine.context import during, guard
+from jshard.engine.context import during, guard, parameters_are_fixed, region_mesh
 from jshard.errors import CallError
 from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
-from jshard.plans.memories import fetched
+from jshard.plans.memories import fetched, stored_array
 from jshard.plans.padding import logical_shape, padding_of, store
 from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
 
@@ -144,7 +144,12 @@ class Before:
     def changes(self, live: Live, where: str) -> Kept:
         """State that the method changed or created; raises for changed parameters and attributes, which get lost."""
         changed = self.changed(live, where)
-        refuse_written([f"{where}: {dotted(p[1:])}" for p, v in changed if isinstance(v, nnx.Param)])
+        if written := [f"{where}: {dotted(p[1:])}" for p, v in changed if isinstance(v, nnx.Param)]:
+            raise _parameter_written(
+                written,
+                why="the layers run in one loop, which has their parameters as its input.",
+                do="for layer in layers: x = layer(x)  # in place of js.scan_layers",
+            )
         return changed
 
     def changed(self, live: Live, where: str) -> Kept:
@@ -162,15 +167,8 @@ class Before:
         return [(p, v) for p, v in variables if not _same(v.get_raw_value(), self.values.get(p))]
 
 
-def refuse_written(places: Sequence[str]) -> None:
-    """Raises if parameters were written inside a call, at these places."""
-    if places:
-        raise CallError(
-            "A parameter was written inside the call.",
-            where=places,
-            why="the call runs on a copy of the module; written parameters are not copied back.",
-            do="update parameters outside the model, as nnx.Optimizer does.",
-        )
+def _parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:
+    return CallError("A parameter was written inside the call.", where=places, why=why, do=do)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -247,13 +245,33 @@ class NnxCall:
         in_arguments, of_arguments = _divided([] if changed_arguments is None else changed_arguments.leaves)
         state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
         self.result = Outcome(results.form, of_results, changes, state_tree, form, of_arguments)
-        old = jax.tree.leaves([before.values.get(path) for path, _ in passed])
-        new = jax.tree.leaves([raw(v) for _, v in passed])
-        places = [f"{self.where}: {dotted(path[1:])}" for path, v in passed for _ in jax.tree.leaves(raw(v))]
-        if len(old) != len(new):
-            refuse_written(places)
-        self.written = places
+        old, new = [before.values.get(path) for path, _ in passed], [raw(v) for _, v in passed]
+        self._written = [path for path, _ in passed]
+        self.written = [f"{self._place}: {dotted(path[1:])}" for path in self._written]
+        unlike = [place for place, x, y in zip(self.written, old, new, strict=True) if not _have_one_form(x, y)]
+        if unlike:
+            raise _parameter_written(
+                unlike,
+                why="it is new, or has another shape than before the call.",
+                do="make every parameter in the model's __init__, in the form that the call gives it",
+            )
         return leaves, [*state, *in_arguments, *old, *new]
+
+    def keep_written(self, numbers: Sequence[int]) -> None:
+        """Makes some of the `written` parameters results: the call has changed them, not only passed them on."""
+        self.result = dataclasses.replace(self.result, written=tuple(self._written[i] for i in numbers))
+
+    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+        """The outputs of a run of `body` without a trace of its own, with the parameters that it has changed."""
+        n = len(self.written)
+        if not n:
+            return list(outs)
+        pairs = list(zip(outs[-2 * n : -n], outs[-n:], strict=True))
+        stored = [self._stored(path) for path in self._written]
+        is_changed = lambda i, old, new: new is not old and new.dtype == stored[i].dtype and not parameters_are_fixed()
+        numbers = [i for i, (old, new) in enumerate(pairs) if is_changed(i, old, new)]
+        self.keep_written(numbers)
+        return [*outs[: -2 * n], *(pairs[i][1] for i in numbers)]
 
     def finish(self, outs: Sequence[Any], result: "Outcome") -> Any:
         """Writes state back to the caller's objects, and returns the method's result."""
@@ -264,7 +282,62 @@ class NnxCall:
         self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(result.changes, values, strict=True)])
         if result.arguments is not None:
             self._parts.arguments.write(result.arguments, _joined(result.of_arguments, arrays))
+        self._write_parameters(dict(zip(result.written, arrays, strict=True)))
         return self._parts.arguments.result(result.results, leaves)
+
+    def _write_parameters(self, values: Mapping[Path, Any]) -> None:
+        """Writes parameters that the call has changed, as Flax's WeightNorm does; outside the model in their places."""
+        if not values:
+            return
+        is_outermost = region_mesh() is None
+        if is_outermost:
+            self._check_written(values)
+        variables, placements = dict(self._parts.params), dict(zip(self._planned_paths, self.placements, strict=True))
+        for path, x in values.items():
+            unit = _unit_around(self._parts, path)[0]
+            if is_outermost and unit is not None and path in placements:
+                x = stored_array(x, placements[path], unit.mesh)
+            variables[path].set_raw_value(x)
+
+    @property
+    def _planned_paths(self) -> list[Path]:
+        return [self._parts.params[i][0] for i in self._planned]
+
+    def _check_written(self, values: Mapping[Path, Any]) -> None:
+        """Raises for parameters that would lose digits, or that further microbatches would not see."""
+        places = {path: f"{self.where}: {dotted(path[1:])}" for path in values}
+        rounded = [f"{places[path]}  {text}" for path, x in values.items() if (text := self._rounding(path, x))]
+        if rounded:
+            raise _parameter_written(
+                rounded,
+                why="the call has a rounded copy of the parameter: written back, it would lose the other digits of the"
+                " stored one at each step.",
+                do="js.fully_shard(model.layer, mesh=mesh)  # first, the layer that writes, with no mixed_precision",
+            )
+        if parameters_are_fixed():
+            raise _parameter_written(
+                [*places.values()],
+                why="the microbatches of a step share their parameters, and this one would be that of the next.",
+                do="js.value_and_grad(loss_fn, accumulate=1)",
+            )
+
+    def _rounding(self, path: Path, written: Any) -> str:
+        """In which dtype a written parameter was read or computed; empty if in the one that it is stored in."""
+        stored = str(self._stored(path).dtype)
+        dtypes = [str(written.dtype)]
+        placement = dict(zip(self._planned_paths, self.placements, strict=True)).get(path)
+        if placement is not None:
+            dtypes += [placement.gathered_dtype, placement.gather_wire or stored]
+        other = next((dtype for dtype in dtypes if dtype != stored), "")
+        return other and f"stored as {stored}, used as {other}"
+
+    def _stored(self, path: Path) -> Any:
+        return raw(dict(self._parts.params)[path])
+
+
+def _have_one_form(x: Any, y: Any) -> bool:
+    """Whether two values of a parameter are arrays of one shape."""
+    return is_array(x) and is_array(y) and x.shape == y.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,6 +353,7 @@ class Outcome:
     state_tree: Any
     arguments: border.Form | None  # after the method, if it changed something in them
     of_arguments: Sequence[tuple | None]
+    written: tuple[Path, ...] = ()  # parameters, whose new values are the last outputs
 
 
 def _divided(leaves: Sequence[Any]) -> tuple[list[Any], list[tuple | None]]:

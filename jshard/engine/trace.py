@@ -22,7 +22,7 @@ from jax.extend import core as jex
 from jshard import _compat
 from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
-from jshard.engine.call import is_float, refuse_written
+from jshard.engine.call import is_float
 from jshard.engine.context import attention_again
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
@@ -42,7 +42,7 @@ class Call(Protocol):
     result: Any  # for `finish`, besides arrays; set by `body`
     written: Sequence[str]
     """Places of parameters that the method wrote, set by `body`. Their values before, then after, are the last of the
-    state: they must be the same, as `nnx.remat` writes back whatever it was given."""
+    state. Most are the same: `nnx.remat` writes back whatever it was given."""
 
     @property
     def key(self) -> Hashable:
@@ -54,6 +54,13 @@ class Call(Protocol):
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the method on a plain copy of the module: arrays of its result, and of the state it changed or made."""
+        ...
+
+    def keep_written(self, numbers: Sequence[int]) -> None:
+        """Sets which of the `written` parameters the method has changed: their values are the last outputs."""
+
+    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+        """The outputs of `body` outside a trace, with the written parameters that it has changed as the last ones."""
         ...
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
@@ -87,11 +94,13 @@ def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any],
     with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
-    if n := len(call.written):  # the program omits these parameters, which must have been passed through
+    if n := len(call.written):  # the program omits the parameters that were only passed through
         outs = closed.jaxpr.outvars
-        pairs = zip(call.written, outs[-2 * n : -n], outs[-n:], strict=True)
-        refuse_written([place for place, old, new in pairs if not _is_passed(closed.jaxpr, old, new)])
-        closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, outs[: -2 * n]), closed.consts)
+        pairs = zip(outs[-2 * n : -n], outs[-n:], strict=True)
+        changed = [i for i, (old, new) in enumerate(pairs) if not _is_passed(closed.jaxpr, old, new)]
+        call.keep_written(changed)
+        results = [*outs[: -2 * n], *(outs[-n:][i] for i in changed)]
+        closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, results), closed.consts)
     if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis no longer exists
         raise CallError(
             "The model has collectives over an axis that a vmap or pmap around it names.",

@@ -228,6 +228,13 @@ class LinenCall:
             changed = self.repack(scopes)[0]
         return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))}, live)
 
+    def keep_written(self, numbers: Sequence[int]) -> None:
+        """Does nothing: a parameter that Flax lets a call write is an output like other variables."""
+
+    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+        """All outputs."""
+        return list(outs)
+
     def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
         """The result of the method and the changed variables, in the form for Flax's lifting."""
         leaves = merged(result.is_array, outs, result.static)
