@@ -43,8 +43,11 @@ from jshard._compat.tracing import bind as bind
 from jshard._compat.tracing import equation_context as equation_context
 from jshard._compat.tracing import equation_setting as equation_setting
 from jshard._compat.tracing import failed_check as failed_check
+from jshard._compat.tracing import failed_line as failed_line
 from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing
 from jshard._compat.tracing import has_devices as has_devices
+from jshard._compat.tracing import in_trace as in_trace
+from jshard._compat.tracing import is_concrete as is_concrete
 from jshard._compat.tracing import is_same_rule as is_same_rule
 from jshard._compat.tracing import is_tracer as is_tracer
 from jshard._compat.tracing import manual_axes as manual_axes

@@ -190,7 +190,7 @@ class NnxCall:
         names = _names.get({})
         self.where, self._path = parts.where, names.get(id(module)) or names.get(type(module), "")
         self.name = self._path or plain_class(module).__name__
-        self._place = f"{self._path}: {self.where}" if self._path else self.where
+        self.location = f"{self._path}: {self.where}" if self._path else self.where
         around = [_unit_around(parts, path) for path, _ in parts.params]
         members: list[Any] = [None if unit is None else unit.by_path.get(path) for unit, path in around]
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
@@ -238,16 +238,16 @@ class NnxCall:
         changed = before.changed(live, self.where)
         changes = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
         passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
-        results = border.results(out, arguments, self._place)
+        results = border.results(out, arguments, self.location)
         leaves, of_results = _divided(results.leaves)
-        changed_arguments = self._parts.arguments.changes(arguments, self._place)
+        changed_arguments = self._parts.arguments.changes(arguments, self.location)
         form = None if changed_arguments is None else changed_arguments.form
         in_arguments, of_arguments = _divided([] if changed_arguments is None else changed_arguments.leaves)
         state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
         self.result = Outcome(results.form, of_results, changes, state_tree, form, of_arguments)
         old, new = [before.values.get(path) for path, _ in passed], [raw(v) for _, v in passed]
         self._written = [path for path, _ in passed]
-        self.written = [f"{self._place}: {dotted(path[1:])}" for path in self._written]
+        self.written = [f"{self.location}: {dotted(path[1:])}" for path in self._written]
         unlike = [place for place, x, y in zip(self.written, old, new, strict=True) if not _have_one_form(x, y)]
         if unlike:
             raise _parameter_written(

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard.engine import mixing, stored, units
 from jshard.engine.accumulate import gathered_copies
+from jshard.engine.blame import inside_annotated_call
 from jshard.engine.call import NnxCall, as_plain, is_float
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.inner import over_axis
@@ -129,7 +130,8 @@ def _open_region(call: Call, unit: Unit) -> Any:
     operands = [*params, *call.inputs, *consts]
     run = _differentiable(Region(unit, call, program, consts, [copy is not None for copy in copies]))
     eager = not any(_compat.is_tracer(x) for x in operands)
-    outs = (jax.jit(run) if eager else run)(*operands)
+    with inside_annotated_call(call):  # of an array that has leaked from an earlier trace
+        outs = (jax.jit(run) if eager else run)(*operands)
     return call.finish(outs, call.result)
 
 

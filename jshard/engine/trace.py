@@ -22,6 +22,7 @@ from jax.extend import core as jex
 from jshard import _compat
 from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
+from jshard.engine.blame import inside_annotated_call
 from jshard.engine.call import is_float
 from jshard.engine.context import attention_again
 from jshard.errors import CallError
@@ -33,6 +34,7 @@ class Call(Protocol):
     """A call into an annotated module, split into arrays by the adapter of its kind of module."""
 
     where: str  # class and method, for messages
+    location: str  # the same, after the path of a unit inside the model
     params: list[Any]  # the parameters under the module as they are stored, tied ones once
     placements: list[Placement | None]  # of each parameter; None for one added after the annotation
     owners: list[str]  # who gathers each parameter: this module, a unit inside, or one around it
@@ -91,7 +93,7 @@ class Program:
 
 def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any], remat: Remat) -> tuple[Program, list]:
     """Traces a call's body, a function of parameters and inputs: a program, and constants to append to its operands."""
-    with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
+    with inside_annotated_call(call), attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
     if n := len(call.written):  # the program omits the parameters that were only passed through

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard._compat import LINEN_CALL, LINEN_REGISTER
+from jshard.engine.blame import inside_annotated_call
 from jshard.engine.context import during, in_global_view
 from jshard.engine.region import run_call
 from jshard.errors import AnnotationError, CallError
@@ -594,7 +595,8 @@ def _surveyed(annotation: Annotation, call: LinenCall) -> Seen:
     """
     seen = Seen(annotation, call.prefix)
     call.context = lambda: _context(seen)
-    jax.eval_shape(lambda: call.body(call.logical(call.params), call.inputs))
+    with inside_annotated_call(call):
+        jax.eval_shape(lambda: call.body(call.logical(call.params), call.inputs))
     if call.function.__name__ == "__call__":
         _check_found(annotation, seen, call.leaves)
     return seen

@@ -128,6 +128,7 @@ class LinenCall:
     def __post_init__(self) -> None:
         self.path: Path = tuple(self.module.path)[len(self.prefix) :]
         self.where = f"{type(self.module).__name__}.{self.function.__name__}"
+        self.location = f"{dotted(self.path)}: {self.where}" if self.path else self.where
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered while the method runs
         self.optimizer: LogicalOptimizer | None = None
         self.result: Result | None = None  # of the latest run
@@ -252,9 +253,8 @@ class LinenCall:
         self, out: Any, changed: Mapping[tuple[int, Path], Any], live: border.LiveArguments
     ) -> tuple[list[Any], list[Any]]:
         """The arrays in a result, changed variables and changed arguments; the rest is stored in `result`."""
-        place = f"{dotted(self.path)}: {self.where}" if self.path else self.where
-        results = border.results(out, live, place)
-        variables = border.results(list(changed.values()), live, place)
+        results = border.results(out, live, self.location)
+        variables = border.results(list(changed.values()), live, self.location)
         if any(isinstance(x, (nn.Module, nn.Variable)) for x in (*results.leaves, *variables.leaves)):
             raise CallError(
                 "A method of a Linen model returned a module or a variable.",
@@ -262,7 +262,7 @@ class LinenCall:
                 why="the call runs on a copy of the module, which is gone after the call.",
                 do="return self.inner(x)  # its result, instead of self.inner",
             )
-        arguments = self._arguments.changes(live, place)
+        arguments = self._arguments.changes(live, self.location)
         further = [*variables.leaves, *([] if arguments is None else arguments.leaves)]
         leaves = [*results.leaves, *further]
         is_array = [isinstance(x, jax.Array) for x in leaves]
