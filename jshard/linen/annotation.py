@@ -24,9 +24,10 @@ from jshard.engine.blame import inside_annotated_call
 from jshard.engine.context import during, in_global_view
 from jshard.engine.region import run_call
 from jshard.errors import AnnotationError, CallError
-from jshard.linen.call import PARAMS, FreeFunction, Lifted, LinenCall, call_lifted, described, flat, nested
+from jshard.linen.call import PARAMS, FreeFunction, Lifted, LinenCall, call_lifted, described, flat, flat_params
 from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, is_padded, warn_of_stacks
 from jshard.plans import checks
+from jshard.plans.memories import key_texts
 from jshard.plans.mesh import is_concrete
 from jshard.plans.placement import ShardPlacement, placement_of
 from jshard.plans.plan import root_forgotten
@@ -331,7 +332,7 @@ def _note(seen: Seen, module: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _note_shapes(shapes: dict[Path, tuple[int, ...]], module: nn.Module, path: Path) -> None:
-    for inner, leaf in flat(module.variables.get(PARAMS, {})):
+    for inner, leaf in flat_params(module.variables.get(PARAMS, {})):
         shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
 
 
@@ -530,7 +531,7 @@ def _as_written(
 def _is_stored_otherwise(module: nn.Module) -> bool:
     """Whether a parameter that a bound module may read is padded or in host memory."""
     assert module.scope is not None, "it is bound"
-    leaves = [leaf for _, leaf in flat(module.scope.root.variables().get(PARAMS, {}))]
+    leaves = [leaf for _, leaf in flat_params(module.scope.root.variables().get(PARAMS, {}))]
     arrays = jax.tree.leaves(leaves)
     return any(map(is_padded, leaves)) or any(isinstance(x, jax.Array) and _compat.on_host(x) for x in arrays)
 
@@ -559,7 +560,7 @@ def _beside(
 
 
 def _leaves(module: nn.Module) -> dict[Path, Leaf]:
-    return {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
+    return {path: described(leaf, path) for path, leaf in flat_params(module.variables.get(PARAMS, {}))}
 
 
 def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -581,7 +582,7 @@ def _is_unit(inside: _Inside, module: nn.Module) -> bool:
     if path in ((), inside.unit) or path not in inside.layout.records:
         return False
     layers = inside.layout.records[path].placement.stacked
-    for inner, leaf in flat(module.variables.get(PARAMS, {})) if layers else ():
+    for inner, leaf in flat_params(module.variables.get(PARAMS, {})) if layers else ():
         placed = inside.layout.leaves.get((*path, *inner))
         if placed is not None:
             return len(described(leaf, inner).shape) == len(placed.placement.shape) - layers
@@ -636,13 +637,18 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
 def _place(module: nn.Module, layout: Layout) -> None:
     """Shards the parameters from `init`. One that would be padded is unchanged: its creator reads its shape."""
     mesh = layout.root.mesh
-    for path, leaf in flat(module.variables.get(PARAMS, {})) if is_concrete(mesh) else ():
-        placement = layout.leaves[path].placement
-        if not placement.padding:
-            sharding = NamedSharding(mesh, placement.partition_spec)
-            placed = jax.tree.map(lambda x, sharding=sharding: lax.with_sharding_constraint(x, sharding), leaf)
-            assert module.scope is not None, "it is bound"
-            module.scope.put_variable(PARAMS, path[0], nested([(path[1:], placed)]) if path[1:] else placed)
+    if not is_concrete(mesh):
+        return
+
+    def placed(path: tuple, x: Any) -> Any:
+        placement = layout.leaves[key_texts(path)].placement
+        if placement.padding:
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, placement.partition_spec))
+
+    assert module.scope is not None, "it is bound"
+    for name, tree in jax.tree.map_with_path(placed, dict(module.variables.get(PARAMS, {}))).items():
+        module.scope.put_variable(PARAMS, name, tree)
 
 
 def _refuse_other(inside: _Inside, module: nn.Module) -> None:

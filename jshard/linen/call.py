@@ -14,7 +14,6 @@ from flax.core import lift, meta
 from flax.core.scope import Scope
 from flax.linen.spmd import logical_to_mesh_axes
 from flax.linen.transforms import get_module_scopes, set_module_scopes
-from jax.tree_util import DictKey
 
 from jshard import _compat
 from jshard.engine import border
@@ -22,7 +21,7 @@ from jshard.engine.context import guard
 from jshard.engine.trace import merged, others, picked
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.layout import Layout, Leaf, is_padded, padding_in
-from jshard.plans.memories import fetched
+from jshard.plans.memories import fetched, key_texts
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
 from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, role
@@ -36,6 +35,19 @@ def flat(tree: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
     return traverse_util.flatten_dict(tree).items()
 
 
+def flat_params(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+    """The arrays of the parameters in a collection, in their boxes, by path.
+
+    A parameter may be a tuple or another pytree, as of a weight and its scale: its arrays are stored one by one.
+    """
+    return [(key_texts(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box)]
+
+
+def is_box(x: Any) -> bool:
+    """Whether a value is a box of Flax around an array."""
+    return isinstance(x, meta.AxisMetadata)
+
+
 def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
     """The collection that has these variables."""
     return traverse_util.unflatten_dict(dict(leaves))
@@ -43,14 +55,16 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
 
 def described(leaf: Any, path: Path) -> Leaf:
     """The description of a parameter for a layout."""
-    raw, padding, spec = raw_of(leaf), padding_in(leaf), ()
-    if not hasattr(raw, "shape"):
+    values = jax.tree.leaves(leaf)
+    if len(values) != 1 or not hasattr(values[0], "shape"):
         raise AnnotationError(
             "A parameter of a Linen module is not an array.",
-            where=f"{dotted(path)}: a {type(raw).__name__}",
-            why="each parameter is sharded as one array.",
-            do='self.param("scale", ...), self.param("bias", ...)  # one for each array',
+            where=f"{dotted(path)}: a {type(leaf).__name__}",
+            why="arrays are sharded, also those in tuples, dicts and other pytrees; a box, such as nn.Partitioned,"
+            " holds one.",
+            do='self.param("scale", lambda key: jnp.ones(()))  # an array for a number',
         )
+    (raw,), padding, spec = values, padding_in(leaf), ()
     shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
     if isinstance(leaf, nn.LogicallyPartitioned):
         rules = leaf.rules or nn.get_logical_axis_rules()  # without any, the placement's axis_rules apply
@@ -159,7 +173,9 @@ class LinenCall:
     def leaves(self) -> dict[Path, Any]:
         """The parameters inside the annotated module, by path from it, described."""
         groups = zip(self._outermost, self.groups[0], strict=True)
-        every = (((*scope.path, *path), leaf) for scope, group in groups for path, leaf in flat(group.get(PARAMS, {})))
+        every = (
+            ((*scope.path, *path), leaf) for scope, group in groups for path, leaf in flat_params(group.get(PARAMS, {}))
+        )
         own = ((inside(self.prefix, path), leaf) for path, leaf in every)
         return {path: described(leaf, path) for path, leaf in own if path is not None}
 
@@ -282,8 +298,7 @@ class LinenCall:
     def _path_of(self, keys: tuple) -> Path:
         """Path of a parameter from the annotated module, without the keys that a box adds."""
         scope, *rest = keys
-        whole = (*self._outermost[scope.idx].path, *(key.key for key in rest if isinstance(key, DictKey)))
-        return _from(whole, self.prefix)
+        return _from((*self._outermost[scope.idx].path, *key_texts(tuple(rest))), self.prefix)
 
 
 def call_lifted(
