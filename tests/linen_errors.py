@@ -27,11 +27,11 @@ class Model(nn.Module):
         return (self.inner or nn.Dense(64, name="second"))(x)
 
 
-class Pair(nn.Module):
+class Number(nn.Module):
     @nn.compact
     def __call__(self, x):
-        scale, bias = self.param("both", lambda key: (jnp.ones(64), jnp.zeros(64)))
-        return x * scale[None] + bias[None]
+        scale, bias = self.param("both", lambda key: (2.0, jnp.zeros(64)))
+        return x * scale + bias[None]
 
 
 class Layer(nn.Module):
@@ -174,7 +174,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: value_and_grad, other parameters": gathered_for_nothing,
     "linen: returns a module": lambda: shard(Returns()).apply(Returns().init(KEY, X), X),
     "linen: layers along the last dim": lambda: shard(Stack(dim=-1), units=nn.Dense).init(KEY, X),
-    "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),
+    "linen: a number as parameter": lambda: shard(Number()).init(KEY, X),
     "linen: in a shard_map": call_in_a_shard_map,
     "linen: explain": explain_with_a_loss,
     "linen: check without variables": lambda: js.check(shard(), X),

@@ -131,6 +131,10 @@ def annotated(use: Callable = lambda model, x: model.out(model.inner(x)), **sett
     return js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
 
 
+def rounded(use: Callable) -> Model:
+    return annotated(use, mixed_precision=js.MixedPrecision(param="bfloat16"))
+
+
 def call(model: nnx.Module, *args):
     return nnx.jit(lambda model, *args: model(*args))(model, *args)
 
@@ -146,6 +150,21 @@ def scan_stacked(x=X, **settings):
 def write_parameter(model, x):
     model.out.kernel[...] = model.out.kernel[...] * 2
     return model.out(x)
+
+
+class Distribution:
+    def __init__(self, mean, kind="normal"):
+        self.mean, self.kind = mean, kind
+
+
+def return_object(model, x):
+    return Distribution(model.out(model.inner(x)))
+
+
+def store_in_argument(model, given):
+    x, log = given
+    log(model.out(model.inner(x)))
+    return x
 
 
 def write_attribute(model, x):
@@ -454,7 +473,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "call: inside another shard_map": call_in_a_shard_map,
     "call: computed whole": lambda: call(annotated(orthogonal_examples, fallback="error"), X),
     "call: axis of a vmap around": lambda: jax.vmap(annotated(mean_over_a_name), axis_name="batch")(X[None]),
-    "call: parameter written": lambda: call(annotated(write_parameter), X),
+    "call: parameter written": lambda: call(rounded(write_parameter), X),
+    "call: result of an unknown class": lambda: call(annotated(return_object), X),
+    "call: array stored in an argument": lambda: annotated(store_in_argument)((X, [].append)),
     "call: attribute written": lambda: call(annotated(write_attribute), X),
     "call: loop over padded layers": loop_over_padded_layers,
     "call: unit annotated after the root": annotated_late,

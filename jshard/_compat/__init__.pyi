@@ -15,6 +15,7 @@ from jshard._compat.environment import set_orbax_deadline as set_orbax_deadline
 from jshard._compat.environment import versions as versions
 from jshard._compat.programs import ESTIMATES_AMPERE as ESTIMATES_AMPERE
 from jshard._compat.programs import LINEN_CALL as LINEN_CALL
+from jshard._compat.programs import LINEN_REGISTER as LINEN_REGISTER
 from jshard._compat.programs import SETTINGS as SETTINGS
 from jshard._compat.programs import asked_of_results as asked_of_results
 from jshard._compat.programs import children as children
@@ -25,8 +26,11 @@ from jshard._compat.programs import host_sharding as host_sharding
 from jshard._compat.programs import in_state_of as in_state_of
 from jshard._compat.programs import init_options as init_options
 from jshard._compat.programs import interpreter_transposes as interpreter_transposes
+from jshard._compat.programs import is_linen_module as is_linen_module
+from jshard._compat.programs import is_method as is_method
 from jshard._compat.programs import is_node as is_node
 from jshard._compat.programs import is_transformed as is_transformed
+from jshard._compat.programs import linen_children as linen_children
 from jshard._compat.programs import memory_kinds as memory_kinds
 from jshard._compat.programs import mosaic_kernel as mosaic_kernel
 from jshard._compat.programs import on_host as on_host
@@ -43,8 +47,11 @@ from jshard._compat.tracing import bind as bind
 from jshard._compat.tracing import equation_context as equation_context
 from jshard._compat.tracing import equation_setting as equation_setting
 from jshard._compat.tracing import failed_check as failed_check
+from jshard._compat.tracing import failed_line as failed_line
 from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing
 from jshard._compat.tracing import has_devices as has_devices
+from jshard._compat.tracing import in_trace as in_trace
+from jshard._compat.tracing import is_concrete as is_concrete
 from jshard._compat.tracing import is_same_rule as is_same_rule
 from jshard._compat.tracing import is_tracer as is_tracer
 from jshard._compat.tracing import manual_axes as manual_axes

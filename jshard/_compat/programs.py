@@ -206,8 +206,16 @@ def asked_of_results(sharding: Any) -> Any:
 LINEN_CALL = "_call_wrapped_method"
 """The method of a Linen module through which every call of its methods goes: `(self, function, args, kwargs)`."""
 
+LINEN_REGISTER = "_register_submodules"
+"""The method by which a bound Linen module takes what a field or an attribute has: `(self, name, value)`."""
+
 SETTINGS = frozenset({int, float, bool, str, bytes, type(None), type, types.FunctionType})
 """The usual types of a module's attributes besides modules, variables and arrays."""
+
+
+def is_linen_module(x: Any) -> bool:
+    """Whether a value is a Linen module, which is a dataclass, too; for the parts of the library without Linen."""
+    return isinstance(x, nn.Module)
 
 
 def is_node(x: Any) -> bool:
@@ -237,6 +245,16 @@ def is_transformed(method: Any) -> bool:
     Flax handles the method inside it, but not this one again.
     """
     return hasattr(method, _HANDLED) and hasattr(getattr(method, "__wrapped__", None), _HANDLED)
+
+
+def is_method(function: Callable[..., Any]) -> bool:
+    """Whether a function is a method of a Linen module, which Flax calls in its own way."""
+    return hasattr(function, _HANDLED)
+
+
+def linen_children(module: nn.Module) -> list[nn.Module]:
+    """The submodules that a bound module has made in its `setup`, or has as fields."""
+    return [child for child in module._state.children.values() if isinstance(child, nn.Module)]
 
 
 def transformed_methods(base: type[nn.Module]) -> dict[str, Any]:

@@ -71,6 +71,22 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, core.Tracer)
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether the numbers of a value are known, also to code that is differentiated; False for a tracer if unknown."""
+    if not is_tracer(x):
+        return True
+    try:
+        from jax._src.core import is_concrete as has_numbers
+    except ImportError:
+        return False
+    return has_numbers(x)
+
+
+def in_trace() -> bool:
+    """Whether operations are being traced, whatever their operands."""
+    return is_tracer(jax.numpy.zeros(()))
+
+
 def bind(eqn: Any, values: list[Any]) -> list[Any]:
     """Runs an equation of a jaxpr on other values; returns its results."""
     found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
@@ -225,6 +241,13 @@ def failed_check(error: Any, *, below: str) -> str:
     named = [frame for frame in inside if not frame.file_name.startswith((*_TRACING, "<"))]
     users = [frame for frame in named if not _is_library(frame.file_name)]
     return next(map(_line, users or named), "")
+
+
+def failed_line(error: BaseException) -> str:
+    """`file:line (function)` of the user's code that raised an error: the innermost frame outside the libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not _is_no_users(frame.filename)]
+    return f"{pathlib.Path(users[-1].filename).name}:{users[-1].lineno} ({users[-1].name})" if users else ""
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:

@@ -21,6 +21,8 @@ import optax
 from flax import nnx
 
 from jshard.engine.accumulate import Loss, accumulated
+from jshard.engine.border import opened
+from jshard.engine.context import parameters_fixed
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
@@ -85,7 +87,11 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def run(trained: Any, *batch: Any) -> Any:
-        return gradients(loss_fn, trained, batch, **settings)
+        if accumulate == 1:
+            return gradients(loss_fn, trained, batch, **settings)
+        arrays, together = opened(batch)  # a dataclass of arrays is cut like a dict of them
+        of_arrays = lambda trained, *arrays: loss_fn(trained, *together(arrays))
+        return gradients(of_arrays, trained, tuple(arrays), **settings)
 
     return run
 
@@ -122,7 +128,8 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
 
     def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         live = nnx.merge(graphdef, params, frozen, state, copy=True)
-        out = loss_fn(live, *part)
+        with parameters_fixed():
+            out = loss_fn(live, *part)
         value, aux = out if has_aux else (out, None)
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,10 +12,11 @@ import numpy as np
 from flax import nnx
 
 from jshard import _compat
-from jshard.engine.context import during, guard, region_mesh
+from jshard.engine import border
+from jshard.engine.context import during, guard, parameters_are_fixed, region_mesh
 from jshard.errors import CallError
 from jshard.plans.checks import check_axes_are_placed, check_replicated, others_of, warn_of_unplanned
-from jshard.plans.memories import fetched, place_variable
+from jshard.plans.memories import fetched, place_variable, stored_array
 from jshard.plans.padding import Padding, logical_shape, padding_of, store
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, as_stored
@@ -93,7 +95,8 @@ class MethodCall:
     def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.method = method
         self.where = f"{plain_class(module).__name__}.{method.__name__}"
-        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
+        self.arguments = border.Arguments(args, kwargs, (args, kwargs), is_leaf=is_nnx)
+        self._leaves = self.arguments.leaves
         self._objects = [i for i, leaf in enumerate(self._leaves) if is_nnx(leaf)]
         self.has_objects = bool(self._objects)
         self._arrays = [i for i, leaf in enumerate(self._leaves) if is_array(leaf)]
@@ -115,8 +118,8 @@ class MethodCall:
     def key(self) -> tuple:
         """Equal for calls that run the same program on arrays of the same types."""
         dynamic = {*self._arrays, *self._objects}
-        static = [x for i, x in enumerate(self._leaves) if i not in dynamic]
-        return self.method, self._graphdef, self._tree, tuple(self._arrays), tuple(static)
+        static = [(type(x), x) for i, x in enumerate(self._leaves) if i not in dynamic]  # 1, 1.0 and True are equal
+        return self.method, self._graphdef, self.arguments.form, tuple(self._arrays), tuple(static)
 
     def values(self) -> tuple[list, list, list]:
         """The arrays of the call: parameters, state (each a pytree), arguments."""
@@ -130,7 +133,7 @@ class MethodCall:
         leaves = list(self._leaves)
         for i, x in zip([*self._arrays, *self._objects], [*arrays, *graph[1]], strict=True):
             leaves[i] = x
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        args, kwargs = self.arguments.form.together(leaves, [])
         return Live(graph, args, kwargs)
 
     def write_back(self, changes: Kept) -> None:
@@ -159,7 +162,12 @@ class Before:
     def changes(self, live: Live, where: str) -> Kept:
         """State that the method changed or created; raises for changed parameters and attributes, which get lost."""
         changed = self.changed(live, where)
-        refuse_written([f"{where}: {dotted(p[1:])}" for p, v in changed if isinstance(v, nnx.Param)])
+        if written := [f"{where}: {dotted(p[1:])}" for p, v in changed if isinstance(v, nnx.Param)]:
+            raise _parameter_written(
+                written,
+                why="the layers run in one loop, which has their parameters as its input.",
+                do="for layer in layers: x = layer(x)  # in place of js.scan_layers",
+            )
         return changed
 
     def changed(self, live: Live, where: str) -> Kept:
@@ -177,15 +185,8 @@ class Before:
         return [(p, v) for p, v in variables if not _same(v.get_raw_value(), self.values.get(p))]
 
 
-def refuse_written(places: Sequence[str]) -> None:
-    """Raises if parameters were written inside a call, at these places."""
-    if places:
-        raise CallError(
-            "A parameter was written inside the call.",
-            where=places,
-            why="the call runs on a copy of the module; written parameters are not copied back.",
-            do="update parameters outside the model, as nnx.Optimizer does.",
-        )
+def _parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:
+    return CallError("A parameter was written inside the call.", where=places, why=why, do=do)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -207,6 +208,7 @@ class NnxCall:
         names = _names.get({})
         self.where, self._path = parts.where, names.get(id(module)) or names.get(type(module), "")
         self.name = self._path or plain_class(module).__name__
+        self.location = f"{self._path}: {self.where}" if self._path else self.where
         members: list[Any] = [_member(parts, path, raw(variable)) for path, variable in parts.params]
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
         is_outermost = region_mesh() is None
@@ -264,32 +266,140 @@ class NnxCall:
             if isinstance(one, nnx.Param) and padding_of(one) is not None:
                 store(one, None, one.get_raw_value())  # inside, arrays are logical
         before = Before.of(live)
+        arguments = self._parts.arguments.live(live.args, live.kwargs)
         with during(_names, _names_inside(live.module, self._path)):
             out = self._parts.method(live.module, *live.args, **live.kwargs)
         changed = before.changed(live, self.where)
         changes = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
         passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
-        leaves, tree = jax.tree.flatten(out)
+        results = border.results(out, arguments, self.location)
+        leaves, of_results = _divided(results.leaves)
+        changed_arguments = self._parts.arguments.changes(arguments, self.location)
+        form = None if changed_arguments is None else changed_arguments.form
+        in_arguments, of_arguments = _divided([] if changed_arguments is None else changed_arguments.leaves)
         state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
-        # Equal calls share the result: it must hold no array of this trace, which ends here.
+        # Equal calls share the outcome: it must hold no array of this trace, which ends here.
         empty = [(path, v.replace(None)) for path, v in changes]
-        self.result = tree, [None if is_array(x) else (x,) for x in leaves], empty, state_tree
-        old = jax.tree.leaves([before.values.get(path) for path, _ in passed])
-        new = jax.tree.leaves([raw(v) for _, v in passed])
-        places = [f"{self.where}: {dotted(path[1:])}" for path, v in passed for _ in jax.tree.leaves(raw(v))]
-        if len(old) != len(new):
-            refuse_written(places)
-        self.written = places
-        return list(filter(is_array, leaves)), [*state, *old, *new]
+        self.result = Outcome(results.form, of_results, empty, state_tree, form, of_arguments)
+        old, new = [before.values.get(path) for path, _ in passed], [raw(v) for _, v in passed]
+        self._written = [path for path, _ in passed]
+        self.written = [f"{self.location}: {dotted(path[1:])}" for path in self._written]
+        unlike = [place for place, x, y in zip(self.written, old, new, strict=True) if not _have_one_form(x, y)]
+        if unlike:
+            raise _parameter_written(
+                unlike,
+                why="it is new, or has another shape than before the call.",
+                do="make every parameter in the model's __init__, in the form that the call gives it",
+            )
+        return leaves, [*state, *in_arguments, *old, *new]
 
-    def finish(self, outs: Sequence[Any], result: Any) -> Any:
+    def keep_written(self, numbers: Sequence[int]) -> None:
+        """Makes some of the `written` parameters results: the call has changed them, not only passed them on."""
+        self.result = dataclasses.replace(self.result, written=tuple(self._written[i] for i in numbers))
+
+    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+        """The outputs of a run of `body` without a trace of its own, with the parameters that it has changed."""
+        n = len(self.written)
+        if not n:
+            return list(outs)
+        pairs = list(zip(outs[-2 * n : -n], outs[-n:], strict=True))
+        stored = [self._stored(path) for path in self._written]
+        is_changed = lambda i, old, new: new is not old and new.dtype == stored[i].dtype and not parameters_are_fixed()
+        numbers = [i for i, (old, new) in enumerate(pairs) if is_changed(i, old, new)]
+        self.keep_written(numbers)
+        return [*outs[: -2 * n], *(pairs[i][1] for i in numbers)]
+
+    def finish(self, outs: Sequence[Any], result: "Outcome") -> Any:
         """Writes state back to the caller's objects, and returns the method's result."""
-        tree, static, changes, state_tree = result
-        it = iter(outs)
-        leaves = [next(it) if one is None else one[0] for one in static]
-        values = jax.tree.unflatten(state_tree, list(it))
-        self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(changes, values, strict=True)])
-        return jax.tree.unflatten(tree, leaves)
+        arrays = iter(outs)
+        leaves = _joined(result.of_results, arrays)
+        state = list(itertools.islice(arrays, result.state_tree.num_leaves))
+        values = jax.tree.unflatten(result.state_tree, state)
+        self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(result.changes, values, strict=True)])
+        if result.arguments is not None:
+            self._parts.arguments.write(result.arguments, _joined(result.of_arguments, arrays))
+        self._write_parameters(dict(zip(result.written, arrays, strict=True)))
+        return self._parts.arguments.result(result.results, leaves)
+
+    def _write_parameters(self, values: Mapping[Path, Any]) -> None:
+        """Writes parameters that the call has changed, as Flax's WeightNorm does; outside the model in their places."""
+        if not values:
+            return
+        is_outermost = region_mesh() is None
+        if is_outermost:
+            self._check_written(values)
+        variables, placements = dict(self._parts.params), dict(zip(self._planned_paths, self.placements, strict=True))
+        for path, x in values.items():
+            module, _ = _module_around(self._parts, path)
+            unit = unit_of(module)
+            if is_outermost and unit is not None and path in placements:
+                x = stored_array(x, placements[path], unit.mesh)
+            variables[path].set_raw_value(x)
+
+    @property
+    def _planned_paths(self) -> list[Path]:
+        return [self._parts.params[i][0] for i in self._planned]
+
+    def _check_written(self, values: Mapping[Path, Any]) -> None:
+        """Raises for parameters that would lose digits, or that further microbatches would not see."""
+        places = {path: f"{self.where}: {dotted(path[1:])}" for path in values}
+        rounded = [f"{places[path]}  {text}" for path, x in values.items() if (text := self._rounding(path, x))]
+        if rounded:
+            raise _parameter_written(
+                rounded,
+                why="the call has a rounded copy of the parameter: written back, it would lose the other digits of the"
+                " stored one at each step.",
+                do="js.fully_shard(model.layer, mesh=mesh)  # first, the layer that writes, with no mixed_precision",
+            )
+        if parameters_are_fixed():
+            raise _parameter_written(
+                [*places.values()],
+                why="the microbatches of a step share their parameters, and this one would be that of the next.",
+                do="js.value_and_grad(loss_fn, accumulate=1)",
+            )
+
+    def _rounding(self, path: Path, written: Any) -> str:
+        """In which dtype a written parameter was read or computed; empty if in the one that it is stored in."""
+        stored = str(self._stored(path).dtype)
+        dtypes = [str(written.dtype)]
+        placement = dict(zip(self._planned_paths, self.placements, strict=True)).get(path)
+        if placement is not None:
+            dtypes += [placement.gathered_dtype, placement.gather_wire or stored]
+        other = next((dtype for dtype in dtypes if dtype != stored), "")
+        return other and f"stored as {stored}, used as {other}"
+
+    def _stored(self, path: Path) -> Any:
+        return raw(dict(self._parts.params)[path])
+
+
+def _have_one_form(x: Any, y: Any) -> bool:
+    """Whether two values of a parameter are arrays of one shape."""
+    return is_array(x) and is_array(y) and x.shape == y.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The results and changes of a call without the arrays: equal calls share it.
+
+    Leaves are listed as one-tuples; None stands for an array.
+    """
+
+    results: border.Form
+    of_results: Sequence[tuple | None]
+    changes: Kept
+    state_tree: Any
+    arguments: border.Form | None  # after the method, if it changed something in them
+    of_arguments: Sequence[tuple | None]
+    written: tuple[Path, ...] = ()  # parameters, whose new values are the last outputs
+
+
+def _divided(leaves: Sequence[Any]) -> tuple[list[Any], list[tuple | None]]:
+    """The arrays among leaves, and the other leaves in their places."""
+    return list(filter(is_array, leaves)), [None if is_array(x) else (x,) for x in leaves]
+
+
+def _joined(static: Sequence[tuple | None], arrays: Iterator[Any]) -> list[Any]:
+    return [next(arrays) if leaf is None else leaf[0] for leaf in static]
 
 
 def _as_stored(x: Any, placement: Placement) -> Any:

@@ -18,6 +18,7 @@ V = TypeVar("V")
 
 _region_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("region_mesh", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
+_parameters_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("parameters_fixed", default=False)
 _global_view = jax.make_user_context(default_value="")
 _no_update = jax.make_user_context(default_value=False)
 
@@ -53,6 +54,16 @@ def in_shapes_only() -> bool:
 def shapes_only() -> AbstractContextManager[None]:
     """A context in which a model with an abstract mesh can be called, in a trace that is never compiled."""
     return during(_shapes_only, True)
+
+
+def parameters_are_fixed() -> bool:
+    """Whether no call may change a parameter."""
+    return _parameters_fixed.get()
+
+
+def parameters_fixed() -> AbstractContextManager[None]:
+    """A context for one of several microbatches, which all start from the same parameters."""
+    return during(_parameters_fixed, True)
 
 
 def without_update() -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from jshard import _compat
 from jshard.engine import region_rules as region_rules  # enters the rules of the primitive
 from jshard.engine import stored, units
 from jshard.engine.accumulate import gathered_copies
+from jshard.engine.blame import inside_annotated_call
 from jshard.engine.call import NnxCall, as_plain
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.crossing import Crossing, Region
@@ -124,7 +125,7 @@ def _open_region(call: Call, unit: Unit) -> Any:
     with units.region_trace(cast(Mesh, unit.mesh)):
         program, consts = trace_call(call, cast_own, logical, list(map(abstract, call.inputs)), remat=policy.remat)
     operands = [*params, *call.inputs, *consts]
-    region = _region_of(unit, call)
+    region = _region_of(unit, call, consts)
     region_call = RegionCall(
         region,
         program,
@@ -132,12 +133,14 @@ def _open_region(call: Call, unit: Unit) -> Any:
         operands=(*_params_entering(call, copies), *_inputs_entering(region, [*call.inputs, *consts])),
         examples=frozenset(range(len(params) + call.num_state, len(operands))),
     )
-    return call.finish(region_call.bind(operands), call.result)
+    with inside_annotated_call(call):  # of an array that has leaked from an earlier trace
+        outs = region_call.bind(operands)
+    return call.finish(outs, call.result)
 
 
-def _region_of(unit: Unit, call: Call) -> Region:
+def _region_of(unit: Unit, call: Call, consts: Sequence[Any]) -> Region:
     mesh = cast(Mesh, unit.mesh)
-    arguments = list(map(abstract, call.inputs[call.num_state :]))
+    arguments = list(map(abstract, call.inputs[call.num_state :] or consts))  # or a function closes over them
     batch = batch_size(arguments or list(call.inputs), data_degree(mesh))
     return Region(unit, call.where, tuple(arguments), batch)
 

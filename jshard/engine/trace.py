@@ -9,7 +9,7 @@ from jax.extend import core as jex
 from jshard import _compat
 from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
-from jshard.engine.call import refuse_written
+from jshard.engine.blame import inside_annotated_call
 from jshard.engine.context import attention_again
 from jshard.engine.program import Program, abstract, evaluate_jaxpr
 from jshard.errors import CallError
@@ -21,6 +21,7 @@ class Call(Protocol):
     """A call into an annotated module, split into arrays by the adapter of its kind of module."""
 
     where: str  # class and method, for messages
+    location: str  # the same, after the path of a unit inside the model
     params: list[Any]  # the parameters under the module as they are stored, tied ones once
     placements: list[Placement | None]  # of each parameter; None for one added after the annotation
     owners: list[str]  # who gathers each parameter: this module, a unit inside, or one around it
@@ -30,7 +31,7 @@ class Call(Protocol):
     result: Any  # for `finish`, besides arrays; set by `body`
     written: Sequence[str]
     """Places of parameters that the method wrote, set by `body`. Their values before, then after, are the last of the
-    state: they must be the same, as `nnx.remat` writes back whatever it was given."""
+    state. Most are the same: `nnx.remat` writes back whatever it was given."""
 
     @property
     def key(self) -> Hashable:
@@ -44,20 +45,29 @@ class Call(Protocol):
         """Runs the method on a plain copy of the module: arrays of its result, and of the state it changed or made."""
         ...
 
+    def keep_written(self, numbers: Sequence[int]) -> None:
+        """Sets which of the `written` parameters the method has changed: their values are the last outputs."""
+
+    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+        """The outputs of `body` outside a trace, with the written parameters that it has changed as the last ones."""
+        ...
+
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
         """Writes the state back to the caller's objects, and returns the method's result."""
 
 
 def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any], remat: Remat) -> tuple[Program, list]:
     """Traces a call's body, a function of parameters and inputs: a program, and constants to append to its operands."""
-    with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
+    with inside_annotated_call(call), attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
-    if n := len(call.written):  # the program omits these parameters, which must have been passed through
+    if n := len(call.written):  # the program omits the parameters that were only passed through
         outs = closed.jaxpr.outvars
-        pairs = zip(call.written, outs[-2 * n : -n], outs[-n:], strict=True)
-        refuse_written([place for place, old, new in pairs if not _is_passed(closed.jaxpr, old, new)])
-        closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, outs[: -2 * n]), closed.consts)
+        pairs = zip(outs[-2 * n : -n], outs[-n:], strict=True)
+        changed = [i for i, (old, new) in enumerate(pairs) if not _is_passed(closed.jaxpr, old, new)]
+        call.keep_written(changed)
+        results = [*outs[: -2 * n], *(outs[-n:][i] for i in changed)]
+        closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, results), closed.consts)
     if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis no longer exists
         raise CallError(
             "The model has collectives over an axis that a vmap or pmap around it names.",

@@ -167,4 +167,5 @@ def run_ungathered(call: Call, unit: Unit) -> Any:
     ]
     with jax.named_scope(f"jshard[{unit.name or '(root)'}]"):
         outs = computes_in(call, unit.policy.mixed_precision)(params, call.inputs)
+    outs = call.without_passed(outs)
     return call.finish(outs, call.result)

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jshard.api.gradients import value_and_grad
 from jshard.engine.accumulate import microbatches
+from jshard.engine.border import arrays_of, opened
 from jshard.engine.call import has_gradient, is_array
 from jshard.engine.context import global_view, without_update
 from jshard.errors import CallError
@@ -153,7 +154,7 @@ def _nnx_call(
     ) -> tuple[Any, Arrays, Any]:
         live = nnx.merge(graphdef, params, state, copy=True)
         trained = nnx.All(nnx.Param, lambda path, variable: has_gradient(variable.get_raw_value()))
-        loss = lambda model, *batch: _weighted_sum(_arrays_of(function(model, *batch, **arrays, **static)))
+        loss = lambda model, *batch: _weighted_sum(arrays_of(function(model, *batch, **arrays, **static)))
         value, grads = value_and_grad(loss, accumulate=steps, sync=sync, wrt=trained)(live, *args)
         return value, _named(grads), nnx.state(live, nnx.Not(nnx.Param))
 
@@ -187,7 +188,7 @@ def _linen_call(
         params: Any, state: Any, rest: tuple, arrays: Arrays, steps: int, sync: str
     ) -> tuple[Any, Arrays, Any]:
         def loss(params: Any, *batch: Any) -> jax.Array:
-            return _weighted_sum(_arrays_of(run(params, state, batch, arrays)[0]))
+            return _weighted_sum(arrays_of(run(params, state, batch, arrays)[0]))
 
         has_all = all(map(has_gradient, jax.tree.leaves(params)))
         trained = nnx.Param if has_all else (lambda path, variable: has_gradient(variable.get_raw_value()))
@@ -208,34 +209,37 @@ def _split_keywords(kwargs: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     return arrays, static
 
 
-def _differentiated(call: _CheckedCall) -> Callable[..., tuple[Arrays, Arrays, Any]]:
-    """Returns a function of the call's inputs: its outputs and gradients by name, and the state after it."""
+def _differentiated(call: _CheckedCall) -> Callable[[], tuple[Arrays, Arrays, Any]]:
+    """Returns a function that runs the call: its outputs and gradients by name, and the state after it."""
+    values, together = opened(call.inputs[2])
 
     @jax.jit
-    def program(params: Any, state: Any, args: tuple, arrays: Arrays) -> tuple[Arrays, Arrays, Any]:
+    def program(params: Any, state: Any, values: list[Any], arrays: Arrays) -> tuple[Arrays, Arrays, Any]:
+        args = together(values)
         named = _named(params)
         tree = jax.tree.structure(params)
 
         def scalar(trained: Arrays) -> tuple[jax.Array, tuple[Arrays, Any]]:
             leaves = [trained.get(name, x) for name, x in named.items()]
             out, after = call.run(jax.tree.unflatten(tree, leaves), state, args, arrays)
-            outputs = _arrays_of(out)
+            outputs = arrays_of(out)
             return _weighted_sum(outputs), (outputs, after)
 
         trained = {name: x for name, x in named.items() if has_gradient(x)}
         (_, (outputs, after)), grads = jax.value_and_grad(scalar, has_aux=True)(trained)
         return outputs, grads, after
 
-    return program
+    params, state, _, arrays = call.inputs
+    return lambda: program(params, state, values, arrays)
 
 
 def _compared(call: _CheckedCall, tolerance: float) -> CheckReport:
     """Runs a call both ways; raises if a difference is too large."""
     program = _differentiated(call)
     with without_update():
-        outputs, grads, after = program(*call.inputs)
+        outputs, grads, after = program()
     with global_view(), without_update():
-        wanted_outputs, wanted_grads, wanted_after = program(*call.inputs)
+        wanted_outputs, wanted_grads, wanted_after = program()
     of_outputs = {name or "output": (x, wanted_outputs[name]) for name, x in outputs.items()}
     of_grads = {name: (x, wanted_grads[name]) for name, x in grads.items()}
     of_state = _changed(*map(_compared_state, (after, wanted_after, call.inputs[1])))
@@ -284,10 +288,6 @@ def _mean_of_microbatches(call: _CheckedCall, steps: int) -> tuple[Any, Arrays, 
         state = after or state  # a Linen model's loss returns none
     means = {name: sum(part[name] for part in of_parts) / steps for name in of_parts[0]}
     return sum(values) / steps, means, after
-
-
-def _arrays_of(out: Any) -> Arrays:
-    return {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(out) if is_array(x)}
 
 
 def _named(tree: Any) -> Arrays:

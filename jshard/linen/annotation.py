@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -18,13 +19,25 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jshard import _compat
-from jshard._compat import LINEN_CALL
-from jshard.engine.context import in_global_view
+from jshard._compat import LINEN_CALL, LINEN_REGISTER
+from jshard.engine.blame import inside_annotated_call
+from jshard.engine.context import during, in_global_view
 from jshard.engine.region import run_call
 from jshard.errors import AnnotationError, CallError
-from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested, placeable
-from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, warn_of_stacks
+from jshard.linen.call import (
+    PARAMS,
+    FreeFunction,
+    Lifted,
+    LinenCall,
+    call_lifted,
+    described,
+    flat,
+    flat_params,
+    placeable,
+)
+from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, is_padded, warn_of_stacks
 from jshard.plans import checks
+from jshard.plans.memories import key_texts
 from jshard.plans.mesh import is_concrete
 from jshard.plans.placement import ShardPlacement, placement_of
 from jshard.plans.plan import root_forgotten
@@ -34,6 +47,7 @@ from jshard.plans.units import LogicalOptimizer, Path, Unit, UnitChoice, chosen,
 L = TypeVar("L", bound=nn.Module)
 
 _OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "placement")
+_ROOT = "_jshard_root"  # of a submodule reached from outside: the bound annotated model
 _OWN_PLACEMENT = ("shard_dim", "min_size", "offload", "gathered")
 
 
@@ -110,6 +124,10 @@ class Annotation:
             do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
         )
 
+    def layout_by_init(self, leaves: Mapping[Path, Leaf]) -> Layout | None:
+        """The layout found by `init` for these parameters; None if it was not traced."""
+        return self.layouts.get(frozenset((path, self._boxed(path, leaf)) for path, leaf in leaves.items()))
+
     def known_layout(self, leaves: Mapping[Path, Leaf]) -> Layout:
         """The layout found by `init` for these parameters; an error if it was not traced."""
         return self.layout_of(leaves, self._unknown)
@@ -158,18 +176,78 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
 
     body: dict[str, Any] = {
         **{name: through(method) for name, method in _compat.transformed_methods(base).items()},
+        **_kept_of_class(base),
+        **{name: _with_function(getattr(base, name)) for name in ("apply", "init_with_output")},
+        LINEN_REGISTER: _linking(base),
         "_jshard_linen": annotation,
         "_jshard_plan": staticmethod(lambda wrt: annotation.layout.plan_for(wrt)),
         LINEN_CALL: routed,
-        "__init__": base.__init__,
         "__reduce__": nn.nowrap(lambda self: (_annotated_again, (annotation.plain(self), annotation))),
+    }
+    return type(base.__name__, (base,), body)
+
+
+def _with_function(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Flax's `apply` for which `method=` may be a function that is no method of the class: it is one call, too."""
+
+    @nn.nowrap
+    @functools.wraps(apply)
+    def run(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        function = getattr(method, "__func__", method)
+        if callable(function) and not _compat.is_method(function) and inspect.signature(function).parameters:
+            method = functools.partial(call_function, FreeFunction(function))
+        return apply(self, *args, method=method, **kwargs)
+
+    return run
+
+
+def _linking(base: type[nn.Module]) -> Callable[..., None]:
+    """How a class takes submodules, of its fields and of `setup`: their calls from outside reach the engine."""
+
+    @nn.nowrap
+    def register(self: nn.Module, name: str, value: Any) -> None:
+        getattr(base, LINEN_REGISTER)(self, name, value)
+        root = self if annotation_of(self) is not None else vars(self).get(_ROOT)
+        if root is None or _where.get() is not None:  # inside the model they are called as they are
+            return
+        for child in _compat.linen_children(self):
+            if annotation_of(child) is None and _ROOT not in vars(child):
+                object.__setattr__(child, "__class__", _linked_class(type(child)))
+                object.__setattr__(child, _ROOT, root)  # Flax's own reference to a parent does not keep it
+
+    return register
+
+
+@functools.cache
+def _linked_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class of submodules of a bound annotated model, as `model.bind(variables).encoder`: calls find the model."""
+
+    def from_outside(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = functools.partial(call_annotated, self, method) if _where.get() is None else method.__get__(self)
+            return call(*args, **kwargs)
+
+        return functools.wraps(method)(run)
+
+    body = {
+        **{name: from_outside(method) for name, method in _compat.transformed_methods(base).items()},
+        **_kept_of_class(base),
+        LINEN_REGISTER: _linking(base),
+        LINEN_CALL: nn.nowrap(from_outside(getattr(base, LINEN_CALL))),
+    }
+    return type(base.__name__, (base,), body)
+
+
+def _kept_of_class(base: type[nn.Module]) -> dict[str, Any]:
+    """What a subclass keeps of its base: Flax would make it again."""
+    return {
+        "__init__": base.__init__,
         "__hash__": base.__hash__,
         "__annotations__": {},
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    return type(base.__name__, (base,), body)
 
 
 def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
@@ -296,7 +374,14 @@ class _Inside:
         return tuple(module.path)[len(self.prefix) :]
 
 
-_where: contextvars.ContextVar[_Inside | Seen | None] = contextvars.ContextVar("where", default=None)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AsWritten:
+    """Inside a call in global view: what an annotated model calls on itself is no call from outside."""
+
+    annotation: Annotation
+
+
+_where: contextvars.ContextVar[_Inside | Seen | _AsWritten | None] = contextvars.ContextVar("where", default=None)
 _intercepting: contextvars.ContextVar[bool] = contextvars.ContextVar("intercepting", default=False)
 # The survey or the layout, as part of jit's cache key: a trace cached by nn.jit would hide its units from another
 # survey, and run them with another annotation.
@@ -313,6 +398,23 @@ def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **
             return method(module, *args, **kwargs)
         plain = functools.partial(method, module)
         return _intercept(plain, args, kwargs, nn.module.InterceptorContext(module, method.__name__, plain))
+
+
+def call_function(function: FreeFunction, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs a function of a bound, annotated module as one call, like a method of its class."""
+    annotation = annotation_of(module)
+    run = lambda: function(module, *args, **kwargs)
+    if annotation is None or _where.get() is not None:
+        return run()
+    with _interception():
+        if module.is_initializing():
+            return _initialise(annotation, module, run)
+        if in_global_view():
+            return _as_written(annotation, module, function, args, kwargs, run)
+        if annotation.gathers_all:
+            return _open(annotation, module, function, args, kwargs)
+        with _context(_around(annotation, module)):
+            return run()
 
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
@@ -357,13 +459,19 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
         _note(where, module, args, dict(kwargs))
         return out
     function = context.orig_method.func  # type: ignore[attr-defined]  (a partial of the plain method)
+    if isinstance(where, _AsWritten):
+        if annotation_of(module) in (None, where.annotation):
+            return run()
+        where = None
     if where is None:
         annotation = annotation_of(module)
         if annotation is None:
-            return run()
+            return _call_linked(module, function, args, kwargs, run)
         if module.is_initializing():
             return _initialise(annotation, module, run)
-        if annotation.gathers_all or in_global_view():
+        if in_global_view():
+            return _as_written(annotation, module, function, args, kwargs, run)
+        if annotation.gathers_all:
             return _open(annotation, module, function, args, kwargs)
         where = _around(annotation, module)
     _refuse_other(where, module)
@@ -383,8 +491,6 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
 
     def run(call: LinenCall) -> tuple[Any, Lifted]:
         call.optimizer = annotation.root.optimizer
-        if in_global_view():
-            return _plain(call)
         layout = annotation.layout_of(call.leaves, lambda: _surveyed(annotation, call))
         unit = call.place(layout)
         call.store()
@@ -392,6 +498,64 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
         return _through_engine(call, unit, _Inside(annotation, layout, prefix))
 
     return call_lifted(module, function, args, kwargs, prefix=prefix, interceptor=_intercept, run=run)
+
+
+def _call_linked(
+    module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any], plain: Callable[[], Any]
+) -> Any:
+    """A call from outside of a module that may belong to a bound, annotated model: then it is a region of its own."""
+    root = vars(module).get(_ROOT)
+    if root is None or module.is_initializing():
+        return plain()
+    annotation, leaves = annotation_for(root), _leaves(root)
+    if in_global_view():
+        return _as_written(annotation, module, function, args, kwargs, plain)
+    layout = annotation.layout_by_init(leaves)
+    if layout is None:
+        _warn_of_unknown(annotation.base.__name__, dotted(tuple(module.path)))
+        return plain()
+    return _beside(_Inside(annotation, layout, tuple(root.path), is_around=True), module, function, args, kwargs, plain)
+
+
+@functools.cache
+def _warn_of_unknown(kind: str, path: str) -> None:
+    """Warns, once, of a submodule that is called before the parameters of its model are known."""
+    _compat.warn_user(
+        f"{path} of {kind} runs in global view, where the compiler places the communication: it is called by itself,"
+        f" and init has not been traced, which shows where the parameters of {kind} are. Before the call:\n"
+        "  jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing"
+    )
+
+
+def _as_written(
+    annotation: Annotation,
+    module: nn.Module,
+    function: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    plain: Callable[[], Any],
+) -> Any:
+    """A call in global view. It runs on a copy only if parameters are stored in another form than the model reads."""
+
+    def run(call: LinenCall) -> tuple[Any, Lifted]:
+        call.optimizer = annotation.root.optimizer
+        outs, state = call.body(call.logical(call.guarded(call.params)), call.inputs)
+        assert call.result is not None, "it has run"
+        return call.finish([*outs, *state], call.result)
+
+    with during(_where, _AsWritten(annotation)):
+        if not _is_stored_otherwise(module):
+            return plain()
+        prefix = tuple(module.path)
+        return call_lifted(module, function, args, kwargs, prefix=prefix, interceptor=_intercept, run=run)
+
+
+def _is_stored_otherwise(module: nn.Module) -> bool:
+    """Whether a parameter that a bound module may read is padded or in host memory."""
+    assert module.scope is not None, "it is bound"
+    leaves = [leaf for _, leaf in flat_params(module.scope.root.variables().get(PARAMS, {}))]
+    arrays = jax.tree.leaves(leaves)
+    return any(map(is_padded, leaves)) or any(isinstance(x, jax.Array) and _compat.on_host(x) for x in arrays)
 
 
 def _around(annotation: Annotation, module: nn.Module) -> _Inside:
@@ -434,13 +598,6 @@ def _through_engine(call: LinenCall, unit: Unit, inside: _Inside) -> tuple[Any, 
     return run_call(call, dotted(call.path), unit)
 
 
-def _plain(call: LinenCall) -> tuple[Any, Lifted]:
-    """The call in global view: as written, with its parameters on the device."""
-    outs, state = call.body(call.logical(call.guarded(call.params)), call.inputs)
-    assert call.result is not None, "it has run"
-    return call.finish([*outs, *state], call.result)
-
-
 def _is_unit(inside: _Inside, module: nn.Module) -> bool:
     """Whether a call is that of a unit; False if the unit is already running, or if the layers are still stacked."""
     path = inside.path(module)
@@ -461,7 +618,8 @@ def _surveyed(annotation: Annotation, call: LinenCall) -> Seen:
     """
     seen = Seen(annotation, call.prefix)
     call.context = lambda: _context(seen)
-    jax.eval_shape(lambda: call.body(call.logical(call.params), call.inputs))
+    with inside_annotated_call(call):
+        jax.eval_shape(lambda: call.body(call.logical(call.params), call.inputs))
     if call.function.__name__ == "__call__":
         _check_found(annotation, seen, call.leaves)
     return seen
@@ -501,13 +659,19 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
 def _place(module: nn.Module, layout: Layout) -> None:
     """Shards the parameters from `init`. One that would be padded is unchanged: its creator reads its shape."""
     mesh = layout.root.mesh
-    for path, leaf in placeable(module.variables) if is_concrete(mesh) else ():
-        placement = layout.leaves[path].placement
-        if not placement.padding:
-            sharding = NamedSharding(mesh, placement.partition_spec)
-            placed = jax.tree.map(lambda x, sharding=sharding: lax.with_sharding_constraint(x, sharding), leaf)
-            assert module.scope is not None, "it is bound"
-            module.scope.put_variable(PARAMS, path[0], nested([(path[1:], placed)]) if path[1:] else placed)
+    if not is_concrete(mesh):
+        return
+
+    def placed(path: tuple, x: Any) -> Any:
+        leaf = layout.leaves.get(key_texts(path))
+        if leaf is None or leaf.placement.padding:  # a random key has no place
+            return x
+        placement = leaf.placement
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, placement.partition_spec))
+
+    assert module.scope is not None, "it is bound"
+    for name, tree in jax.tree.map_with_path(placed, dict(module.variables.get(PARAMS, {}))).items():
+        module.scope.put_variable(PARAMS, name, tree)
 
 
 def _refuse_other(inside: _Inside, module: nn.Module) -> None:

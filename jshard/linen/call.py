@@ -14,14 +14,14 @@ from flax.core import lift, meta
 from flax.core.scope import Scope
 from flax.linen.spmd import logical_to_mesh_axes
 from flax.linen.transforms import get_module_scopes, set_module_scopes
-from jax.tree_util import DictKey
 
 from jshard import _compat
+from jshard.engine import border
 from jshard.engine.context import guard
 from jshard.engine.program import merged, others, picked
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.layout import Layout, Leaf, is_padded, padding_in
-from jshard.plans.memories import fetched
+from jshard.plans.memories import fetched, key_texts
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
 from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, is_key, role
@@ -36,10 +36,23 @@ def flat(tree: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
 
 
 def placeable(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yields the parameters among variables, without random keys, which no plan places."""
-    for path, leaf in flat(variables.get(PARAMS, {})):
+    """Yields the parameters among variables, in their boxes, by path, without random keys, which no plan places.
+
+    A parameter may be a tuple or another pytree, as of a weight and its scale: its arrays are stored one by one.
+    """
+    for path, leaf in flat_params(variables.get(PARAMS, {})):
         if not is_key(raw_of(leaf)):
             yield path, leaf
+
+
+def flat_params(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+    """Returns the arrays of the parameters in a collection, in their boxes, by path."""
+    return [(key_texts(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box)]
+
+
+def is_box(x: Any) -> bool:
+    """Returns whether a value is a box of Flax around an array."""
+    return isinstance(x, meta.AxisMetadata)
 
 
 def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
@@ -49,14 +62,16 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
 
 def described(leaf: Any, path: Path) -> Leaf:
     """The description of a parameter for a layout."""
-    raw, padding, spec = raw_of(leaf), padding_in(leaf), ()
-    if not hasattr(raw, "shape"):
+    values = jax.tree.leaves(leaf)
+    if len(values) != 1 or not hasattr(values[0], "shape"):
         raise AnnotationError(
             "A parameter of a Linen module is not an array.",
-            where=f"{dotted(path)}: a {type(raw).__name__}",
-            why="each parameter is sharded as one array.",
-            do='self.param("scale", ...), self.param("bias", ...)  # one for each array',
+            where=f"{dotted(path)}: a {type(leaf).__name__}",
+            why="arrays are sharded, also those in tuples, dicts and other pytrees; a box, such as nn.Partitioned,"
+            " holds one.",
+            do='self.param("scale", lambda key: jnp.ones(()))  # an array for a number',
         )
+    (raw,), padding, spec = values, padding_in(leaf), ()
     shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
     if isinstance(leaf, nn.LogicallyPartitioned):
         rules = leaf.rules or nn.get_logical_axis_rules()  # without any, the placement's axis_rules apply
@@ -89,11 +104,29 @@ Lifted = tuple[tuple[Mapping[str, Any], ...], ...]
 class Result:
     """The results and changes of a call, without the arrays: equal calls share it."""
 
-    tree: Any  # the structure of the result and the changed variables
-    is_array: tuple[bool, ...]  # which of its leaves are arrays; the others are `static`
+    results: border.Form  # the structure of the result
+    changed: border.Form  # and of the changed variables
+    arguments: border.Form | None  # and of the arguments, if the method changed something in them
+    is_array: tuple[bool, ...]  # which of all leaves are arrays; the others are `static`
     static: tuple[Any, ...]
+    num_leaves: tuple[int, int]  # of the result, and of the changed variables
     places: tuple[tuple[int, Path], ...]  # of each changed variable: the number of its scope, and its path from there
     counts: tuple[dict[Any, Any], ...]  # the number of keys each scope has made
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FreeFunction:
+    """A function of a bound module that is no method of its class: Flax neither intercepts nor captures it."""
+
+    run: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.run, "__name__", type(self.run).__name__)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        return self.run(module, *args, **kwargs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,10 +144,12 @@ class LinenCall:
     rngs: Lifted  # their keys
     prefix: Path  # of the annotated module
     interceptor: Callable[..., Any]  # for its calls, in which this call is split
+    callers: tuple[tuple, Mapping[str, Any]]  # the arguments before Flax replaced modules and variables in them
 
     def __post_init__(self) -> None:
         self.path: Path = tuple(self.module.path)[len(self.prefix) :]
         self.where = f"{type(self.module).__name__}.{self.function.__name__}"
+        self.location = f"{dotted(self.path)}: {self.where}" if self.path else self.where
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered while the method runs
         self.optimizer: LogicalOptimizer | None = None
         self.result: Result | None = None  # of the latest run
@@ -128,7 +163,9 @@ class LinenCall:
         self.params = [raw_of(x) for x in self._given]
         self._paths = [self._path_of(keys) for keys, _ in found]
         state = [{k: v for k, v in group.items() if k != PARAMS} for group in self.groups[0]]
-        self._leaves, self._tree = jax.tree.flatten((state, self.rngs, self._fields, self.args, self.kwargs))
+        self._arguments = border.Arguments(self.args, self.kwargs, self.callers)
+        around, self._tree = jax.tree.flatten((state, self.rngs, self._fields))
+        self._leaves = [*around, *self._arguments.leaves]
         n_state = len(jax.tree.leaves((state, self.rngs)))
         given = jax.Array if self.path else (jax.Array, np.ndarray)  # inside a model arrays of numpy are constants
         kinds = [(jax.Array, np.ndarray)] * n_state + [given] * (len(self._leaves) - n_state)
@@ -187,14 +224,17 @@ class LinenCall:
             hash(static)
         except (TypeError, ValueError):  # a list, a bound module: equal only to itself
             return object()
-        return type(self.module), self.function, self._tree, self._params_tree, repr((scopes, around)), static
+        trees = self._tree, self._arguments.form, self._params_tree
+        return type(self.module), self.function, trees, repr((scopes, around)), static
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the method on a copy with these logical arrays; returns the arrays of its result and of its changes."""
         for scope, counts in zip(self.scopes, self._counts, strict=True):
             _restore(scope.rng_counters, counts)
         leaves = merged(self._is_input, inputs, others(self._is_input, self._leaves))
-        state, rngs, fields, args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        num_around = self._tree.num_leaves
+        state, rngs, fields = jax.tree.unflatten(self._tree, leaves[:num_around])
+        args, kwargs = self._arguments.form.together(leaves[num_around:], [])
         held = jax.tree.unflatten(self._params_tree, list(params))
         groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, held, strict=True))
         before = dict(_variables(groups))
@@ -202,39 +242,68 @@ class LinenCall:
             scopes = self.scope_fn((groups,), rngs)
             module, args, kwargs = set_module_scopes(_with(self.module, fields), args, kwargs, scopes)
             copy = _compat.in_state_of(self.module, module)
-            out = _compat.run_method(self.function, copy, args, kwargs, self.interceptor)
+            live = self._arguments.live(args, kwargs)
+            if isinstance(self.function, FreeFunction):
+                out = self.function(copy, *args, **kwargs)
+            else:
+                out = _compat.run_method(self.function, copy, args, kwargs, self.interceptor)
             changed = self.repack(scopes)[0]
-        return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))})
+        return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))}, live)
+
+    def keep_written(self, numbers: Sequence[int]) -> None:
+        """Does nothing: a parameter that Flax lets a call write is an output like other variables."""
+
+    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+        """All outputs."""
+        return list(outs)
 
     def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
         """The result of the method and the changed variables, in the form for Flax's lifting."""
-        out, values = jax.tree.unflatten(result.tree, merged(result.is_array, outs, result.static))
+        leaves = merged(result.is_array, outs, result.static)
+        num_results, num_changed = result.num_leaves
+        values = result.changed.together(leaves[num_results : num_results + num_changed], [])
+        if result.arguments is not None:
+            self._arguments.write(result.arguments, leaves[num_results + num_changed :])
+        out = self._arguments.result(result.results, leaves[:num_results])
         for scope, counts in zip(self.scopes, result.counts, strict=True):
             _restore(scope.rng_counters, counts)
         changed = list(zip(result.places, values, strict=True))
         return out, (tuple(nested((p, v) for (k, p), v in changed if k == i) for i in range(len(self._outermost))),)
 
-    def _taken(self, out: Any, changed: Mapping[tuple[int, Path], Any]) -> tuple[list[Any], list[Any]]:
-        """The arrays in a result and in changed variables; the rest is stored in `result`."""
-        leaves, tree = jax.tree.flatten((out, list(changed.values())))
-        if any(isinstance(x, (nn.Module, nn.Variable)) for x in leaves):
+    def _taken(
+        self, out: Any, changed: Mapping[tuple[int, Path], Any], live: border.LiveArguments
+    ) -> tuple[list[Any], list[Any]]:
+        """The arrays in a result, changed variables and changed arguments; the rest is stored in `result`."""
+        results = border.results(out, live, self.location)
+        variables = border.results(list(changed.values()), live, self.location)
+        if any(isinstance(x, (nn.Module, nn.Variable)) for x in (*results.leaves, *variables.leaves)):
             raise CallError(
                 "A method of a Linen model returned a module or a variable.",
                 where=self.where,
                 why="the call runs on a copy of the module, which is gone after the call.",
                 do="return self.inner(x)  # its result, instead of self.inner",
             )
+        arguments = self._arguments.changes(live, self.location)
+        further = [*variables.leaves, *([] if arguments is None else arguments.leaves)]
+        leaves = [*results.leaves, *further]
         is_array = [isinstance(x, jax.Array) for x in leaves]
-        counts = tuple(_copied(scope.rng_counters) for scope in self.scopes)
-        self.result = Result(tree, tuple(is_array), tuple(others(is_array, leaves)), tuple(changed), counts)
-        arrays, num_outs = picked(is_array, leaves), sum(is_array[: len(jax.tree.leaves(out))])
-        return arrays[:num_outs], arrays[num_outs:]
+        num_results = len(results.leaves)
+        self.result = Result(
+            results=results.form,
+            changed=variables.form,
+            arguments=None if arguments is None else arguments.form,
+            is_array=tuple(is_array),
+            static=tuple(others(is_array, leaves)),
+            num_leaves=(num_results, len(variables.leaves)),
+            places=tuple(changed),
+            counts=tuple(_copied(scope.rng_counters) for scope in self.scopes),
+        )
+        return picked(is_array[:num_results], results.leaves), picked(is_array[num_results:], further)
 
     def _path_of(self, keys: tuple) -> Path:
         """Path of a parameter from the annotated module, without the keys that a box adds."""
         scope, *rest = keys
-        whole = (*self._outermost[scope.idx].path, *(key.key for key in rest if isinstance(key, DictKey)))
-        return _from(whole, self.prefix)
+        return _from((*self._outermost[scope.idx].path, *key_texts(tuple(rest))), self.prefix)
 
 
 def call_lifted(
@@ -248,12 +317,12 @@ def call_lifted(
     run: Callable[[LinenCall], tuple[Any, Lifted]],
 ) -> Any:
     """Calls a method of a bound module outside its scopes; `run` returns the result of the call's `finish`."""
+    callers = args, kwargs
     scopes, args, kwargs = get_module_scopes(module, args, dict(kwargs))
 
     def inner(scope_fn: Callable, repack: Callable, groups: Lifted, rngs: Lifted) -> tuple[Any, Lifted]:
-        return run(
-            LinenCall(module, function, args, kwargs, scopes, scope_fn, repack, groups, rngs, prefix, interceptor)
-        )
+        given = module, function, args, kwargs, scopes
+        return run(LinenCall(*given, scope_fn, repack, groups, rngs, prefix, interceptor, callers))
 
     return lift.pack(inner, (True,), (True,), (True,))(scopes)
 

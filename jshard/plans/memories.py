@@ -88,6 +88,15 @@ def fetched(x: Any) -> Any:
     return jax.device_put(x, jax.memory.Space.Device) if _compat.on_host(x) else x
 
 
+def stored_array(x: jax.Array, placement: Placement, mesh: AnyMesh) -> jax.Array:
+    """The array of a parameter as it is stored: padded, sharded, in its memory."""
+    padding = Padding.of(placement)
+    stored = x if padding is None else padding.pad(x)
+    if is_concrete(mesh) and stored.ndim == len(placement.spec):  # not a layer in a loop
+        stored = lax.with_sharding_constraint(stored, NamedSharding(mesh, placement.partition_spec))
+    return to_host(stored) if placement.on_host else stored
+
+
 def to_host(x: jax.Array) -> jax.Array:
     """An array, in the host's memory."""
     return x if _compat.on_host(x) else jax.device_put(x, jax.memory.Space.Host)

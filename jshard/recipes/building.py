@@ -29,6 +29,7 @@ from jshard.checkpoint.lookup import checkpoint_at
 from jshard.data import Data, DataError
 from jshard.data.loader import read_sample
 from jshard.linen.annotation import annotation_of, initialise
+from jshard.linen.call import PARAMS
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.plan import plan
 from jshard.plans.units import dotted
@@ -127,7 +128,8 @@ def _held(
             initialise(bound, lambda: loss_fn(Initialising(bound, asked), batch))
 
         made = nn.init(initialised, module, mutable=True)(jax.random.key(seed), zeros)
-        return {k: tree for k, tree in made.items() if k not in asked and not _is_sown(tree)}, nnx.state(nnx.Rngs(seed))
+        is_kept = lambda name: name not in asked and (name == PARAMS or not _is_sown(made[name]))
+        return {name: made[name] for name in made if is_kept(name)}, nnx.state(nnx.Rngs(seed))
 
     collections, keys = place(create, module)
     rngs = cast(nnx.Rngs, nnx.eval_shape(lambda: nnx.Rngs(seed)))

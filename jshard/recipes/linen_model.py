@@ -17,7 +17,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from jshard.engine.context import in_plain_flax
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_of, relaid
-from jshard.linen.call import as_arrays, flat, nested, raw_of
+from jshard.linen.call import as_arrays, flat, flat_params, is_box, nested, raw_of
 from jshard.linen.layout import Layout
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
@@ -158,7 +158,8 @@ class LinenModel(_Calls, nnx.Module):
         _check(module, collections)
         layout = annotation.layout
         places = _hold(self, collections, {path: unit.kind for path, unit in layout.records.items() if path})
-        self._linen = _Linen(module, layout, places)
+        params_tree = jax.tree.structure(collections.get(_PARAMS, {}), is_leaf=is_box)
+        self._linen = _Linen(module, layout, places, params_tree)
         for path, unit in layout.records.items():
             attach(_part(self, path), unit, _as_it_is)
         for place in places:
@@ -175,7 +176,10 @@ class LinenModel(_Calls, nnx.Module):
         """The variables in Linen's form, by collection."""
         raw = lambda place: jax.tree.leaves(self._variable(place).get_raw_value())
         leaf = lambda place: jax.tree.unflatten(place.boxes, raw(place))
-        return nested(((place.collection, *place.path), leaf(place)) for place in self._linen.places)
+        params = [leaf(place) for place in self._linen.places if place.collection == _PARAMS]
+        states = [place for place in self._linen.places if place.collection != _PARAMS]
+        found = nested(((place.collection, *place.path), leaf(place)) for place in states)
+        return {_PARAMS: jax.tree.unflatten(self._linen.params_tree, params)} | found
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
         states = [] if self.deterministic else self._linen.states
@@ -223,7 +227,8 @@ class _Linen:
 
     module: nn.Module  # the annotated one
     layout: Layout
-    places: tuple[_Place, ...]
+    places: tuple[_Place, ...]  # parameters first, in the order of `params_tree`
+    params_tree: Any  # a treedef, with a leaf for each box
     _modules: dict[Any, nn.Module] = dataclasses.field(default_factory=dict)
 
     @property
@@ -285,7 +290,8 @@ def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None
 
 def _variables(collections: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
     for collection in sorted(collections, key=lambda name: (name != _PARAMS, name)):
-        for path, leaf in flat(collections[collection]):
+        leaves = flat_params if collection == _PARAMS else flat
+        for path, leaf in leaves(collections[collection]):
             yield collection, path, leaf
 
 
