@@ -438,6 +438,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     ),
     "loss scale: factor": lambda: LossScale(factor=1.0),
     "value_and_grad: microbatches": lambda: js.value_and_grad(loss, accumulate=4)(annotated(), X),
+    "value_and_grad: weight": lambda: js.WeightedMean(jnp.zeros(()), jnp.ones((4, 8), bool)).mean,
     "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),
     "call: inside another shard_map": call_in_a_shard_map,
     "call: computed whole": lambda: call(annotated(orthogonal_examples, fallback="error"), X),

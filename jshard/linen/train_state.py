@@ -147,7 +147,7 @@ def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has
     """The loss of trained and frozen parameters."""
     places = layout.places
 
-    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[Any, tuple[Any, Any]]:
         out = loss_fn(joined(params, frozen), *part)
         value, aux = out if has_aux else (out, None)
         return value, (aux, state)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
+from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
 from jshard.plans.memories import to_device
@@ -42,12 +43,12 @@ class TrainStep:
 
     Args:
         loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch; or `(loss, metrics)` with a dict of
-            scalars that are also means over the batch.
+            scalars that are also means over the batch. Each may be a `js.WeightedMean`.
         model: an annotated model, with its arrays on the mesh.
         optimizer: its `nnx.Optimizer`; `js.shard_optimizer` creates one whose whole state is on the mesh. Parameters
             that it does not update are frozen; with a `LossScale` around it the loss is scaled.
         batch: a batch as in later calls (`js.shard_batch`); only shapes and shardings are read.
-        accumulate: number of microbatches of a batch; metrics are the means over them.
+        accumulate: number of microbatches of a batch; loss and metrics are the means over them, by their weights.
         learning_rate: the optimizer's schedule, for the record.
         compiler_options: as from `js.compiler_options()`; none by default.
 
@@ -169,8 +170,8 @@ def _traced(
         rate = {} if learning_rate is None else {"learning_rate": learning_rate(optimizer.step[...])}
         run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, has_aux=True)
         (loss, metrics), grads = run(model, batch)
-        if accumulate > 1:
-            metrics = jax.tree.map(lambda x: x.mean(0), metrics)
+        mean = mean_over if accumulate > 1 else mean_of
+        metrics = {name: mean(metric) for name, metric in metrics.items()}
         optimizer.update(model, grads)
         params = nnx.state(model, optimizer.wrt)
         state = nnx.state((model, optimizer))
@@ -220,7 +221,7 @@ class EvalStep:
     """Loss and metrics without gradients, dropout off, statistics fixed: compiled once, for a `TrainStep`'s arrays.
 
     Args:
-        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
+        loss_fn: `loss_fn(model, batch)`, as for the step.
         step: the step whose model is evaluated, or a model that is not trained.
         batch: a batch as in later calls.
 
@@ -233,15 +234,21 @@ class EvalStep:
         graphdef, state = nnx.split(inference_view(step.model))
         leaves, tree = jax.tree.flatten(state)
 
-        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> Scalars:
+        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
             loss, metrics = with_metrics(loss_fn)(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch)
-            return {"loss": loss, **metrics}
+            values = {"loss": loss, **metrics}
+            weights = {name: x.weight for name, x in values.items() if isinstance(x, WeightedMean)}
+            return {name: mean_of(x) for name, x in values.items()}, weights
 
         everywhere = NamedSharding(step.mesh, PartitionSpec())
         self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
 
     def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> Scalars:
         """The "loss" and the metrics, on the devices, without waiting for them."""
+        return self.with_weights(leaves, batch)[0]
+
+    def with_weights(self, leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
+        """The same, and the weights of those that are a `js.WeightedMean`."""
         return self._program(list(leaves), batch)
 
 
