@@ -15,7 +15,7 @@ from jshard.engine.region import route
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
 from jshard.plans import checks
-from jshard.plans.memories import sharding_of
+from jshard.plans.memories import apart, as_array, is_numeric, placed_apart, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
@@ -36,6 +36,7 @@ from jshard.plans.units import (
     plain_class,
     store_plan,
     unit_of,
+    walk,
 )
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
@@ -159,6 +160,7 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module
 def _annotate(module: nnx.Module, record: Unit) -> None:
     """Makes one module a unit, plans it with the units inside, and places the arrays."""
     checks.check_new_unit(module, record)
+    _hold_arrays(module)
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
     units, leaves = _units(module), _leaves(module)
     try:
@@ -170,8 +172,39 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
     optimizer = LogicalOptimizer(line) if padded else None
     store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
+    placed: set[int] = set()  # ids of the values of other parameters
     for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
         _place(leaf.variable, planned.placement, record.mesh)
+        _keep_apart(leaf.variable, placed)
+
+
+def _hold_arrays(module: nnx.Module) -> None:
+    """Puts arrays in place of numbers in parameters, as Flax's own transforms do; raises for other objects."""
+    wrong = []
+    for path, variable in walk(module):
+        if not isinstance(variable, nnx.Param):
+            continue
+        value = variable.get_raw_value()
+        leaves, tree = jax.tree.flatten(value)
+        wrong += [f"{dotted(path)}  {type(x).__name__}" for x in leaves if not is_numeric(x)]
+        if not wrong and any(as_array(x) is not x for x in leaves):
+            variable.set_raw_value(jax.tree.unflatten(tree, map(as_array, leaves)))
+    if wrong:
+        raise AnnotationError(
+            "A parameter holds an object that is not an array.",
+            where=[f"{plain_class(module).__name__}: {place}" for place in wrong],
+            why="a parameter is an array, a number, or a tree of these; no step could differentiate it.",
+            do='self.name = "..."  # a plain attribute, instead of nnx.Param(...)',
+        )
+
+
+def _keep_apart(variable: nnx.Param, placed: set[int]) -> None:
+    """Copies a value that another parameter holds too, as `nnx.clone` leaves it: one step could not donate both."""
+    value = variable.get_raw_value()
+    if id(value) in placed and isinstance(value, jax.Array) and not _compat.is_tracer(value):
+        value = apart([value, value])[1]
+        variable.set_raw_value(value)
+    placed.add(id(value))
 
 
 def _units(module: nnx.Module) -> dict[Path, Unit]:
@@ -216,7 +249,7 @@ def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
     if isinstance(value, jax.ShapeDtypeStruct):
         value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     elif is_concrete(mesh) and not _compat.is_tracer(value):
-        value = jax.device_put(value, sharding)
+        value = placed_apart(value, sharding)
     store(variable, padding, value)
 
 

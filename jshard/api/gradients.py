@@ -143,7 +143,7 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 
     def placements(state: Any) -> list[Placement | None]:  # in the order of its leaves: both are sorted
-        members = [unit.by_path.get(path) for path, _ in nnx.to_flat_state(state)]
+        members = [unit.by_path.get(path) for path, v in nnx.to_flat_state(state) for _ in jax.tree.leaves(v)]
         return [None if member is None else member.placement for member in members]
 
     placed = placements(params), placements(frozen)

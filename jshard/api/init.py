@@ -30,7 +30,7 @@ from jshard.plans.memories import (
 from jshard.plans.mesh import AnyMesh, check_mesh
 from jshard.plans.padding import logical, padding_of, store
 from jshard.plans.plan import record_of
-from jshard.plans.units import Path, dotted, plain_class, walk
+from jshard.plans.units import Path, dotted, holds_array, plain_class, walk
 
 M = TypeVar("M")
 N = TypeVar("N", bound=nnx.Module)
@@ -83,7 +83,8 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     graphdef, shapes = _shapes(build)
     abstract: Any = _annotated(nnx.merge(graphdef, shapes), annotate)
     used = _mesh_of_devices(record_of(abstract).mesh, mesh, f"shard_init({plain_class(abstract).__name__})")
-    planned = dict(nnx.to_flat_state(nnx.state(abstract, nnx.Param)))
+    params = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+    planned = {path: variable for path, variable in params if holds_array(variable)}
     replicated = NamedSharding(used, PartitionSpec())
     paths = [path for path, _ in _flat(shapes)]
     shardings = [planned[path].get_raw_value().sharding if path in planned else replicated for path in paths]

@@ -16,7 +16,19 @@ from jshard.errors import CallError
 from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
 from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of, store
-from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
+from jshard.plans.units import (
+    NESTED,
+    Path,
+    Unit,
+    detach,
+    dotted,
+    holds_array,
+    nested_units,
+    numberless,
+    plain_class,
+    unit_of,
+    walk,
+)
 
 Kept = list[tuple[Path, Any]]
 """Paths with variables; an array that is a plain attribute of a module is its own entry."""
@@ -216,7 +228,8 @@ class NnxCall:
         if not unit.nested:
             check_replicated(unit, name, others_of(self._parts.graph[0]))
         planned = set(self._planned)
-        paths = [path for i, (path, _) in enumerate(self._parts.params) if i not in planned and not path[0]]
+        added = [(path, v) for i, (path, v) in enumerate(self._parts.params) if i not in planned and not path[0]]
+        paths = [path for path, v in added if holds_array(v)]
         warn_of_unplanned([dotted(path[1:]) for path in paths], self.where)
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -24,6 +24,7 @@ from jshard.plans.units import (
     PathPattern,
     Unit,
     dotted,
+    holds_array,
     is_named,
     nested_units,
     numberless,
@@ -177,9 +178,14 @@ class Other:
 
 
 def others_of(module: nnx.Module) -> Iterator[Other]:
-    """The float arrays of a model that are not parameters, except the state of Flax's own classes."""
+    """The float arrays of a model that are not parameters, except the state of Flax's own classes.
+
+    Those of a parameter that holds a tree are among them: they are trained, but not sharded.
+    """
     for path, x in walk(module):
-        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *_ORDINARY_STATE)):
+        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, _ORDINARY_STATE):
+            continue
+        if isinstance(x, nnx.Param) and holds_array(x):
             continue
         kind = type(x).__name__ if isinstance(x, nnx.Variable) else ARRAY
         yield from others_in(path, x.get_raw_value() if isinstance(x, nnx.Variable) else x, kind)

@@ -25,7 +25,7 @@ from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
 from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
-from jshard.plans.memories import to_device
+from jshard.plans.memories import apart, as_array, is_numeric, placed_apart, to_device
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
 from jshard.recipes.model_file import LossFn, with_metrics
@@ -144,7 +144,7 @@ def trace_step(
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
     graphdef, state = nnx.split((model, optimizer))
-    leaves, tree = jax.tree.flatten(state)
+    leaves, tree = jax.tree.flatten(jax.tree.map(as_array, state))
     placed = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
         for leaf in leaves
@@ -273,13 +273,17 @@ def _mesh(model: nnx.Module) -> Mesh:
 
 
 def _on_mesh(state: Any, mesh: Mesh) -> Any:
-    """The state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere."""
+    """The state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere.
+
+    No two arrays share a buffer: `nnx.clone` and some transformations of Optax keep one array under two names.
+    """
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
+    _check_arrays(flat)
     devices = set(mesh.devices.flat)
     elsewhere = [
         f"{_path(path)}  on {', '.join(sorted(map(str, leaf.devices())))}"
         for path, leaf in flat
-        if leaf.committed and leaf.sharding.device_set != devices
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices
     ]
     if elsewhere:
         raise AnnotationError(
@@ -289,8 +293,21 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
             do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",
         )
     everywhere = NamedSharding(mesh, PartitionSpec())
-    placed = [leaf if leaf.sharding.device_set == devices else jax.device_put(leaf, everywhere) for _, leaf in flat]
-    return jax.tree.unflatten(tree, placed)
+    is_there = lambda leaf: isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+    placed = [leaf if is_there(leaf) else placed_apart(as_array(leaf), everywhere) for _, leaf in flat]
+    return jax.tree.unflatten(tree, apart(placed))  # the step donates all of them
+
+
+def _check_arrays(flat: Sequence[tuple[tuple, Any]]) -> None:
+    """Raises for leaves of the state that no compiled step can have."""
+    wrong = [f"{_path(path)}  {type(leaf).__name__}" for path, leaf in flat if not is_numeric(leaf)]
+    if wrong:
+        raise AnnotationError(
+            "The state of a run holds objects that are not arrays.",
+            where=wrong,
+            why="a compiled step takes arrays and numbers only.",
+            do='self.name = "..."  # a plain attribute, instead of nnx.Variable(...)',
+        )
 
 
 def _paths(state: Any) -> set[str]:
