@@ -15,7 +15,7 @@ from jshard.engine.region import route
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
 from jshard.plans import checks
-from jshard.plans.memories import apart, as_array, is_numeric, placed_apart, sharding_of
+from jshard.plans.memories import apart, as_array, placed_apart, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
@@ -160,6 +160,7 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module
 def _annotate(module: nnx.Module, record: Unit) -> None:
     """Makes one module a unit, plans it with the units inside, and places the arrays."""
     checks.check_new_unit(module, record)
+    checks.check_variables(module)
     _hold_arrays(module)
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
     units, leaves = _units(module), _leaves(module)
@@ -179,23 +180,13 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
 
 
 def _hold_arrays(module: nnx.Module) -> None:
-    """Puts arrays in place of numbers in parameters, as Flax's own transforms do; raises for other objects."""
-    wrong = []
-    for path, variable in walk(module):
-        if not isinstance(variable, nnx.Param):
-            continue
-        value = variable.get_raw_value()
-        leaves, tree = jax.tree.flatten(value)
-        wrong += [f"{dotted(path)}  {type(x).__name__}" for x in leaves if not is_numeric(x)]
-        if not wrong and any(as_array(x) is not x for x in leaves):
-            variable.set_raw_value(jax.tree.unflatten(tree, map(as_array, leaves)))
-    if wrong:
-        raise AnnotationError(
-            "A parameter holds an object that is not an array.",
-            where=[f"{plain_class(module).__name__}: {place}" for place in wrong],
-            why="a parameter is an array, a number, or a tree of these; no step could differentiate it.",
-            do='self.name = "..."  # a plain attribute, instead of nnx.Param(...)',
-        )
+    """Puts arrays in place of the numbers of Python and NumPy in parameters, as Flax's own transforms do."""
+    for _, variable in walk(module):
+        if isinstance(variable, nnx.Param):
+            leaves, tree = jax.tree.flatten(variable.get_raw_value())
+            arrays = list(map(as_array, leaves))
+            if any(array is not leaf for array, leaf in zip(arrays, leaves, strict=True)):
+                variable.set_raw_value(jax.tree.unflatten(tree, arrays))
 
 
 def _keep_apart(variable: nnx.Param, placed: set[int]) -> None:

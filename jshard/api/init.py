@@ -15,7 +15,7 @@ from jshard.engine.context import during
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
-from jshard.plans.checks import check_replicated, others_of
+from jshard.plans.checks import check_replicated, check_variables, others_of
 from jshard.plans.memories import (
     StatePlaces,
     UpdateLayout,
@@ -129,6 +129,7 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
             why="init creates them: build must return the result of init, or a TrainState.",
             do="model = js.fully_shard(model, mesh=mesh); js.shard_init(lambda: model.init(key, x), model)",
         )
+    check_variables(model)
     for _, variable in walk(model):  # variables record the setting; it must be that of a plain model
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(eager_sharding=eager)

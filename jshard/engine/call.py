@@ -18,6 +18,7 @@ from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of, store
 from jshard.plans.units import (
     NESTED,
+    NUMBERS,
     Path,
     Unit,
     detach,
@@ -211,6 +212,7 @@ class NnxCall:
         params, state, arrays = parts.values()
         unplanned = [x for i, x in enumerate(params) if members[i] is None]
         of_state, self._state_tree = jax.tree.flatten((unplanned, state))
+        of_state = [jax.numpy.asarray(x) if isinstance(x, NUMBERS) else x for x in of_state]
         self.inputs, self.num_state = [*of_state, *arrays], len(of_state)
         self.key = parts.key(), self._state_tree
         self.result: Any = None

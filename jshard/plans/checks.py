@@ -15,7 +15,7 @@ from flax import nnx
 
 from jshard import _compat
 from jshard.errors import AnnotationError
-from jshard.plans.memories import check_offload
+from jshard.plans.memories import check_offload, is_numeric
 from jshard.plans.mesh import FSDP, INNER_AXES, degree
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
@@ -60,6 +60,24 @@ def check_placement(placement: Any) -> ShardPlacement:
     line = "js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))"
     check_setting(good, f"fully_shard(placement={placement!r})", "a js.ShardPlacement", line)
     return placement or ShardPlacement()
+
+
+def check_variables(module: Any) -> None:
+    """Raises for variables of a model that hold other objects than arrays and numbers."""
+    wrong = [
+        f"{plain_class(module).__name__}: {dotted(path)}  {type(leaf).__name__}"
+        for path, variable in walk(module)
+        if isinstance(variable, nnx.Variable)
+        for leaf in jax.tree.leaves(variable.get_raw_value())
+        if not is_numeric(leaf)
+    ]
+    if wrong:
+        raise AnnotationError(
+            "A variable of the model holds an object that is not an array.",
+            where=wrong,
+            why="the calls of an annotated model are traced, and take arrays, numbers and trees of these.",
+            do='self.name = "abc"  # a plain attribute, in place of nnx.Variable("abc")',
+        )
 
 
 def check_has_parameters(modules: list[nnx.Module]) -> None:

@@ -81,7 +81,7 @@ def as_array(x: Any) -> Any:
     NumPy's memory is copied: its owner may write to it. A number stays weakly typed, as under `jax.jit`.
     """
     if isinstance(x, (np.ndarray, np.generic)):
-        return np.array(x, jnp.result_type(x.dtype))
+        return np.array(x, jax.typeof(x).dtype)
     return jnp.asarray(x) if isinstance(x, NUMBERS) else x
 
 
@@ -103,7 +103,9 @@ def apart(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     used: set[tuple[int, int]] = set()
     result = []
     for x in arrays:
-        x = x if used.isdisjoint(_buffers(x)) else _copied(x, used)
+        if not used.isdisjoint(_buffers(x)):
+            # Local, unlike jnp.copy: other processes may share none of their buffers, and need not take part.
+            x = jax.device_put(x, x.sharding if x.committed else None, may_alias=False)
         used |= _buffers(x)
         result.append(x)
     return result
@@ -113,24 +115,8 @@ def _buffers(x: jax.Array) -> set[tuple[int, int]]:
     """The devices and addresses of this process's part of an array; none if it is empty or deleted."""
     if x.is_deleted() or not x.size:
         return set()
-    return {_buffer(shard.data) for shard in x.addressable_shards}
-
-
-def _buffer(data: jax.Array) -> tuple[int, int]:
-    return next(iter(data.devices())).id, data.unsafe_buffer_pointer()
-
-
-def _copied(x: jax.Array, used: set[tuple[int, int]]) -> jax.Array:
-    """The array with other buffers in place of used ones. Local: other processes may share none of theirs."""
-    if len(x.sharding.device_set) == 1:
-        return _copy(x)
     pieces = [shard.data for shard in x.addressable_shards]
-    pieces = [_copy(data) if _buffer(data) in used else data for data in pieces]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
-
-
-def _copy(x: jax.Array) -> jax.Array:
-    return to_host(jnp.copy(fetched(x))) if _compat.on_host(x) else jnp.copy(x)
+    return {(next(iter(piece.devices())).id, piece.unsafe_buffer_pointer()) for piece in pieces}
 
 
 # Where each array of an optimizer's state is placed, and updates of arrays in host memory, in parts.
