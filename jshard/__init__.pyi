@@ -11,6 +11,7 @@ from jshard.api.scan_layers import scan_layers as scan_layers
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.context import global_view as global_view
 from jshard.engine.per_example import per_example as per_example
+from jshard.engine.weighted import WeightedMean as WeightedMean
 from jshard.errors import ShardingError as ShardingError
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check

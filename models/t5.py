@@ -256,17 +256,14 @@ def annotate(model: T5, mesh: Mesh | AbstractMesh) -> None:
     js.fully_shard(model, mesh=mesh, mixed_precision=precision, placement=js.ShardPlacement(allow_replicated=small))
 
 
-def loss_fn(model: T5, batch: Batch) -> jax.Array:
-    """Mean cross entropy, in nats per token, over all tokens of the (global) batch except padding.
-
-    With microbatches, it is the mean of each one's mean.
-    """
+def loss_fn(model: T5, batch: Batch) -> js.WeightedMean:
+    """Mean cross entropy, in nats per token, over all tokens of the (global) batch except padding."""
     targets_BT = batch["targets"]
     before_BT = jnp.pad(targets_BT[:, :-1], ((0, 0), (1, 0)), constant_values=PAD)  # padding also starts a target
     logits_BTV = model(batch["inputs"], before_BT).astype(jnp.float32)
     loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
     real_BT = targets_BT != PAD
-    return (loss_BT * real_BT).sum() / real_BT.sum()
+    return js.WeightedMean((loss_BT * real_BT).sum(), real_BT.sum())
 
 
 def data(recipe: SpanRecipe) -> Data:

@@ -86,6 +86,14 @@ class Cube(nnx.Module):
         return x * self.odd[0, 0, 0, 0, 0]
 
 
+class Texts(nnx.Module):
+    """A text where Flax keeps arrays."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+        self.name = nnx.Variable("head")
+
+
 class Untracked(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.linear = nnx.Linear(64, 64, rngs=rngs)
@@ -469,6 +477,8 @@ ERRORS: dict[str, Callable[[], object]] = {
     ),
     "loss scale: factor": lambda: LossScale(factor=1.0),
     "value_and_grad: microbatches": lambda: js.value_and_grad(loss, accumulate=4)(annotated(), X),
+    "variable: text": lambda: js.fully_shard(Texts(), mesh=js.mesh()),
+    "value_and_grad: weight": lambda: js.WeightedMean(jnp.zeros(()), jnp.ones((4, 8), bool)).mean,
     "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),
     "call: inside another shard_map": call_in_a_shard_map,
     "call: computed whole": lambda: call(annotated(orthogonal_examples, fallback="error"), X),

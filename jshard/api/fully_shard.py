@@ -16,7 +16,7 @@ from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
 from jshard.plans import checks
 from jshard.plans.homes import settle_in
-from jshard.plans.memories import home_in, sharding_of
+from jshard.plans.memories import apart, as_array, home_in, placed_apart, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
@@ -37,6 +37,7 @@ from jshard.plans.units import (
     plain_class,
     store_plan,
     units_in,
+    walk,
 )
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
@@ -160,6 +161,8 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module
 def _annotate(module: nnx.Module, record: Unit) -> None:
     """Makes one module a unit, plans it with the units inside, and places the arrays."""
     checks.check_new_unit(module, record)
+    checks.check_variables(module)
+    _hold_arrays(module)
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
     units, leaves = _units(module), _leaves(module)
     try:
@@ -171,8 +174,29 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
     optimizer = LogicalOptimizer(line) if padded else None
     store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
+    placed: set[int] = set()  # ids of the values of other parameters
     for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
         _place(leaf.variable, planned.placement, record.mesh)
+        _keep_apart(leaf.variable, placed)
+
+
+def _hold_arrays(module: nnx.Module) -> None:
+    """Puts arrays in place of the numbers of Python and NumPy in parameters, as Flax's own transforms do."""
+    for _, variable in walk(module):
+        if isinstance(variable, nnx.Param):
+            leaves, tree = jax.tree.flatten(variable.get_raw_value())
+            arrays = list(map(as_array, leaves))
+            if any(array is not leaf for array, leaf in zip(arrays, leaves, strict=True)):
+                variable.set_raw_value(jax.tree.unflatten(tree, arrays))
+
+
+def _keep_apart(variable: nnx.Param, placed: set[int]) -> None:
+    """Copies a value that another parameter holds too, as `nnx.clone` leaves it: one step could not donate both."""
+    value = variable.get_raw_value()
+    if id(value) in placed and isinstance(value, jax.Array) and not _compat.is_tracer(value):
+        value = apart([value, value])[1]
+        variable.set_raw_value(value)
+    placed.add(id(value))
 
 
 def _units(module: nnx.Module) -> dict[Path, Unit]:
@@ -217,7 +241,7 @@ def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
     if isinstance(value, jax.ShapeDtypeStruct):
         value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     elif is_concrete(mesh) and not _compat.is_tracer(value):
-        value = jax.device_put(value, sharding)
+        value = placed_apart(value, sharding)
     store(variable, padding, value)
     settle_in(variable, home_in(mesh, placement))
 

@@ -23,6 +23,7 @@ from flax import nnx
 from jshard.engine.accumulate import Loss, accumulated
 from jshard.engine.border import opened
 from jshard.engine.context import parameters_fixed
+from jshard.engine.weighted import mean_of, with_total
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
@@ -46,11 +47,14 @@ def value_and_grad(
     """`nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
     The batch is split into `accumulate` microbatches along its batch dim; loss and gradients are the means over
-    them. State that an nnx model changes (BatchNorm, dropout counts) is carried from one to the next.
+    them. Where a loss is a plain mean over the batch, that is the loss of the whole batch, and nothing changes. A loss
+    that divides by something else, such as the number of tokens that a mask keeps, returns a `js.WeightedMean` in
+    place of the quotient: then loss and gradients are the sum of the totals, divided by the sum of the weights. State
+    that an nnx model changes (BatchNorm, dropout counts) is carried from one to the next.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view; for a Linen model
-            `loss_fn(params, *batch)`.
+        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view, or a `js.WeightedMean`; for a Linen
+            model `loss_fn(params, *batch)`.
         model: the annotated Linen model that `loss_fn` calls; not needed for nnx models.
         accumulate: number of microbatches.
         sync: `"each"`: every microbatch gathers parameters and reduce-scatters gradients; the sum is sharded.
@@ -101,7 +105,9 @@ def _nnx_gradients(
 ) -> Any:
     unit = record_of(model)
     if steps == 1:
-        return nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(model, *batch)
+        return nnx.value_and_grad(_mean(loss_fn, has_aux), argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(
+            model, *batch
+        )
     loss = _nnx_loss(loss_fn, model, unit, has_aux, wrt)
     if once:
         _check_parameters(loss.params, loss.name)
@@ -116,17 +122,28 @@ def _linen_gradients(
     layout = annotation_for(model).layout
     trained, frozen = Trained(layout, wrt).split(params)
     if steps == 1:
-        of_trained = lambda trained, *batch: loss_fn(joined(trained, frozen), *batch)
+        of_trained = lambda trained, *batch: _mean(loss_fn, has_aux)(joined(trained, frozen), *batch)
         return jax.value_and_grad(of_trained, has_aux=has_aux)(trained, *batch)
     loss = linen_loss(loss_fn, trained, frozen, layout, has_aux)
     value, aux, grads, _ = accumulated(loss, batch, steps, once=once)
     return ((value, aux) if has_aux else value), grads
 
 
+def _mean(loss_fn: Callable, has_aux: bool) -> Callable:
+    """The loss function, with the mean in place of a `WeightedMean`."""
+
+    @functools.wraps(loss_fn)
+    def run(*args: Any) -> Any:
+        out = loss_fn(*args)
+        return (mean_of(out[0]), out[1]) if has_aux else mean_of(out)
+
+    return run
+
+
 def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, wrt: Any) -> Loss:
     graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
 
-    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[Any, tuple[Any, Any]]:
         live = nnx.merge(graphdef, params, frozen, state, copy=True)
         with parameters_fixed():
             out = loss_fn(live, *part)
@@ -263,7 +280,7 @@ def scaled_value_and_grad(
     """`js.value_and_grad` with the loss multiplied by the scale in an optimizer's state.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view.
+        loss_fn: `loss_fn(model, *batch)`, as in `js.value_and_grad`.
         optimizer: the optimizer; without a loss scale in its state this is `js.value_and_grad`. Gradients are taken
             with respect to the parameters that it updates.
         accumulate: number of microbatches; the loss of each is scaled.
@@ -282,7 +299,7 @@ def scaled_value_and_grad(
 
     def scaled(model: nnx.Module, *batch: Any) -> Any:
         out = loss_fn(model, *batch)
-        return (up(out[0]), out[1]) if has_aux else up(out)
+        return (with_total(out[0], up), out[1]) if has_aux else with_total(out, up)
 
     def run(model: nnx.Module, *batch: Any) -> Any:
         out, grads = value_and_grad(scaled, **settings)(model, *batch)

@@ -15,7 +15,7 @@ from jshard.engine.created import created
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
-from jshard.plans.checks import check_replicated, others_of
+from jshard.plans.checks import check_replicated, check_variables, others_of
 from jshard.plans.homes import Home, settle_in
 from jshard.plans.memories import (
     StatePlaces,
@@ -31,7 +31,7 @@ from jshard.plans.memories import (
 from jshard.plans.mesh import AnyMesh, check_mesh
 from jshard.plans.padding import logical, padding_of, store
 from jshard.plans.plan import record_of
-from jshard.plans.units import Path, dotted, plain_class, walk
+from jshard.plans.units import Path, dotted, holds_array, plain_class, walk
 
 M = TypeVar("M")
 N = TypeVar("N", bound=nnx.Module)
@@ -86,7 +86,8 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     graphdef, shapes = _shapes(build)
     abstract: Any = _annotated(nnx.merge(graphdef, shapes), annotate)
     used = _mesh_of_devices(record_of(abstract).mesh, mesh, f"shard_init({plain_class(abstract).__name__})")
-    planned = dict(nnx.to_flat_state(nnx.state(abstract, nnx.Param)))
+    params = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+    planned = {path: variable for path, variable in params if holds_array(variable)}
     replicated = NamedSharding(used, PartitionSpec())
     paths = [path for path, _ in _flat(shapes)]
     shardings = [planned[path].get_raw_value().sharding if path in planned else replicated for path in paths]
@@ -130,6 +131,7 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
             why="init creates them: build must return the result of init, or a TrainState.",
             do="model = js.fully_shard(model, mesh=mesh); js.shard_init(lambda: model.init(key, x), model)",
         )
+    check_variables(model)
     for _, variable in walk(model):  # variables record the setting; it must be that of a plain model
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(eager_sharding=eager)

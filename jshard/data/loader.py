@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -234,6 +234,35 @@ def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartErro
     return arrays
 
 
+class HeldOutBatches(Iterator[Sample]):
+    """The batches of an evaluation.
+
+    Args:
+        batches: this process's rows of each.
+        num_samples: the number of different samples in each global batch.
+    """
+
+    def __init__(self, batches: Generator[Sample, None, None], num_samples: Sequence[int]) -> None:
+        self._batches, self.num_samples = batches, num_samples
+
+    def __next__(self) -> Sample:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Ends the threads that read."""
+        self._batches.close()
+
+
+def _in_batches(sample_ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """Whole batches, then parts whose size divides that of a batch, the largest first."""
+    parts = []
+    while len(sample_ids):
+        size = next(n for n in range(min(batch_size, len(sample_ids)), 0, -1) if batch_size % n == 0)
+        parts.append(sample_ids[:size])
+        sample_ids = sample_ids[size:]
+    return parts
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader:
     """This process's share of the batches of a run.
@@ -307,19 +336,24 @@ class Loader:
         start = start_step * self.batch_size if start_sample is None else start_sample
         return self._batches("train", self._order(), start, max(0, num_steps - start_step), workers=self.workers)
 
-    def held_out(self, num_sequences: int) -> Generator[Sample, None, None]:
-        """The same samples every time, spread evenly over the held-out ones.
+    def held_out(self, num_sequences: int) -> HeldOutBatches:
+        """The same samples every time, spread evenly over the held-out ones; each is used once.
+
+        The samples that do not fill a batch are repeated until they do, all of them equally often: the mean of such a
+        batch is the mean of its samples. `evaluate` counts it as that many samples.
 
         Args:
-            num_sequences: number of samples; rounded down to whole batches, but at least one batch. If there are fewer
-                samples than a batch has, they repeat.
+            num_sequences: number of samples, at least those of a batch; all if there are fewer.
 
         Returns:
             An iterator of dicts of arrays: `rows` of each batch.
         """
         size = len(self.data.held_out)
-        num_batches = max(1, min(num_sequences, size) // self.batch_size)
-        return self._batches("held_out", np.linspace(0, size - 1, num_batches * self.batch_size), 0, num_batches)
+        num_samples = min(size, max(num_sequences, self.batch_size))
+        sample_ids = np.linspace(0, size - 1, num_samples).astype(int)
+        parts = _in_batches(sample_ids, self.batch_size)
+        order = np.concatenate([np.repeat(part, self.batch_size // len(part)) for part in parts])
+        return HeldOutBatches(self._batches("held_out", order, 0, len(parts)), [len(part) for part in parts])
 
     def _batches(
         self, part: str, order: Any, start: int, num_batches: int, *, workers: int = 0

@@ -15,6 +15,7 @@ from jshard.engine.context import during
 from jshard.engine.inner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, Value
 from jshard.engine.stored import gather, inner_dims, reduce_gradient
+from jshard.engine.weighted import MeanShares, nonzero, value_and_weight
 from jshard.errors import CallError
 from jshard.plans.memories import back, fetched, key_texts, placed_like, to_device
 from jshard.plans.mesh import (
@@ -151,10 +152,11 @@ class Once:
 class Loss:
     """A loss as a function of trees of arrays.
 
-    `run` takes parameters, frozen ones, state and a microbatch; it returns the loss, and aux with the new state.
+    `run` takes parameters, frozen ones, state and a microbatch; it returns the loss, a scalar or a `WeightedMean`, and
+    aux with the new state.
     """
 
-    run: Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
+    run: Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
     params: Any  # to differentiate with respect to
     frozen: Any  # the other ones
     state: Any  # passed from one microbatch to the next
@@ -170,7 +172,7 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     of_params, of_frozen = (Once(placements if once else (), mesh) for placements in loss.placements)
     copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
 
-    def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+    def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any, Any]]:
         stored = of_params.picked(params) + of_frozen.picked(loss.frozen)
         found = Copies(stored, copies + frozen_copies)
         with during(gathered_copies, found if once else None):
@@ -178,28 +180,39 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         names = of_params.names(params) + of_frozen.names(loss.frozen)
         if left := [name for name, x in zip(names, stored, strict=True) if id(x) not in found.taken]:
             _check_left(left, len(names), found.missed, loss.name)
-        return out
+        value, weight = value_and_weight(out[0])
+        return value, (*out[1], weight)
 
     grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
 
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
-        total, sums, state = carry
-        (value, (aux, state)), grads = grad(loss.params, copies, state, part)
-        sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
-        return (total + value, sums, state), aux
+        total, sums, state, before = carry
+        (value, (aux, state, weight)), grads = grad(loss.params, copies, state, part)
+        if weight is None:
+            sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
+            return (total + value, sums, state, None), aux
+        means = jax.tree.map(MeanShares.of(before, weight).joint, sums, to_device(grads))
+        return (total + value * nonzero(weight), means, state, before + weight), aux
 
     placed = zip(copies, of_params.placements, strict=True)
     zeros = _zero_sums(loss.params, loss.placements[0]), [jnp.zeros_like(x, p.reduce_dtype) for x, p in placed]
-    dtype = jax.eval_shape(grad, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0][0].dtype
-    (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
+    first = jax.tree.map(lambda x: x[0], parts)
+    (value, (_, _, weight)), _ = jax.eval_shape(grad, loss.params, copies, loss.state, first)
+    none = None if weight is None else jnp.zeros((), weight.dtype)
+    begin = (jnp.zeros((), value.dtype), zeros, loss.state, none)
+    (total, (grads, of_copies), state, weight), aux = lax.scan(step, begin, parts)
     if once:
         leaves, form = jax.tree.flatten(grads)
         for i, x in zip(of_params.at, to_device(of_params.reduce(loss.params, of_copies)), strict=True):
             leaves[i] = leaves[i] + x
         grads = jax.tree.unflatten(form, leaves)
-    mean = total / steps
+    if weight is None:
+        mean = total / steps
+        grads = jax.tree.map(lambda g: g / steps, grads)
+    else:
+        mean = total / weight  # and the gradients are means already
     # A stored dtype may be too narrow for the sum, but holds the mean as well as it holds the parameter.
-    grads = jax.tree.map(lambda g, x: (g / steps).astype(x.dtype), grads, loss.params)
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, loss.params)
     return mean, aux, back(grads, loss.params), state
 
 

@@ -22,10 +22,12 @@ from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, as_stored
 from jshard.plans.units import (
     NESTED,
+    NUMBERS,
     Path,
     Unit,
     detach,
     dotted,
+    holds_array,
     is_key,
     nested_units,
     numberless,
@@ -225,6 +227,7 @@ class NnxCall:
         params, state, arrays = parts.values()
         unplanned = [x for i, x in enumerate(params) if members[i] is None]
         of_state, self._state_tree = jax.tree.flatten((unplanned, state))
+        of_state = [jax.numpy.asarray(x) if isinstance(x, NUMBERS) else x for x in of_state]
         self.inputs, self.num_state = [*of_state, *arrays], len(of_state)
         self.key = parts.key(), self._state_tree
         self.result: Any = None
@@ -251,7 +254,7 @@ class NnxCall:
         unplanned = []
         for i, (path, variable) in enumerate(self._parts.params):
             is_argument = path[0] != 0
-            if i not in planned and not is_argument and not is_key(raw(variable)):
+            if i not in planned and not is_argument and holds_array(variable) and not is_key(raw(variable)):
                 unplanned.append(dotted(path[1:]))
         warn_of_unplanned(unplanned, self.where)
 

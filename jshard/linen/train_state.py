@@ -147,7 +147,7 @@ jax.tree_util.register_pytree_with_keys(
 def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has_aux: bool) -> Loss:
     """The loss of trained and frozen parameters."""
 
-    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[Any, tuple[Any, Any]]:
         out = loss_fn(joined(params, frozen), *part)
         value, aux = out if has_aux else (out, None)
         return value, (aux, state)

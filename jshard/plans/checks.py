@@ -15,7 +15,7 @@ from flax import nnx
 
 from jshard import _compat
 from jshard.errors import AnnotationError
-from jshard.plans.memories import check_offload
+from jshard.plans.memories import check_offload, is_numeric
 from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, TENSOR, AnyMesh, degree
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement, axes_of
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
@@ -25,6 +25,7 @@ from jshard.plans.units import (
     PathPattern,
     Unit,
     dotted,
+    holds_array,
     is_named,
     nested_units,
     numberless,
@@ -107,6 +108,24 @@ def _named_too_late(where: list[str]) -> AnnotationError:
         do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # on a fresh model\n'
         "js.fully_shard(model, mesh=mesh)  # then",
     )
+
+
+def check_variables(module: Any) -> None:
+    """Raises for variables of a model that hold other objects than arrays and numbers."""
+    wrong = [
+        f"{plain_class(module).__name__}: {dotted(path)}  {type(leaf).__name__}"
+        for path, variable in walk(module)
+        if isinstance(variable, nnx.Variable)
+        for leaf in jax.tree.leaves(variable.get_raw_value())
+        if not is_numeric(leaf)
+    ]
+    if wrong:
+        raise AnnotationError(
+            "A variable of the model holds an object that is not an array.",
+            where=wrong,
+            why="the calls of an annotated model are traced, and take arrays, numbers and trees of these.",
+            do='self.name = "abc"  # a plain attribute, in place of nnx.Variable("abc")',
+        )
 
 
 def check_has_parameters(modules: list[nnx.Module]) -> None:
@@ -222,9 +241,14 @@ class Other:
 
 
 def others_of(module: nnx.Module) -> Iterator[Other]:
-    """The float arrays of a model that are not parameters, except the state of Flax's own classes."""
+    """The float arrays of a model that are not parameters, except the state of Flax's own classes.
+
+    Those of a parameter that holds a tree are among them: they are trained, but not sharded.
+    """
     for path, x in walk(module):
-        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, (nnx.Param, *ORDINARY_STATE)):
+        if not isinstance(x, (nnx.Variable, *_ARRAYS)) or isinstance(x, ORDINARY_STATE):
+            continue
+        if isinstance(x, nnx.Param) and holds_array(x):
             continue
         kind = type(x).__name__ if isinstance(x, nnx.Variable) else ARRAY
         yield from others_in(path, x.get_raw_value() if isinstance(x, nnx.Variable) else x, kind)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.extend import core as jex
@@ -19,6 +21,7 @@ from jshard.plans.padding import Padding, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, place
 from jshard.plans.plan import ShardPlan
 from jshard.plans.policies import MixedPrecision
+from jshard.plans.units import NUMBERS
 
 HOST_KIND = "pinned_host"
 """JAX's name for host memory that a device reads and writes directly."""
@@ -110,6 +113,54 @@ def placed_like(x: jax.Array, like: Any) -> jax.Array:
 def back(tree: Any, like: Any) -> Any:
     """A tree of arrays, each in the same memory as its counterpart."""
     return jax.tree.map(placed_like, tree, like)
+
+
+# Arrays in buffers of their own: a step that donates its arguments would give away a shared buffer twice, which ends
+# the process. `jax.device_put` shares the buffer of the source on the device where that is.
+
+
+def as_array(x: Any) -> Any:
+    """An array for a number of Python or NumPy's; arrays of JAX and shapes are returned unchanged.
+
+    NumPy's memory is copied: its owner may write to it. A number stays weakly typed, as under `jax.jit`.
+    """
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np.array(x, jax.typeof(x).dtype)
+    return jnp.asarray(x) if isinstance(x, NUMBERS) else x
+
+
+def is_numeric(x: Any) -> bool:
+    """Whether an object is an array that JAX takes, traced or abstract, or a number."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.kind not in "OUSMm" and x.dtype.type is not np.void
+    return isinstance(x, NUMBERS) or hasattr(x, "dtype")
+
+
+def placed_apart(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array with a sharding, which shares no buffer with the given one unless it is that one."""
+    placed = jax.device_put(x, sharding)
+    return placed if placed is x or not isinstance(x, jax.Array) else apart([x, placed])[1]
+
+
+def apart(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, with a copy in place of each that shares a buffer with an earlier one."""
+    used: set[tuple[int, int]] = set()
+    result = []
+    for x in arrays:
+        if not used.isdisjoint(_buffers(x)):
+            # Local, unlike jnp.copy: other processes may share none of their buffers, and need not take part.
+            x = jax.device_put(x, x.sharding if x.committed else None, may_alias=False)
+        used |= _buffers(x)
+        result.append(x)
+    return result
+
+
+def _buffers(x: jax.Array) -> set[tuple[int, int]]:
+    """The devices and addresses of this process's part of an array; none if it is empty or deleted."""
+    if x.is_deleted() or not x.size:
+        return set()
+    pieces = [shard.data for shard in x.addressable_shards]
+    return {(next(iter(piece.devices())).id, piece.unsafe_buffer_pointer()) for piece in pieces}
 
 
 # Where each array of an optimizer's state is placed, and updates of arrays in host memory, in parts.

@@ -172,11 +172,12 @@ def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx
     """Every parameter along every path (a tied one several times), with the units around it, outermost first.
 
     Random keys are left out, also where a model has them as parameters.
+    A parameter that holds a tuple or a dict of arrays, or nothing, is not one of them: it has no shape to plan by.
     """
 
     def visit(node: Any, path: Path, units: tuple, open_nodes: frozenset[int]) -> Iterator:
         if isinstance(node, nnx.Param):
-            if not is_key(node.get_raw_value()):
+            if holds_array(node) and not is_key(node.get_raw_value()):
                 yield node, path, units
             return
         if isinstance(node, nnx.Variable) or id(node) in open_nodes:
@@ -188,6 +189,16 @@ def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx
                 yield from visit(child, (*path, key), units, open_nodes | {id(node)})
 
     yield from visit(module, (), (), frozenset())
+
+
+def holds_array(variable: nnx.Variable) -> bool:
+    """Whether the value of a variable is one array, or a number; not a tree of arrays."""
+    value = variable.get_raw_value()
+    return hasattr(value, "shape") or isinstance(value, NUMBERS)
+
+
+NUMBERS = (bool, int, float, complex)
+"""Python's numbers, which Flax takes as arrays without dims."""
 
 
 def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:

@@ -8,8 +8,9 @@ A *model file* is an ordinary Python file. It must define three names:
 
 and may define six more:
 
-    loss_fn(model, batch)      the mean loss over the global batch, a scalar; or (loss, metrics), a dict of scalars;
-                               without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
+    loss_fn(model, batch)      the mean loss over the global batch, a scalar or a `js.WeightedMean`; or (loss, metrics),
+                               with a dict of them; without it `next_token_loss`, the cross entropy of `model(inputs)`
+                               with the targets
     data(recipe)               a `jshard.data.Data` instead of text
     flops(recipe)              floating-point operations of a step, and their formula as text, for the MFU
     hf_names(config)           the Hugging Face name of each parameter, for --init-from and `jshard ckpt`
@@ -45,6 +46,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _compat
 from jshard.data.worker_pool import MODEL_FILE
+from jshard.engine.weighted import mean_of
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import as_filter
@@ -53,7 +55,7 @@ from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], Any]
-"""Of a model and a batch: the loss, or the loss and a dict of metrics."""
+"""Of a model and a batch: the loss, or the loss and a dict of metrics; each a scalar or a `WeightedMean`."""
 
 _NEEDED = ("RECIPES", "build", "annotate")
 _OPTIONAL = ("loss_fn", "data", "flops", "hf_names", "hf_config")
@@ -77,11 +79,11 @@ _TAKEN = frozenset(
 )
 
 
-def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]:
+def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
     """A loss function that always returns the loss and its metrics, an empty dict if there are no metrics."""
 
     @functools.wraps(loss_fn)
-    def run(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def run(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         found: Any = loss_fn(model, batch)
         loss, metrics = cast(tuple[Any, Any], found if isinstance(found, tuple) and len(found) == 2 else (found, {}))
         _check_metrics(loss_fn, metrics)
@@ -93,7 +95,7 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[jax.Array, dict[
 def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         why = f"the second of the two is {_kind(metrics)}, not a dict."
-    elif wrong := [f"{k!r} {jnp.shape(x)}" for k, x in metrics.items() if not isinstance(k, str) or jnp.ndim(x)]:
+    elif wrong := [f"{k!r} {jnp.shape(x)}" for k, x in _values(metrics) if not isinstance(k, str) or jnp.ndim(x)]:
         why = f"a metric must be a scalar with a name: {', '.join(wrong)}."
     elif taken := sorted(k for k in metrics if k in _TAKEN or k.startswith(("val_", "slow_"))):
         why = f"{', '.join(map(repr, taken))}: the record has fields with these names."
@@ -105,6 +107,10 @@ def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
         why=why,
         do='return loss, {"accuracy": (scores.argmax(-1) == labels).mean()}',
     )
+
+
+def _values(metrics: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    return ((name, mean_of(metric)) for name, metric in metrics.items())
 
 
 def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
@@ -166,9 +172,9 @@ class ModelFile:
 
     @property
     def loss(self) -> Callable[[Any, Any], jax.Array]:
-        """`loss_fn` without metrics."""
+        """`loss_fn` without metrics, as a scalar."""
         run = with_metrics(self.loss_fn)
-        return functools.wraps(self.loss_fn)(lambda model, batch: run(model, batch)[0])
+        return functools.wraps(self.loss_fn)(lambda model, batch: mean_of(run(model, batch)[0]))
 
     @property
     def name(self) -> str:

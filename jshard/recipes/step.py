@@ -22,9 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
+from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
-from jshard.plans.memories import to_device
+from jshard.plans.memories import apart, as_array, is_numeric, placed_apart, to_device
 from jshard.plans.padding import padding_kept
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
@@ -43,12 +44,12 @@ class TrainStep:
 
     Args:
         loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch; or `(loss, metrics)` with a dict of
-            scalars that are also means over the batch.
+            scalars that are also means over the batch. Each may be a `js.WeightedMean`.
         model: an annotated model, with its arrays on the mesh.
         optimizer: its `nnx.Optimizer`; `js.shard_optimizer` creates one whose whole state is on the mesh. Parameters
             that it does not update are frozen; with a `LossScale` around it the loss is scaled.
         batch: a batch as in later calls (`js.shard_batch`); only shapes and shardings are read.
-        accumulate: number of microbatches of a batch; metrics are the means over them.
+        accumulate: number of microbatches of a batch; loss and metrics are the means over them, by their weights.
         learning_rate: the optimizer's schedule, for the record.
         compiler_options: as from `js.compiler_options()`; none by default.
 
@@ -145,7 +146,7 @@ def trace_step(
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
     graphdef, state = nnx.split((model, optimizer))
-    leaves, tree = jax.tree.flatten(state)
+    leaves, tree = jax.tree.flatten(jax.tree.map(as_array, state))
     placed = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
         for leaf in leaves
@@ -171,8 +172,8 @@ def _traced(
         rate = {} if learning_rate is None else {"learning_rate": learning_rate(optimizer.step[...])}
         run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, has_aux=True)
         (loss, metrics), grads = run(model, batch)
-        if accumulate > 1:
-            metrics = jax.tree.map(lambda x: x.mean(0), metrics)
+        mean = mean_over if accumulate > 1 else mean_of
+        metrics = {name: mean(metric) for name, metric in metrics.items()}
         optimizer.update(model, grads)
         params = nnx.state(model, optimizer.wrt)
         state = nnx.state((model, optimizer))
@@ -222,7 +223,7 @@ class EvalStep:
     """Loss and metrics without gradients, dropout off, statistics fixed: compiled once, for a `TrainStep`'s arrays.
 
     Args:
-        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
+        loss_fn: `loss_fn(model, batch)`, as for the step.
         step: the step whose model is evaluated, or a model that is not trained.
         batch: a batch as in later calls.
 
@@ -235,15 +236,21 @@ class EvalStep:
         graphdef, state = nnx.split(inference_view(step.model))
         leaves, tree = jax.tree.flatten(state)
 
-        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> Scalars:
+        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
             loss, metrics = with_metrics(loss_fn)(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch)
-            return {"loss": loss, **metrics}
+            values = {"loss": loss, **metrics}
+            weights = {name: x.weight for name, x in values.items() if isinstance(x, WeightedMean)}
+            return {name: mean_of(x) for name, x in values.items()}, weights
 
         everywhere = NamedSharding(step.mesh, PartitionSpec())
         self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
 
     def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> Scalars:
         """The "loss" and the metrics, on the devices, without waiting for them."""
+        return self.with_weights(leaves, batch)[0]
+
+    def with_weights(self, leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
+        """The same, and the weights of those that are a `js.WeightedMean`."""
         return self._program(list(leaves), batch)
 
 
@@ -268,13 +275,17 @@ def _mesh(model: nnx.Module) -> Mesh:
 
 
 def _on_mesh(state: Any, mesh: Mesh) -> Any:
-    """The state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere."""
+    """The state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere.
+
+    No two arrays share a buffer: `nnx.clone` and some transformations of Optax keep one array under two names.
+    """
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
+    _check_arrays(flat)
     devices = set(mesh.devices.flat)
     elsewhere = [
         f"{_path(path)}  on {', '.join(sorted(map(str, leaf.devices())))}"
         for path, leaf in flat
-        if leaf.committed and leaf.sharding.device_set != devices
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices
     ]
     if elsewhere:
         raise AnnotationError(
@@ -284,8 +295,21 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
             do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",
         )
     everywhere = NamedSharding(mesh, PartitionSpec())
-    placed = [leaf if leaf.sharding.device_set == devices else jax.device_put(leaf, everywhere) for _, leaf in flat]
-    return jax.tree.unflatten(tree, placed)
+    is_there = lambda leaf: isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+    placed = [leaf if is_there(leaf) else placed_apart(as_array(leaf), everywhere) for _, leaf in flat]
+    return jax.tree.unflatten(tree, apart(placed))  # the step donates all of them
+
+
+def _check_arrays(flat: Sequence[tuple[tuple, Any]]) -> None:
+    """Raises for leaves of the state that no compiled step can have."""
+    wrong = [f"{_path(path)}  {type(leaf).__name__}" for path, leaf in flat if not is_numeric(leaf)]
+    if wrong:
+        raise AnnotationError(
+            "The state of a run holds objects that are not arrays.",
+            where=wrong,
+            why="a compiled step takes arrays and numbers only.",
+            do='self.name = "..."  # a plain attribute, instead of nnx.Variable(...)',
+        )
 
 
 def _paths(state: Any) -> set[str]:

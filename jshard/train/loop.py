@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import exchange
+from jshard.data.loader import HeldOutBatches
 from jshard.errors import RunError
 from jshard.launch import StopSignal, doing, note, stall, step_done
 from jshard.plans.mesh import num_processes, shard_batch
@@ -205,23 +206,33 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
     Args:
         step: holds the parameters.
         eval_step: the compiled loss.
-        batches: this process's rows of each batch.
+        batches: this process's rows of each batch. Those of `Loader.held_out` count as many times as they have samples.
 
     Returns:
-        The means, after waiting for the devices.
+        The means, after waiting for the devices. A `js.WeightedMean` is the sum of its totals over that of its weights.
     """
     leaves, found = step.model_leaves, []
     doing(stall.DATA)
     with contextlib.closing(to_devices(batches, step.mesh)) as arriving:
         for batch in arriving:
             doing(stall.EVALUATION)
-            found.append(eval_step(leaves, batch))
+            found.append(eval_step.with_weights(leaves, batch))
             if len(found) > _AHEAD:
-                found[-1 - _AHEAD]["loss"].block_until_ready()  # else every batch would be in flight at once
+                found[-1 - _AHEAD][0]["loss"].block_until_ready()  # else every batch would be in flight at once
             doing(stall.DATA)
     doing(stall.EVALUATION)
     found = jax.device_get(found)
-    return {name: sum(float(scalars[name]) for scalars in found) / len(found) for name in found[0]}
+    counts = batches.num_samples if isinstance(batches, HeldOutBatches) else [1] * len(found)
+    return {name: _mean_over_batches(name, found, counts) for name in found[0][0]}
+
+
+def _mean_over_batches(name: str, found: Sequence[tuple[Scalars, Scalars]], counts: Sequence[int]) -> float:
+    """The mean of a scalar, by the number of samples in each batch and by its weights."""
+    weights = [count * float(weights.get(name, 1)) for count, (_, weights) in zip(counts, found, strict=True)]
+    values = [float(scalars[name]) for scalars, _ in found]
+    # The mean of a batch without any weight is not a number.
+    total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+    return total / sum(weights) if sum(weights) else math.nan
 
 
 def fit(

@@ -86,7 +86,7 @@ def assert_parity_of(name: str, recipe: Recipe, **degrees: int) -> None:
         assert plan.bytes_per_device < plan.logical_bytes, "nothing is sharded"
 
     build = lambda: file.build(recipe.model, nnx.Rngs(recipe.seed))
-    assert_parity(build, annotate, file.loss_fn, batches, tx=recipe.optimizer())
+    assert_parity(build, annotate, file.loss, batches, tx=recipe.optimizer())
 
 
 def plan_of(name: str, recipe_name: str, **degrees: int) -> js.ShardPlan:

@@ -141,7 +141,7 @@ def test_decoder_sees_the_whole_input_and_the_past_of_the_target():
 
 def test_padding_does_not_count():
     model, inputs, targets = build(), tokens((4, 20)), tokens((4, 12), seed=1)
-    loss = nnx.jit(t5.loss_fn)
+    loss = nnx.jit(FILE.loss)
     more = {"inputs": jnp.pad(inputs, ((0, 0), (0, 9))), "targets": jnp.pad(targets, ((0, 0), (0, 5)))}
     whole = loss(model, {"inputs": inputs, "targets": targets})
     np.testing.assert_allclose(loss(model, more), whole, rtol=1e-6)

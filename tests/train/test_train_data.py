@@ -102,7 +102,32 @@ def test_held_out_is_the_same_every_time_and_spread_over_the_text():
     for batch, again in zip(batches, loader().held_out(24), strict=True):
         np.testing.assert_array_equal(batch["inputs"], again["inputs"])
     assert len(list(loader().held_out(1))) == 1  # at least a batch
-    assert len(list(loader().held_out(10**6))) == 49 // 8  # at most the text
+
+
+@pytest.mark.parametrize(
+    ("size", "num_sequences", "batch_size", "num_samples"),
+    [
+        (40, 10**6, 32, [32, 8]),
+        (45, 45, 8, [8] * 5 + [4, 1]),
+        (45, 20, 8, [8, 8, 4]),
+        (5, 16, 32, [4, 1]),
+        (30, 30, 12, [12, 12, 6]),
+        (3, 3, 1, [1, 1, 1]),
+    ],
+)
+def test_every_held_out_sample_is_used_once_and_fills_its_share_of_a_batch(
+    size, num_sequences, batch_size, num_samples
+):
+    samples = data(Listed({"id": i} for i in range(size)))
+    batches = Loader(data=samples, batch_size=batch_size, seed=0, rows=range(batch_size)).held_out(num_sequences)
+    assert batches.num_samples == num_samples
+    ids = [batch["id"].tolist() for batch in batches]
+    assert all(len(row) == batch_size for row in ids)
+    counts = [{each: row.count(each) for each in row} for row in ids]
+    for found, number in zip(counts, num_samples, strict=True):
+        assert set(found.values()) == {batch_size // number} and len(found) == number
+    used = [each for found in counts for each in found]
+    assert len(used) == len(set(used)) == min(size, max(num_sequences, batch_size))
 
 
 def test_samples_of_any_kind_are_stacked_by_key():
