@@ -135,6 +135,18 @@ class Slopes(nn.Module):
         return out + 0.1 * pullback(jnp.cos(x))[1]
 
 
+class Directions(nn.Module):
+    """The tangent of a block is a part of what the model gives."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = Block(name="block")
+        if self.is_initializing():
+            return block(x)
+        out, tangent = nn.jvp(lambda module, x: module(x), block, (x,), (jnp.cos(x),), {})
+        return out + 0.1 * tangent
+
+
 class Mapped(nn.Module):
     """Weights are normalised on their way to the block."""
 
@@ -155,10 +167,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "while_loop": Repeats,
     "custom_vjp": OwnRule,
     "vjp": Slopes,
+    "jvp": Directions,
     "map_variables": Mapped,
 }
-# A loop of unknown length has no gradient by reverse mode; that of a pullback is a second derivative, tested elsewhere.
-FORWARD_ONLY = ("while_loop", "vjp")
+# A loop of unknown length has no gradient by reverse mode.
+FORWARD_ONLY = ("while_loop",)
 
 
 @pytest.mark.parametrize("name", MODELS)
