@@ -42,7 +42,7 @@ Params:
 """
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RegionCall(ProgramCall):
     """The call of a program in a region.
 
@@ -75,6 +75,10 @@ class RegionCall(ProgramCall):
     adjoint: Adjoint | None = None
     _derivatives: dict[Any, Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
     _partitions: dict[Any, Partition] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        """Returns what a printed jaxpr shows of it."""
+        return f"<{self.part} of {self.region.name}>"
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
         """Calls the program."""

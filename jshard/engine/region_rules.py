@@ -17,13 +17,17 @@ from jshard.engine.program_call import batch_rule, jvp_rule, transpose_rule
 from jshard.engine.region_call import RegionCall, region_p
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Used:
     """Which operands and results of a call an equation has; the types are those of all operands."""
 
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
     avals: tuple[ShapedArray, ...]
+
+    def __repr__(self) -> str:
+        """Returns what a printed jaxpr shows of it."""
+        return f"<{sum(self.operands)} of {len(self.operands)} operands>"
 
     @classmethod
     def all_of(cls, eqn: JaxprEqn) -> "Used":

@@ -56,7 +56,7 @@ class UnitSettings:
     prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class UnitCall(ProgramCall):
     """The call of a unit, or of the forward or backward program of one.
 
@@ -86,6 +86,10 @@ class UnitCall(ProgramCall):
     constant_results: frozenset[int] = frozenset()
     adjoint: Adjoint | None = None
     _derivatives: dict[Any, Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        """Returns what a printed jaxpr shows of it."""
+        return f"<{self.phase} of {self.where} {self.settings.name!r}>"
 
     @classmethod
     def of(cls, program: Program, owners: tuple[str, ...], settings: UnitSettings, where: str) -> "UnitCall":
