@@ -26,7 +26,9 @@ from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
+from jshard.plans.checks import check_has_arrays
 from jshard.plans.memories import back, to_device
+from jshard.plans.padding import Padding, is_as_placed, padding_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import record_of
 from jshard.plans.units import Unit, dotted, plain_class
@@ -97,6 +99,7 @@ def _nnx_gradients(
     loss_fn: Callable, model: nnx.Module, batch: tuple, *, steps: int, once: bool, has_aux: bool, wrt: Any
 ) -> Any:
     unit = record_of(model)
+    check_has_arrays(f"{plain_class(model).__name__}.__call__", jax.tree.leaves(nnx.state(model)))
     if steps == 1:
         return nnx.value_and_grad(_mean(loss_fn, has_aux), argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(
             model, *batch
@@ -142,9 +145,14 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
         value, aux = out if has_aux else (out, None)
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 
+    def placement(path: tuple, variable: nnx.Variable) -> Placement | None:
+        member = unit.by_path.get(path)
+        if member is None or padding_of(variable) != Padding.of(member.placement):
+            return None
+        return member.placement if is_as_placed(variable, member.placement) else None
+
     def placements(state: Any) -> list[Placement | None]:  # in the order of its leaves: both are sorted
-        members = [unit.by_path.get(path) for path, v in nnx.to_flat_state(state) for _ in jax.tree.leaves(v)]
-        return [None if member is None else member.placement for member in members]
+        return [placement(path, v) for path, v in nnx.to_flat_state(state) for _ in jax.tree.leaves(v)]
 
     placed = placements(params), placements(frozen)
     return Loss(run, params, frozen, state, placed, unit, plain_class(model).__name__)

@@ -13,12 +13,12 @@ from flax import nnx
 from jshard import _compat
 from jshard.engine.context import during, guard
 from jshard.errors import CallError
-from jshard.plans.checks import check_replicated, others_of, warn_of_unplanned
+from jshard.plans.checks import check_has_arrays, check_replicated, check_stored, others_of, warn_of_unplanned
 from jshard.plans.memories import fetched
-from jshard.plans.padding import logical_shape, padding_of, store
+from jshard.plans.mesh import NUMBERS
+from jshard.plans.padding import is_as_placed, logical_shape, padding_of, store
 from jshard.plans.units import (
     NESTED,
-    NUMBERS,
     Path,
     Unit,
     detach,
@@ -203,7 +203,7 @@ class NnxCall:
         self.where, self._path = parts.where, names.get(id(module)) or names.get(type(module), "")
         self.name = self._path or plain_class(module).__name__
         around = [_unit_around(parts, path) for path, _ in parts.params]
-        members: list[Any] = [None if unit is None else unit.by_path.get(path) for unit, path in around]
+        members: list[Any] = [_member(*place, v) for place, (_, v) in zip(around, parts.params, strict=True)]
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
         self.params = [raw(parts.params[i][1]) for i in planned]
         self.placements = [members[i].placement for i in planned]
@@ -227,6 +227,10 @@ class NnxCall:
     def warn(self, unit: Unit) -> None:
         """Reports parameters that the annotation could not shard, or that were added after it."""
         name = self.where.split(".")[0]
+        check_has_arrays(self.where, self.params)
+        params = [self._parts.params[at] for at in self._planned]
+        placed = [(path[1:], v, p) for (path, v), p in zip(params, self.placements, strict=True)]
+        check_stored(name, placed)
         if not unit.nested:
             check_replicated(unit, name, others_of(self._parts.graph[0]))
         planned = set(self._planned)
@@ -285,6 +289,12 @@ def _unit_around(parts: MethodCall, path: tuple) -> tuple[Unit | None, tuple]:
     """The module of a parameter, the called one or one among the arguments, and the path from there."""
     module, relative = (parts.graph[0], path[1:]) if path[0] == 0 else (parts.graph[1][path[1]], path[2:])
     return unit_of(module), relative
+
+
+def _member(unit: Unit | None, path: tuple, variable: nnx.Variable) -> Any:
+    """The plan of a parameter; None if it was added after the annotation, or has another size than was planned."""
+    member = None if unit is None else unit.by_path.get(path)
+    return member if member is None or is_as_placed(variable, member.placement) else None
 
 
 def _guarded(model: str, values: Sequence[Any], params: Sequence[tuple[Any, Unit | None, tuple]]) -> list[Any]:
