@@ -234,7 +234,7 @@ def users_line(error: BaseException) -> str:
     """The innermost line of user code that an error was raised through."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if not _is_no_users(frame.filename)), frames[-1])
-    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return f"{pathlib.Path(frame.filename).name}:{frame.lineno}: {frame.line}"
 
 
 def _is_no_users(file: str) -> bool:

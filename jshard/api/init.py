@@ -110,10 +110,11 @@ def _traceable(build: Callable[[], M]) -> Callable[[], M]:
         try:
             return build()
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            first = str(error).splitlines()[0].rstrip(".")
             raise AnnotationError(
                 "The initialisation needs a value that is not known yet.",
                 where=_compat.users_line(error),
-                why=f"js.shard_init traces it, so that no array is ever whole: {str(error).splitlines()[0]}.",
+                why=f"js.shard_init traces it, so that no array is ever whole: {first}.",
                 do="x = jnp.asarray(x)  # a NumPy array cannot be indexed by random numbers that are traced\n"
                 "Or compute it before: ids = np.asarray(jax.random.permutation(key, n)), outside of js.shard_init",
             ) from error

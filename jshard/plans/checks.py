@@ -315,7 +315,7 @@ def check_stored(name: str, params: Iterable[tuple[Path, nnx.Variable, Placement
         raise CallError(
             "A parameter was replaced after the annotation, by one that is not stored padded.",
             where=wrong,
-            why="its plan pads it, so that its dim divides; the new array has the size of the old one, or of its padding.",
+            why="its plan pads it until its dim divides; the new array has the size of the old one, or of its padding.",
             do="model.head = head  # first, and then js.fully_shard(model, mesh=mesh)\nIf the new layer has the same"
             " size: nnx.update(model.head, nnx.to_pure_dict(nnx.state(head)))",
         )

@@ -204,7 +204,7 @@ def _update(optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, loss: jax.A
             "The optimizer needs arguments that a step of a run does not have.",
             where=missing[1],
             why=f"it needs {missing[2]}; a run passes the loss as 'value'. A line search evaluates the loss again.",
-            do="write the step: optimizer.update(model, grads, value=loss, grad=grads, value_fn=...)  # docs/own_loop.md",
+            do="write the step yourself: optimizer.update(model, grads, value=loss, grad=grads, value_fn=value_fn)",
         ) from error
 
 

@@ -105,5 +105,5 @@ def test_numpy_memory_of_a_parameter_stays_its_owners():
 @pytest.mark.parametrize("place", [annotate, lambda model: js.shard_init(lambda: model, annotate)])
 @pytest.mark.parametrize("value", ["abc", np.array([None]), np.array(["a"])], ids=["text", "objects", "texts"])
 def test_a_variable_that_is_no_array_is_refused(value, place):
-    with pytest.raises(AnnotationError, match="holds an object that is not an array(.|\n)*Model: odd  (str|ndarray)"):
+    with pytest.raises(AnnotationError, match=r"holds an object that is not an array(.|\n)*Model: odd  (str|ndarray)"):
         place(model_of(nnx.Variable, value)())
