@@ -77,7 +77,7 @@ def _may_be_keys(x: Any) -> bool:
     """Whether an array holds typed keys, or has the form of one raw key, as from `jax.random.PRNGKey`."""
     if _is_typed_key(x):
         return True
-    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return jnp.result_type(x) == raw.dtype and jnp.shape(x) == raw.shape
 
 
