@@ -180,6 +180,22 @@ def write_attribute(model, x):
     return model.out(x)
 
 
+def make_linear(config):
+    return nnx.Linear(config.width, config.width, rngs=nnx.Rngs(0))
+
+
+def call_a_replaced_layer():
+    model = Model(lambda model, x: model.out(x), nnx.Rngs(0))
+    model.out = nnx.Linear(64, 61, use_bias=False, rngs=nnx.Rngs(0))
+    shard(model, shard_dim=lambda path, shape: 1 if path == "out/kernel" else None)
+    model.out = nnx.Linear(64, 61, use_bias=False, rngs=nnx.Rngs(1))
+    model(X)
+
+
+def build_by_value():
+    return linear() if jax.random.normal(jax.random.key(0)) > 0 else None
+
+
 def mean_over_a_name(model, x):
     return jax.lax.pmean(model.out(x), "batch")
 
@@ -379,6 +395,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "mesh: does not divide": lambda: js.mesh(replica=3),
     "mesh: slices of TPUs": lambda: _in_torus([SimpleNamespace(slice_index=i // 3) for i in range(12)], (3, 5)),
     "shard_batch: odd batch": lambda: js.shard_batch({"ids": np.zeros((12, 4)), "ok": np.zeros(8)}, js.mesh(replica=2)),
+    "shard_batch: texts": lambda: js.shard_batch({"ids": np.array(["a", "b"] * 4)}, js.mesh()),
     "shard_batch: no sequence": lambda: js.shard_batch(
         {"ids": np.zeros((8, 30)), "ok": np.zeros(8)}, js.mesh(fsdp=2, context=4)
     ),
@@ -477,6 +494,13 @@ ERRORS: dict[str, Callable[[], object]] = {
     ),
     "loss scale: factor": lambda: LossScale(factor=1.0),
     "value_and_grad: microbatches": lambda: js.value_and_grad(loss, accumulate=4)(annotated(), X),
+    "units: a factory": lambda: js.fully_shard(
+        Model(lambda model, x: x, nnx.Rngs(0)), mesh=js.mesh(), units=make_linear
+    ),
+    "optimizer: a part": lambda: js.shard_optimizer(annotated().out, optax.sgd(0.1)),
+    "call: no arrays": lambda: js.abstract_init(lambda: Model(lambda model, x: x, nnx.Rngs(0)), shard)(X),
+    "call: replaced layer": call_a_replaced_layer,
+    "shard_init: needs a value": lambda: js.shard_init(build_by_value, shard),
     "variable: text": lambda: js.fully_shard(Texts(), mesh=js.mesh()),
     "value_and_grad: weight": lambda: js.WeightedMean(jnp.zeros(()), jnp.ones((4, 8), bool)).mean,
     "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),

@@ -60,6 +60,7 @@ from jshard._compat.tracing import scan_arguments as scan_arguments
 from jshard._compat.tracing import threefry_bits as threefry_bits
 from jshard._compat.tracing import trace_context as trace_context
 from jshard._compat.tracing import user_place as user_place
+from jshard._compat.tracing import users_line as users_line
 from jshard._compat.tracing import varying_axes as varying_axes
 from jshard._compat.tracing import warn_user as warn_user
 from jshard._compat.tracing import with_results as with_results

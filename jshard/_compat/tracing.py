@@ -257,6 +257,13 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn_explicit(text, category, file, line)
 
 
+def users_line(error: BaseException) -> str:
+    """The innermost line of user code that an error was raised through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not _is_no_users(frame.filename)), frames[-1])
+    return f"{pathlib.Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+
+
 def _is_no_users(file: str) -> bool:
     """Whether a file is not user code; jax's frames include the standard library, as for context managers."""
     return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)

@@ -28,7 +28,9 @@ from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
+from jshard.plans.checks import check_has_arrays
 from jshard.plans.memories import back, to_device
+from jshard.plans.padding import Padding, is_as_placed, padding_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import as_stored, record_of
 from jshard.plans.policies import wide_dtype
@@ -104,6 +106,7 @@ def _nnx_gradients(
     loss_fn: Callable, model: nnx.Module, batch: tuple, *, steps: int, once: bool, has_aux: bool, wrt: Any
 ) -> Any:
     unit = record_of(model)
+    check_has_arrays(f"{plain_class(model).__name__}.__call__", jax.tree.leaves(nnx.state(model)))
     if steps == 1:
         return nnx.value_and_grad(_mean(loss_fn, has_aux), argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(
             model, *batch
@@ -150,9 +153,11 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
         value, aux = out if has_aux else (out, None)
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 
-    def placement(path: Path, variable: Any) -> Placement | None:
+    def placement(path: Path, variable: nnx.Variable) -> Placement | None:
         member = unit.by_path.get(path)
-        if member is None:
+        if member is None or padding_of(variable) != Padding.of(member.placement):
+            return None
+        if not is_as_placed(variable, member.placement):
             return None
         return as_stored(member, variable.get_raw_value().dtype, lambda: units_in(model)).placement
 

@@ -1,5 +1,6 @@
 """Creates every parameter and all optimizer state with its final sharding, and keeps it there."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, overload
 
@@ -15,7 +16,7 @@ from jshard.engine.created import created
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
-from jshard.plans.checks import check_replicated, check_variables, others_of
+from jshard.plans.checks import check_replicated, check_stored, check_variables, others_of
 from jshard.plans.homes import Home, settle_in
 from jshard.plans.memories import (
     StatePlaces,
@@ -31,7 +32,7 @@ from jshard.plans.memories import (
 from jshard.plans.mesh import AnyMesh, check_mesh
 from jshard.plans.padding import logical, padding_of, store
 from jshard.plans.plan import record_of
-from jshard.plans.units import Path, dotted, holds_array, plain_class, walk
+from jshard.plans.units import Path, dotted, holds_array, nested_units, plain_class, unit_of, walk
 
 M = TypeVar("M")
 N = TypeVar("N", bound=nnx.Module)
@@ -52,6 +53,7 @@ def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Modu
     Example:
         >>> plan = js.plan(js.abstract_init(lambda: MLP(nnx.Rngs(0)), annotate))
     """
+    build = _traceable(build)
     if isinstance(annotate, nn.Module):
         return linen_shapes(build, annotate)
     return _annotated(nnx.merge(*_shapes(build)), annotate)
@@ -80,6 +82,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     Example:
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
     """
+    build = _traceable(build)
     if isinstance(annotate, nn.Module):
         used = _mesh_of_devices(annotation_for(annotate).root.mesh, mesh, f"shard_init({type(annotate).__name__})")
         return linen_arrays(build, annotate, used)
@@ -99,6 +102,26 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
         if path in planned:
             store(variable, padding_of(planned[path]), variable.get_raw_value())
     return _annotated(model, annotate)  # the arrays are already placed: nothing moves
+
+
+def _traceable(build: Callable[[], M]) -> Callable[[], M]:
+    """The function, with an error that names the line where it needs the value of a traced array."""
+
+    @functools.wraps(build)
+    def run() -> M:
+        try:
+            return build()
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            first = str(error).splitlines()[0].rstrip(".")
+            raise AnnotationError(
+                "The initialisation needs a value that is not known yet.",
+                where=_compat.users_line(error),
+                why=f"js.shard_init traces it, so that no array is ever whole: {first}.",
+                do="x = jnp.asarray(x)  # a NumPy array cannot be indexed by random numbers that are traced\n"
+                "Or compute it before: ids = np.asarray(jax.random.permutation(key, n)), outside of js.shard_init",
+            ) from error
+
+    return run
 
 
 def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, where: str) -> Mesh:
@@ -229,6 +252,7 @@ def abstract_optimizer(
     model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
 ) -> nnx.Optimizer:
     """The result of `shard_optimizer` for a model, abstract or not, without arrays: shapes, dtypes and shardings."""
+    _check_is_whole(model)
     unit = record_of(model)
     mesh = _mesh_of_devices(unit.mesh, None, f"shard_optimizer({plain_class(model).__name__})")
     if isinstance(tx, _Placed) and tx.mesh != mesh:
@@ -239,6 +263,8 @@ def abstract_optimizer(
             why=f"it places its state on the mesh it was made for ({texts[0]}), and the model is on {texts[1]}.",
             do="tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx",
         )
+    variables = ((path, v) for path, v in walk(model) if isinstance(v, nnx.Param) and path in unit.by_path)
+    check_stored(plain_class(model).__name__, [(path, v, unit.by_path[path].placement) for path, v in variables])
     if unit.optimizer is not None:
         unit.optimizer.exists = True
     places = _places(model, over_replica=shard_replicated)
@@ -257,6 +283,22 @@ def _at_home(optimizer: Opt) -> Opt:
         if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and isinstance(value.sharding, NamedSharding):
             settle_in(variable, Home(value.sharding, value.shape))
     return optimizer
+
+
+def _check_is_whole(model: Any) -> None:
+    """Raises for a part of an annotated model that is not a unit: its parameters are placed, by a plan it has not."""
+    if not isinstance(model, nnx.Module) or unit_of(model) is not None or any(True for _ in nested_units(model)):
+        return
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    if any(isinstance(sharding, NamedSharding) for sharding in shardings):
+        raise AnnotationError(
+            "An optimizer was requested for a part of a model that is not a unit.",
+            where=f"shard_optimizer({plain_class(model).__name__}, tx)",
+            why="its parameters are on a mesh, and the plan that placed them belongs to the model around it.",
+            do='trained = nnx.All(nnx.Param, nnx.PathContains("head"))  # its name in the model\n'
+            "optimizer = js.shard_optimizer(model, tx, wrt=trained)\n"
+            "loss, grads = js.value_and_grad(loss_fn, wrt=trained)(model, x); optimizer.update(model, grads)",
+        )
 
 
 class _Placed(optax.GradientTransformationExtraArgs):

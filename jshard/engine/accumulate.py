@@ -37,12 +37,16 @@ from jshard.plans.units import Unit
 def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     """Splits a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
 
-    Scalars are passed whole to every microbatch; a random key is split.
+    Scalars are passed whole to every microbatch. A random key is split, typed or raw. So is each key of an array of
+    keys, unless it has one for every row: then they are rows.
     """
     shards = data_degree(unit.mesh)
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
-    arrays = [(jax.tree_util.keystr(p), jnp.shape(x)) for p, x in flat if jnp.ndim(x)]
-    bad = [(p, shape) for p, shape in arrays if shape[0] % (steps * shards)]
+    rows = {jnp.shape(x)[0] for _, x in flat if jnp.ndim(x) and not _may_be_keys(x)}
+    keys = [_may_be_keys(x) and not _is_by_row(x, rows, steps * shards) for _, x in flat]
+    arrays = zip(flat, keys, strict=True)
+    sized = [(jax.tree_util.keystr(p), jnp.shape(x)) for (p, x), is_key in arrays if jnp.ndim(x) and not is_key]
+    bad = [(p, shape) for p, shape in sized if shape[0] % (steps * shards)]
     if bad:
         raise CallError(
             "The batch cannot be cut into microbatches.",
@@ -52,10 +56,10 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
         )
     spec, over = PartitionSpec(None, data_axes(unit.mesh)), degree(unit.mesh, CONTEXT)
 
-    def cut(x: Any) -> jax.Array:
+    def cut(x: Any, is_key: bool) -> jax.Array:
         x = jnp.asarray(x)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.split(x, steps)
+        if is_key:
+            return _split_keys(x, steps)
         if not x.ndim:
             return jnp.broadcast_to(x, (steps,))
         rows = x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
@@ -63,7 +67,35 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
         sharding = NamedSharding(unit.mesh, PartitionSpec(*spec, CONTEXT) if is_split else spec)
         return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
 
-    return jax.tree.map(cut, batch)
+    return jax.tree.map(cut, batch, jax.tree.unflatten(jax.tree.structure(batch), keys))
+
+
+def _is_typed_key(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def _may_be_keys(x: Any) -> bool:
+    """Whether an array holds typed keys, or has the form of one raw key, as from `jax.random.PRNGKey`."""
+    if _is_typed_key(x):
+        return True
+    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return jnp.result_type(x) == raw.dtype and jnp.shape(x) == raw.shape
+
+
+def _is_by_row(x: Any, rows: set[int], parts: int) -> bool:
+    """Whether an array of keys, or of the form of a raw key, has a row for each row of the batch."""
+    if not jnp.ndim(x):
+        return False
+    size = jnp.shape(x)[0]
+    return size in rows or (not rows and size % parts == 0)
+
+
+def _split_keys(keys: jax.Array, steps: int) -> jax.Array:
+    """As many new keys for each key, along a new leading dim."""
+    if not _is_typed_key(keys) or not keys.ndim:
+        return jax.random.split(keys, steps)
+    split = jax.vmap(lambda key: jax.random.split(key, steps), out_axes=1)
+    return split(keys.ravel()).reshape(steps, *keys.shape)
 
 
 class Copies:

@@ -15,14 +15,21 @@ from jshard import _compat
 from jshard.engine import border
 from jshard.engine.context import during, guard, parameters_are_fixed, region_mesh
 from jshard.errors import CallError
-from jshard.plans.checks import check_axes_are_placed, check_replicated, others_of, warn_of_unplanned
+from jshard.plans.checks import (
+    check_axes_are_placed,
+    check_has_arrays,
+    check_replicated,
+    check_stored,
+    others_of,
+    warn_of_unplanned,
+)
 from jshard.plans.memories import fetched, place_variable, stored_array
-from jshard.plans.padding import Padding, logical_shape, padding_of, store
+from jshard.plans.mesh import NUMBERS
+from jshard.plans.padding import Padding, is_as_placed, logical_shape, padding_of, store
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, as_stored
 from jshard.plans.units import (
     NESTED,
-    NUMBERS,
     Path,
     Unit,
     detach,
@@ -211,7 +218,7 @@ class NnxCall:
         self.where, self._path = parts.where, names.get(id(module)) or names.get(type(module), "")
         self.name = self._path or plain_class(module).__name__
         self.location = f"{self._path}: {self.where}" if self._path else self.where
-        members: list[Any] = [_member(parts, path, raw(variable)) for path, variable in parts.params]
+        members: list[Any] = [_member(parts, path, variable) for path, variable in parts.params]
         self._planned = planned = [i for i, member in enumerate(members) if member is not None]
         is_outermost = region_mesh() is None
         if is_outermost:
@@ -245,12 +252,14 @@ class NnxCall:
     def warn(self, unit: Unit) -> None:
         """Reports parameters that the annotation could not shard, or that were added after it."""
         name = self.where.split(".")[0]
+        check_has_arrays(self.where, self.params)
+        params = [self._parts.params[at] for at in self._planned]
+        placed = [(path[1:], v, p) for (path, v), p in zip(params, self.placements, strict=True)]
+        check_stored(name, placed)
         if not unit.nested:
             check_replicated(unit, name, others_of(self._parts.graph[0]))
         planned = set(self._planned)
-        given = zip(self._planned, self.placements, strict=True)
-        params = [(self._parts.params[i][0][1:], self._parts.params[i][1], placement) for i, placement in given]
-        check_axes_are_placed(self._parts.graph[0], params, unit.mesh)
+        check_axes_are_placed(self._parts.graph[0], placed, unit.mesh)
         unplanned = []
         for i, (path, variable) in enumerate(self._parts.params):
             is_argument = path[0] != 0
@@ -427,14 +436,17 @@ def _module_around(parts: MethodCall, path: Path) -> tuple[Any, Path]:
     return parts.graph[1][path[1]], path[2:]
 
 
-def _member(parts: MethodCall, path: Path, value: Any) -> LeafPlan | None:
-    """Returns how a parameter is placed, with the dtypes that follow from its value; None if it was added later."""
+def _member(parts: MethodCall, path: Path, variable: nnx.Variable) -> LeafPlan | None:
+    """Returns how a parameter is placed, with the dtypes that follow from its value.
+
+    None if it was added after the annotation, or has another size than was planned.
+    """
     module, relative = _module_around(parts, path)
     unit = unit_of(module)
     member = None if unit is None else unit.by_path.get(relative)
-    if member is None:
+    if member is None or not is_as_placed(variable, member.placement):
         return None
-    return as_stored(member, value.dtype, lambda: units_in(module))
+    return as_stored(member, raw(variable).dtype, lambda: units_in(module))
 
 
 def _guarded(model: str, values: Sequence[Any], params: Sequence[tuple[Any, Unit | None, tuple]]) -> list[Any]:

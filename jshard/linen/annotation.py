@@ -594,6 +594,7 @@ def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tup
 
 
 def _through_engine(call: LinenCall, unit: Unit, inside: _Inside) -> tuple[Any, Lifted]:
+    checks.check_has_arrays(call.where, call.params)
     call.context = lambda: _context(inside)
     return run_call(call, dotted(call.path), unit)
 

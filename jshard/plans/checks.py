@@ -14,9 +14,10 @@ import numpy as np
 from flax import nnx
 
 from jshard import _compat
-from jshard.errors import AnnotationError
-from jshard.plans.memories import check_offload, is_numeric
-from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, TENSOR, AnyMesh, degree
+from jshard.errors import AnnotationError, CallError
+from jshard.plans.memories import check_offload
+from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, TENSOR, AnyMesh, degree, is_numeric
+from jshard.plans.padding import Padding, is_as_placed, padding_of
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement, axes_of
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
@@ -330,6 +331,38 @@ def _check_kept(name: str, paths: list[str], precision: MixedPrecision) -> None:
             where=f"{name}: MixedPrecision(keep={precision.keep!r})",
             why=f"{', '.join(map(repr, unused))}; paths are {', '.join(paths[:4])}{' ...' if paths[4:] else ''}.",
             do='js.MixedPrecision(param="bfloat16", keep=("norm/*",))',
+        )
+
+
+def check_has_arrays(name: str, values: Iterable[Any]) -> None:
+    """Raises for a call of a model without arrays."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in values):
+        raise CallError(
+            "The model has no arrays.",
+            where=name,
+            why="js.abstract_init makes shapes for plans and restores; a call computes with arrays.",
+            do="model = js.shard_init(build, annotate)  # or nnx.eval_shape(lambda model: model(x), model)",
+        )
+
+
+def check_stored(name: str, params: Iterable[tuple[Path, nnx.Variable, Placement]]) -> None:
+    """Raises for parameters that a plan stores padded, and that are not: their layer was replaced after it.
+
+    An optimizer takes arrays of these sizes for padded ones, and would drop the update of the last rows.
+    """
+    wrong = [
+        f"{name}: {dotted(path)}  {list(variable.get_raw_value().shape)}, planned {list(p.shape)}"
+        f" and stored {list(p.stored_shape)}"
+        for path, variable, p in params
+        if p.padding and padding_of(variable) != Padding.of(p) and is_as_placed(variable, p)
+    ]
+    if wrong:
+        raise CallError(
+            "A parameter was replaced after the annotation, by one that is not stored padded.",
+            where=wrong,
+            why="its plan pads it until its dim divides; the new array has the size of the old one, or of its padding.",
+            do="model.head = head  # first, and then js.fully_shard(model, mesh=mesh)\nIf the new layer has the same"
+            " size: nnx.update(model.head, nnx.to_pure_dict(nnx.state(head)))",
         )
 
 

@@ -16,12 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard import _compat
 from jshard.errors import MeshError
 from jshard.plans.homes import Home, settle_in
-from jshard.plans.mesh import REPLICA, AnyMesh, is_concrete
+from jshard.plans.mesh import NUMBERS, REPLICA, AnyMesh, is_concrete
 from jshard.plans.padding import Padding, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement, place
 from jshard.plans.plan import ShardPlan
 from jshard.plans.policies import MixedPrecision
-from jshard.plans.units import NUMBERS
 
 HOST_KIND = "pinned_host"
 """JAX's name for host memory that a device reads and writes directly."""
@@ -127,13 +126,6 @@ def as_array(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x, jax.typeof(x).dtype)
     return jnp.asarray(x) if isinstance(x, NUMBERS) else x
-
-
-def is_numeric(x: Any) -> bool:
-    """Whether an object is an array that JAX takes, traced or abstract, or a number."""
-    if isinstance(x, (np.ndarray, np.generic)):
-        return x.dtype.kind not in "OUSMm" and x.dtype.type is not np.void
-    return isinstance(x, NUMBERS) or hasattr(x, "dtype")
 
 
 def placed_apart(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:

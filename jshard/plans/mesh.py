@@ -286,6 +286,17 @@ def is_concrete(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh)
 
 
+NUMBERS = (bool, int, float, complex)
+"""Python's numbers, which Flax takes as arrays without dims."""
+
+
+def is_numeric(x: Any) -> bool:
+    """Whether an object is an array that JAX takes, traced or abstract, or a number."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.kind not in "OUSMm" and x.dtype.type is not np.void
+    return isinstance(x, NUMBERS) or hasattr(x, "dtype")
+
+
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """Places a batch from the host over the data axes of the mesh, and its sequences over `context`.
 
@@ -307,6 +318,14 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     mesh = cast(Mesh, check_mesh(mesh))
     shards, parts, is_alone = _batch_layout(mesh)
     leaves, tree = jax.tree.flatten(batch)
+    if not all(map(is_numeric, leaves)):
+        wrong = [(jax.tree_util.keystr(p), x) for p, x in jax.tree.leaves_with_path(batch) if not is_numeric(x)]
+        raise CallError(
+            "The batch holds objects that are not numbers.",
+            where=[f"batch{p}  {getattr(x, 'dtype', type(x).__name__)}" for p, x in wrong],
+            why="a device holds arrays of numbers; texts, dates and lists of unequal length are not.",
+            do='js.shard_batch({"ids": np.asarray(ids, np.int32)}, mesh)  # texts as token ids, padded to one length',
+        )
     splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * parts % shards == 0
     if not all(map(splits, leaves)):
         axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))

@@ -54,7 +54,7 @@ class Padding:
     def cut(self, x: Any) -> Any:
         """The logical array; an array that is already logical is returned unchanged."""
         shape = getattr(x, "shape", ())
-        if not self._fits(shape, self.stored):
+        if not self._fits(shape, self.stored) or not hasattr(x, "ndim"):  # Flax prints a stand-in with a shape only
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self._resized(shape, self.size), x.dtype)
@@ -62,7 +62,7 @@ class Padding:
 
     def pad(self, x: Any) -> Any:
         """The stored array; an array that is already padded is returned unchanged."""
-        if not self._fits(getattr(x, "shape", ()), self.size):
+        if not self._fits(getattr(x, "shape", ()), self.size) or not hasattr(x, "ndim"):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self._resized(x.shape, self.stored), x.dtype)
@@ -146,6 +146,20 @@ class _LogicalReads:
 def padding_of(variable: Any) -> Padding | None:
     """The padding of a variable's stored array; None if it has none."""
     return getattr(type(variable), "_jshard_padding", None)
+
+
+def is_as_placed(variable: nnx.Variable, placement: Placement) -> bool:
+    """Whether a variable can be split as a placement says; not if it has been replaced by one of another size.
+
+    Inside a region a padded parameter is the logical array, in a variable without padding.
+    """
+    padding, shape, dim = padding_of(variable), variable.get_raw_value().shape, placement.dim_from_end
+    if padding is not None:
+        return padding == Padding.of(placement)
+    if dim is None or placement.dim is None or len(shape) < -dim:
+        return True
+    sizes = placement.shape[placement.dim], placement.stored_shape[placement.dim]
+    return shape[dim] in sizes if placement.padding else shape[dim] % placement.degree == 0
 
 
 def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:

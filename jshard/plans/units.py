@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import _compat
-from jshard.plans.mesh import AnyMesh
+from jshard.errors import AnnotationError
+from jshard.plans.mesh import NUMBERS, AnyMesh
 from jshard.plans.placement import ShardPlacement
 from jshard.plans.policies import UnitPolicy
 
@@ -197,10 +198,6 @@ def holds_array(variable: nnx.Variable) -> bool:
     return hasattr(value, "shape") or isinstance(value, NUMBERS)
 
 
-NUMBERS = (bool, int, float, complex)
-"""Python's numbers, which Flax takes as arrays without dims."""
-
-
 def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
     """Every node and variable in a graph of modules, once, with its first path, outer before inner.
 
@@ -268,7 +265,26 @@ def chosen(choice: UnitChoice, path: str, module: Any) -> bool:
         return isinstance(module, choice)
     if isinstance(choice, str):
         return path.count("/") == choice.count("/") and fnmatch.fnmatch(path, choice)
-    return bool(choice(path, module))
+    return _asked(choice, path, module)
+
+
+def _asked(choice: Any, path: str, module: Any) -> bool:
+    """What a function of (path, module) answers; raises for one that makes modules, and for any other object."""
+    answer: Any = None
+    cause: Exception | None = None
+    try:
+        answer = choice(path, module)
+    except (TypeError, AttributeError, ValueError) as error:
+        cause = error
+    if cause is None and not isinstance(answer, type) and not callable(answer):
+        return bool(answer)
+    why = f"it answered {type(answer).__name__} for {path!r}" if cause is None else f"{type(cause).__name__}: {cause}"
+    raise AnnotationError(
+        "This cannot choose units.",
+        where=f"units={getattr(choice, '__qualname__', repr(choice))}",
+        why=f"a function is called with the path and the module of each submodule, and answers True or False; {why}.",
+        do='units=Block  # the class of the modules; or a pattern, "blocks/*"; or lambda path, module: "block" in path',
+    ) from cause
 
 
 def as_filter(choice: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
 from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
-from jshard.plans.memories import apart, as_array, is_numeric, placed_apart, to_device
+from jshard.plans.checks import check_has_arrays
+from jshard.plans.memories import apart, as_array, placed_apart, to_device
+from jshard.plans.mesh import is_numeric
 from jshard.plans.padding import padding_kept
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
@@ -174,7 +177,7 @@ def _traced(
         (loss, metrics), grads = run(model, batch)
         mean = mean_over if accumulate > 1 else mean_of
         metrics = {name: mean(metric) for name, metric in metrics.items()}
-        optimizer.update(model, grads)
+        _update(optimizer, model, grads, loss)
         params = nnx.state(model, optimizer.wrt)
         state = nnx.state((model, optimizer))
         _check_unchanged(before, _paths(state))
@@ -188,6 +191,23 @@ def _traced(
     shardings = [_compat.asked_of_results(leaf.sharding) for leaf in leaves]
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).trace(leaves, batch)
+
+
+def _update(optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, loss: jax.Array) -> None:
+    """Updates the model; a transformation that takes arguments beside the gradients receives the loss as `value`."""
+    takes_more = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
+    try:
+        optimizer.update(model, grads, **({"value": loss} if takes_more else {}))
+    except TypeError as error:
+        missing = re.search(r"(\w+).*missing \d+ required keyword-only arguments?: (.*)", str(error))
+        if missing is None:
+            raise
+        raise AnnotationError(
+            "The optimizer needs arguments that a step of a run does not have.",
+            where=missing[1],
+            why=f"it needs {missing[2]}; a run passes the loss as 'value'. A line search evaluates the loss again.",
+            do="write the step yourself: optimizer.update(model, grads, value=loss, grad=grads, value_fn=value_fn)",
+        ) from error
 
 
 def _check_unchanged(before: set[str], after: set[str]) -> None:
@@ -281,6 +301,7 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
     """
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
     _check_arrays(flat)
+    check_has_arrays("TrainStep(loss_fn, model, optimizer, batch)", [leaf for _, leaf in flat])
     devices = set(mesh.devices.flat)
     elsewhere = [
         f"{_path(path)}  on {', '.join(sorted(map(str, leaf.devices())))}"
