@@ -199,7 +199,8 @@ def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zeros(a: Atom) -> jax.Array:
-    return jnp.zeros(a.aval.shape, a.aval.dtype)
+    aval = abstract(a)
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[Any], bind: Bind = _compat.bind) -> list[Any]:

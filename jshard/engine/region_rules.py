@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jshard import _compat
@@ -32,7 +32,7 @@ class Used:
     @classmethod
     def all_of(cls, eqn: JaxprEqn) -> "Used":
         """Returns all of an equation."""
-        return cls((True,) * len(eqn.invars), (True,) * len(eqn.outvars), tuple(v.aval for v in eqn.invars))
+        return cls((True,) * len(eqn.invars), (True,) * len(eqn.outvars), tuple(_aval(v) for v in eqn.invars))
 
     def without(self, operands: Sequence[bool], results: Sequence[bool]) -> "Used":
         """Returns what is left where only some of the operands and results of the equation are used."""
@@ -46,6 +46,10 @@ class Used:
         return merged(self.operands, operands, absent)
 
 
+def _aval(atom: Var | Literal) -> ShapedArray:
+    return cast(ShapedArray, atom.aval)
+
+
 def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
     """Removes what an equation computes and nothing uses, with the gathers and residuals that were only for that."""
     jaxpr: ClosedJaxpr | None = eqn.params["jaxpr"]
@@ -53,7 +57,7 @@ def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool]
         return [False] * len(eqn.invars), None
     if jaxpr is None:
         return [True] * len(eqn.invars), eqn
-    is_key = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.invars]  # cannot be made up
+    is_key = [jnp.issubdtype(_aval(v).dtype, jax.dtypes.extended) for v in eqn.invars]  # cannot be made up
     smaller, operands_used = _compat.without_dead_code(jaxpr, is_key, results_used)
     used: Used | None = eqn.params["used"]
     if not all(operands_used) or not all(results_used):

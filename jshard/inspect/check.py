@@ -209,9 +209,10 @@ def _split_keywords(kwargs: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     return arrays, static
 
 
-def _differentiated(call: _CheckedCall) -> Callable[[], tuple[Arrays, Arrays, Any]]:
-    """Returns a function that runs the call: its outputs and gradients by name, and the state after it."""
-    values, together = opened(call.inputs[2])
+def _differentiated(call: _CheckedCall) -> Callable[[Any, tuple], tuple[Arrays, Arrays, Any]]:
+    """Returns a function of state and arguments: outputs and gradients by name, and the state after the call."""
+    params, _, first_args, arrays = call.inputs
+    _, together = opened(first_args)
 
     @jax.jit
     def program(params: Any, state: Any, values: list[Any], arrays: Arrays) -> tuple[Arrays, Arrays, Any]:
@@ -229,17 +230,21 @@ def _differentiated(call: _CheckedCall) -> Callable[[], tuple[Arrays, Arrays, An
         (_, (outputs, after)), grads = jax.value_and_grad(scalar, has_aux=True)(trained)
         return outputs, grads, after
 
-    params, state, _, arrays = call.inputs
-    return lambda: program(params, state, values, arrays)
+    def run(state: Any, args: tuple) -> tuple[Arrays, Arrays, Any]:
+        values, _ = opened(args)
+        return program(params, state, values, arrays)
+
+    return run
 
 
 def _compared(call: _CheckedCall, tolerance: float) -> CheckReport:
     """Runs a call both ways; raises if a difference is too large."""
     program = _differentiated(call)
+    _, state, args, _ = call.inputs
     with without_update():
-        outputs, grads, after = program()
+        outputs, grads, after = program(state, args)
     with global_view(), without_update():
-        wanted_outputs, wanted_grads, wanted_after = program()
+        wanted_outputs, wanted_grads, wanted_after = program(state, args)
     of_outputs = {name or "output": (x, wanted_outputs[name]) for name, x in outputs.items()}
     of_grads = {name: (x, wanted_grads[name]) for name, x in grads.items()}
     of_state = _changed(*map(_compared_state, (after, wanted_after, call.inputs[1])))
@@ -273,7 +278,7 @@ def _compared_over(call: _CheckedCall, steps: int, sync: str, tolerance: float) 
 
 def _mean_of_microbatches(call: _CheckedCall, steps: int) -> tuple[Any, Arrays, Any]:
     """Returns loss and gradients as means over microbatches in global view, and the state after the last."""
-    params, state, args, arrays = call.inputs
+    _, state, args, _ = call.inputs
     program = _differentiated(call)
     parts = microbatches(args, call.root, steps, call.where)
     values: list[np.ndarray] = []
@@ -282,7 +287,7 @@ def _mean_of_microbatches(call: _CheckedCall, steps: int) -> tuple[Any, Arrays, 
     for i in range(steps):
         part = jax.tree.map(lambda rows, i=i: rows[i], parts)
         with global_view(), without_update():
-            outputs, grads, after = program(params, state, part, arrays)
+            outputs, grads, after = program(state, part)
         values.append(_exact(_weighted_sum(outputs)))
         of_parts.append({name: _exact(x) for name, x in grads.items()})
         state = after or state  # a Linen model's loss returns none

@@ -220,7 +220,7 @@ def make_block(config):
 @pytest.mark.parametrize(
     "choice",
     [make_block, lambda path, name: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), lambda path, module: nnx.Linear, 3],
-    ids=str,
+    ids=["a factory", "makes a module", "returns a class", "a number"],
 )
 def test_a_function_that_makes_modules_chooses_no_units(choice):
     with pytest.raises(AnnotationError, match=r"cannot choose units(.|\n)*units=Block"):
