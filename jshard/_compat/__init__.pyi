@@ -1,3 +1,4 @@
+from jshard._compat.calls import check_inside as check_inside
 from jshard._compat.calls import is_literal as is_literal
 from jshard._compat.calls import lower_jaxpr as lower_jaxpr
 from jshard._compat.calls import stage_with_params as stage_with_params

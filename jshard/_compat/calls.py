@@ -38,6 +38,27 @@ def stage_with_params(primitive: jex.Primitive, params_of: Callable[..., Params]
     rules[primitive] = stage
 
 
+def check_inside(primitive: jex.Primitive, program_of: Callable[..., jex.ClosedJaxpr]) -> None:
+    """Lets `checkify` look into the programs of a primitive's equations; without the private names it does not.
+
+    Args:
+        primitive: the primitive.
+        program_of: returns the program, from the types of the operands and the parameters.
+    """
+    try:
+        from jax._src.checkify import Error, checkify_jaxpr, error_checks
+    except ImportError:
+        return
+
+    def check(*args: Any, **params: Any) -> Any:
+        context = () if isinstance(args[0], Error) else args[:1]  # since jax 0.12
+        error, enabled_errors, *values = args[len(context) :]
+        program = program_of([jax.typeof(x) for x in values], **params)
+        return checkify_jaxpr(*context, program, enabled_errors, error, *values)
+
+    error_checks[primitive] = check
+
+
 def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> Any:
     """Lowers a program in place of an equation, without tracing it again as `mlir.lower_fun` would."""
     constants = []

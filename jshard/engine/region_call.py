@@ -14,7 +14,7 @@ from jshard.engine import stored
 from jshard.engine.call import has_gradient
 from jshard.engine.crossing import AnyCrossing, Crossing, Region, ResultOf, of_tangent, resolved
 from jshard.engine.on_shards import Partition, partition
-from jshard.engine.program import Gradient, Program, picked
+from jshard.engine.program import Gradient, Program, merged, others, picked
 from jshard.engine.program_call import (
     Adjoint,
     Derivative,
@@ -127,13 +127,14 @@ class RegionCall(ProgramCall):
             part=self.part if self.part in (FORWARD, BACKWARD) else f"forward of {self.part}",
         )
         residuals = [ResultOf(forward.leaving, num_results + i) for i in range(num_residuals)]
+        residual_avals = gradient.forward.out_avals[num_results:]  # those of pieces of parameters are not needed
         tangents = [of_tangent(crossing) for crossing in picked(wrt, self.operands)]
         known = num_params + num_residuals
         adjoint = RegionAdjoint(self, gradient, has_tangent, forward, picked(wrt, avals))
         linear = dataclasses.replace(
             self,
             program=Program(tangent_program(gradient, has_tangent), num_params),
-            avals=(),  # unknown, and of no use: its results are no residuals
+            avals=(*avals[:num_params], *residual_avals, *picked(wrt, avals)),
             operands=(*self.operands[:num_params], *residuals, *tangents),
             examples=frozenset(range(num_params, known)),
             targets=tuple(picked(has_tangent[: len(self.targets)], self.targets)),
@@ -183,11 +184,11 @@ class RegionCall(ProgramCall):
             program=Program(
                 transposed_program(self.program.jaxpr, linear, live), sum(i < self.program.num_params for i in known)
             ),
-            avals=(),
+            avals=(*(self.avals[i] for i in known), *picked(live, self.result_avals)),
             operands=(*(self.operands[i] for i in known), *cotangents),
             examples=frozenset(k for k, i in enumerate(known) if i in self.examples),
             targets=tuple(self.operands[i] for i in moved),
-            target_avals=tuple(self._operand_aval(i) for i in moved),
+            target_avals=tuple(self.avals[i] for i in moved),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
             returns_copies=False,
@@ -204,9 +205,6 @@ class RegionCall(ProgramCall):
         if staged is None:
             return outs
         return region_p.bind(*primals, call=self, jaxpr=staged, used=None)[len(self.program.jaxpr.out_avals) :]
-
-    def _operand_aval(self, position: int) -> ShapedArray:
-        return self.avals[position] if self.avals else self.program.jaxpr.in_avals[position]
 
     def _result_crossing(self, position: int) -> AnyCrossing:
         if position < len(self.targets):
@@ -243,7 +241,7 @@ class RegionCall(ProgramCall):
             self,
             region=over,
             program=Program(jaxpr, self.program.num_params, remat=self.program.remat),
-            avals=tuple(jaxpr.in_avals),
+            avals=tuple(merged(is_mapped, picked(is_mapped, jaxpr.in_avals), others(is_mapped, self.avals))),
             operands=tuple(operands),
             targets=self.targets if has_target else (),
             target_avals=self.target_avals if has_target else (),
@@ -366,10 +364,11 @@ class RegionAdjoint(Adjoint):
         live_results = tuple(has_tangent and next(may_be_live) for has_tangent in self.has_tangent)
         results = [ResultOf(self.forward.leaving, i) for i in range(num_results)]
         residuals = [ResultOf(self.forward.leaving, num_results + i) for i in range(len(gradient.kept))]
+        residual_avals = gradient.forward.out_avals[num_results:]
         return RegionCall(
             call.region,
             Program(gradient.backward(live_results), num_params),
-            avals=(),
+            avals=(*self.forward.avals[:num_params], *residual_avals, *picked(live_results, call.result_avals)),
             operands=(*call.operands[:num_params], *residuals, *picked(live_results, results)),
             examples=frozenset(range(num_params, num_params + len(residuals))),
             targets=tuple(picked(gradient.wrt, call.operands)),

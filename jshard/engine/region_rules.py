@@ -177,9 +177,17 @@ def _run_now(*arrays: Any, **params: Any) -> list[Any]:
     return jax.jit(functools.partial(region_p.bind, **params))(*arrays)
 
 
-def _lowered(ctx: Any, *operands: Any, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None) -> Any:
-    del used
-    return _compat.lower_jaxpr(ctx, jaxpr or call.partitioned(ctx.avals_in).jaxpr, operands)
+def _program(
+    avals: Sequence[ShapedArray], *, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
+) -> ClosedJaxpr:
+    """Returns the program on data shards of an equation."""
+    del used  # then the equation has a program
+    return call.partitioned(avals).jaxpr if jaxpr is None else jaxpr
+
+
+def _lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return _compat.lower_jaxpr(ctx, _program(ctx.avals_in, **params), operands)
 
 
 mlir.register_lowering(region_p, _lowered)
+_compat.check_inside(region_p, _program)

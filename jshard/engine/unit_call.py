@@ -301,6 +301,14 @@ unit_p.def_impl(_call_function)
 mlir.register_lowering(unit_p, mlir.lower_fun(_call_function, multiple_results=True))
 
 
+def _as_function(avals: Sequence[ShapedArray], *, jaxpr: ClosedJaxpr, call: UnitCall) -> ClosedJaxpr:
+    del jaxpr  # that of the call
+    return jax.make_jaxpr(functools.partial(_run, call=call))(*avals)
+
+
+_compat.check_inside(unit_p, _as_function)
+
+
 # ---- copies of parameters among the results of a program
 
 

@@ -1,13 +1,14 @@
 """Derivatives beyond the first equal one device: forward mode, second and third order, under each setting."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jshard as js
@@ -55,7 +56,8 @@ class Stacked(nnx.Module):
         self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.sin(self.head(js.scan_layers(lambda block, x: block(x), self.blocks, x)))
+        step = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return jnp.sin(self.head(step(x, self.blocks)))
 
 
 # ---- derivatives of a function of parameters and rows
@@ -150,7 +152,13 @@ def worst(ours: Any, wanted: Any) -> float:
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0)) for a, b in pairs) / scale
 
 
-def check(build: Callable[[], nnx.Module], annotate: Callable[[Any], Any], names: Any = DERIVATIVES, tol: float = 2e-5):
+FEW = ("penalty", "hessian_product", "mean_flow")
+"""Reverse over reverse, forward over reverse, and reverse over forward."""
+
+
+def check(
+    build: Callable[[], nnx.Module], annotate: Callable[[Any], Any], names: Iterable[str], *, tolerance: float = 2e-5
+) -> None:
     """Asserts that derivatives of an annotated model are those of a plain one; all in one program."""
 
     def run(params: Any, x: jax.Array, *, f: Function) -> dict[str, Any]:
@@ -158,49 +166,171 @@ def check(build: Callable[[], nnx.Module], annotate: Callable[[Any], Any], names
 
     f, params = function_of(build())
     wanted = jax.jit(functools.partial(run, f=f))(params, ROWS)
-    model = js.shard_init(build, annotate)
-    with js.without_update() if hasattr(js, "without_update") else jax.default_matmul_precision("float32"):
-        f, params = function_of(model)
-        got = jax.jit(functools.partial(run, f=f))(params, ROWS)
-    differences = {name: worst(_logical(got[name]), wanted[name]) for name in names}
-    assert not {name: d for name, d in differences.items() if not d <= tol}, differences
-
-
-def _logical(tree: Any) -> Any:
-    return tree
+    f, params = function_of(js.shard_init(build, annotate))
+    got = jax.jit(functools.partial(run, f=f))(params, ROWS)
+    differences = {name: worst(got[name], wanted[name]) for name in wanted}
+    assert not {name: d for name, d in differences.items() if not d <= tolerance}, differences
 
 
 SMALL = js.ShardPlacement(min_size=1)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "as by default": {},
     "parameters kept": {"reshard_after_forward": False},
     "pieces kept": {"reshard_after_forward": 2},
     "on demand": {"prefetch": 0},
     "by the compiler": {"prefetch": None},
     "recomputed": {"remat": "full"},
 }
+MESHES = {"2x4": {"replica": 2, "fsdp": 4}, "8x1": {"replica": 8, "fsdp": 1}, "4x1x2": {"fsdp": 4, "tensor": 2}}
 
 
 def annotator(axes: dict[str, int] | None = None, units: Any = Block, **settings: Any) -> Callable[[Any], Any]:
-    mesh = js.mesh(**axes) if axes else js.mesh()
+    mesh = js.mesh(**(axes or {}))
     return lambda model: js.fully_shard(model, units=units, mesh=mesh, placement=SMALL, **settings)
 
 
+def net() -> Net:
+    return Net(nnx.Rngs(0))
+
+
+def test_each_derivative_equals_one_device():
+    check(net, annotator(), DERIVATIVES)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_each_derivative_equals_one_device_under_each_setting(name):
-    check(lambda: Net(nnx.Rngs(0)), annotator(**SETTINGS[name]))
+def test_second_derivatives_equal_one_device_under_each_setting(name):
+    check(net, annotator(**SETTINGS[name]), FEW)
 
 
-@pytest.mark.parametrize(
-    "axes", [{"replica": 2, "fsdp": 4}, {"replica": 8, "fsdp": 1}, {"fsdp": 4, "tensor": 2}], ids=str
-)
-def test_each_derivative_equals_one_device_on_each_mesh(axes):
-    check(lambda: Net(nnx.Rngs(0)), annotator(axes))
+@pytest.mark.parametrize("name", MESHES)
+def test_second_derivatives_equal_one_device_on_each_mesh(name):
+    check(net, annotator(MESHES[name]), FEW)
 
 
-def test_each_derivative_of_a_model_without_units_equals_one_device():
-    check(lambda: Net(nnx.Rngs(0)), annotator(units=None))
+@pytest.mark.wide
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_derivative_equals_one_device_under_each_setting_on_each_mesh(mesh, settings):
+    check(net, annotator(MESHES[mesh], **SETTINGS[settings]), DERIVATIVES)
 
 
-def test_each_derivative_of_stacked_layers_equals_one_device():
-    check(lambda: Stacked(nnx.Rngs(0)), annotator())
+def test_derivatives_without_units_and_of_one_device_equal():
+    check(net, annotator(units=None), FEW)
+    one = js.mesh(fsdp=1, devices=jax.devices()[:1])
+    check(net, lambda model: js.fully_shard(model, units=Block, mesh=one), FEW)
+
+
+def test_second_derivatives_of_stacked_layers_equal_one_device():
+    check(lambda: Stacked(nnx.Rngs(0)), stacked, FEW)
+
+
+def stacked(model: Stacked) -> None:
+    mesh = js.mesh()
+    js.fully_shard(model.blocks, mesh=mesh, placement=js.ShardPlacement(min_size=1, stacked=1))
+    js.fully_shard(model, mesh=mesh, placement=SMALL)
+
+
+def test_derivatives_of_parameters_in_16_bits_have_their_dtypes_and_are_near():
+    policy = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+    check(net, annotator(mixed_precision=policy), FEW, tolerance=0.1)
+
+
+# ---- gradients that a model takes of itself
+
+
+class Potential(nnx.Module):
+    """An energy of blocks and its forces."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.block = Block(rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.value_and_grad(lambda x: (self.block(x) ** 2).sum())(x)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.tanh(nn.Dense(WIDTH)(x))
+
+
+class LinenPotential(nn.Module):
+    def setup(self) -> None:
+        self.block = LinenBlock()
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.value_and_grad(lambda x: (self.block(x) ** 2).sum())(x)
+
+
+def _of_energy_and_forces(results: tuple[jax.Array, jax.Array]) -> jax.Array:
+    energy, forces = results
+    return energy + (forces**2).sum()
+
+
+@pytest.mark.parametrize("units", [None, Block], ids=["no units", "units"])
+def test_a_gradient_inside_the_model_is_trained_through(units):
+    def run(model: Potential) -> Any:
+        return nnx.value_and_grad(lambda model: _of_energy_and_forces(model(ROWS)))(model)
+
+    model = js.shard_init(lambda: Potential(nnx.Rngs(0)), annotator(units=units))
+    assert worst(nnx.jit(run)(model), nnx.jit(run)(Potential(nnx.Rngs(0)))) <= 2e-5
+
+
+@pytest.mark.parametrize("units", [None, LinenBlock], ids=["no units", "units"])
+def test_a_gradient_inside_a_linen_model_is_trained_through(units):
+    plain = LinenPotential()
+    params = plain.init(jax.random.key(0), ROWS)["params"]
+    model = js.fully_shard(plain, mesh=js.mesh(), units=units, placement=SMALL)
+    placed = js.shard_init(lambda: model.init(jax.random.key(0), ROWS)["params"], model)
+
+    def run(params: Any, *, model: nn.Module) -> Any:
+        return jax.value_and_grad(lambda params: _of_energy_and_forces(model.apply({"params": params}, ROWS)))(params)
+
+    wanted = jax.jit(functools.partial(run, model=plain))(params)
+    assert worst(jax.jit(functools.partial(run, model=model))(placed), wanted) <= 2e-5
+
+
+# ---- what forward mode alone has
+
+
+class Loop(nnx.Module):
+    """A loop whose length is not known: it has no reverse mode."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.block = Block(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        length = jnp.int32(3 + (x[0, 0] > 9))
+        return jax.lax.while_loop(lambda c: c[0] < length, lambda c: (c[0] + 1, self.block(c[1])), (0, x))[1]
+
+
+@pytest.mark.parametrize("units", [None, Block], ids=["no units", "units"])
+def test_a_loop_of_unknown_length_has_forward_mode_and_no_other(units):
+    wanted_f, wanted_params = function_of(Loop(nnx.Rngs(0)))
+    f, params = function_of(js.shard_init(lambda: Loop(nnx.Rngs(0)), annotator(units=units)))
+    wanted = jax.jit(lambda p: forward(wanted_f, p, ROWS))(wanted_params)
+    assert worst(jax.jit(lambda p: forward(f, p, ROWS))(params), wanted) <= 2e-5
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(lambda p: f(p, ROWS).sum())(params)
+
+
+# ---- nothing outlives its trace
+
+
+class Random(nnx.Module):
+    """Layers that change their state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(self.dropout(self.dense(x)))
+
+
+def test_no_tracer_of_a_unit_outlives_its_trace():
+    build = lambda: nnx.Sequential(Random(nnx.Rngs(0)), Random(nnx.Rngs(1)))
+    model = js.shard_init(build, lambda model: js.fully_shard(model, units=Random, mesh=js.mesh()))
+    step = nnx.jit(lambda model: nnx.value_and_grad(lambda model: (model(jnp.asarray(ROWS)) ** 2).mean())(model)[0])
+    with jax.checking_leaks():
+        assert np.isfinite(float(step(model)))
