@@ -188,7 +188,7 @@ def call_a_replaced_layer():
     model = Model(lambda model, x: model.out(x), nnx.Rngs(0))
     model.out = nnx.Linear(64, 61, use_bias=False, rngs=nnx.Rngs(0))
     shard(model, shard_dim=lambda path, shape: 1 if path == "out/kernel" else None)
-    model.out = nnx.Linear(64, 61, use_bias=False, rngs=nnx.Rngs(1))
+    model.out = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(1))
     model(X)
 
 

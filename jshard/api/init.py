@@ -24,13 +24,14 @@ from jshard.plans.memories import (
     key_texts,
     parts_of,
     paths_of,
+    place_variable,
     sharding_of,
     streamed,
     to_device,
     update_layout,
 )
 from jshard.plans.mesh import AnyMesh, check_mesh
-from jshard.plans.padding import logical, padding_of, store
+from jshard.plans.padding import is_as_placed, logical, padding_of, store
 from jshard.plans.plan import record_of
 from jshard.plans.units import Path, dotted, holds_array, nested_units, plain_class, unit_of, walk
 
@@ -263,8 +264,15 @@ def abstract_optimizer(
             why=f"it places its state on the mesh it was made for ({texts[0]}), and the model is on {texts[1]}.",
             do="tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx",
         )
-    variables = ((path, v) for path, v in walk(model) if isinstance(v, nnx.Param) and path in unit.by_path)
-    check_stored(plain_class(model).__name__, [(path, v, unit.by_path[path].placement) for path, v in variables])
+    planned = [
+        (path, variable, unit.by_path[path].placement)
+        for path, variable in walk(model)
+        if isinstance(variable, nnx.Param) and path in unit.by_path
+    ]
+    check_stored(plain_class(model).__name__, planned)
+    for _, variable, placement in planned:  # a layer that was replaced is padded before its state is made
+        if is_as_placed(variable, placement):
+            place_variable(variable, placement, unit.mesh)
     if unit.optimizer is not None:
         unit.optimizer.exists = True
     places = _places(model, over_replica=shard_replicated)

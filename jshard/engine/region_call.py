@@ -27,7 +27,6 @@ from jshard.engine.program_call import (
     transposed_program,
 )
 from jshard.engine.unit_call import BACKWARD, FORWARD, copies_among
-from jshard.errors import CallError
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import CONTEXT, EXPERT, data_degree
 
@@ -281,14 +280,9 @@ class MappedRegionCall(MappedCall):
         left = list(results)
         targets = zip(self.before.targets, self.before.target_avals, self.is_mapped, strict=False)
         for i, (target, aval, is_mapped) in enumerate(targets):
-            crossing = resolved(target)
-            if crossing.is_own:
-                raise CallError(
-                    "Gradients of single examples were asked for, of parameters gathered once for all microbatches.",
-                    where=self.before.region.name,
-                    why='with sync="last" a device sums the gradients of its examples before they are reduced.',
-                    do='js.value_and_grad(loss_fn, accumulate=4, sync="each")',
-                )
+            # In a map a gradient is with respect to a parameter, never to a copy gathered for all microbatches: the
+            # copies are found by the arrays that they are of, and to differentiate an array makes another one.
+            assert not resolved(target).is_own, "each device has its own gradient of a copy"
             shape = (*results[i].shape[:1], *aval.shape) if is_mapped else aval.shape
             left[i] = _padded(results[i], shape)
         return left

@@ -17,7 +17,7 @@ from jshard import _compat
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.memories import check_offload
 from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, TENSOR, AnyMesh, degree, is_numeric
-from jshard.plans.padding import Padding, is_as_placed, padding_of
+from jshard.plans.padding import padding_of
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement, axes_of
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
@@ -346,23 +346,25 @@ def check_has_arrays(name: str, values: Iterable[Any]) -> None:
 
 
 def check_stored(name: str, params: Iterable[tuple[Path, nnx.Variable, Placement]]) -> None:
-    """Raises for parameters that a plan stores padded, and that are not: their layer was replaced after it.
+    """Raises for parameters of a replaced layer that have the size of a padded array, and no padding.
 
-    An optimizer takes arrays of these sizes for padded ones, and would drop the update of the last rows.
+    They would be taken for that array, and lose their last rows. One of the planned size is padded where it is used.
     """
-    wrong = [
-        f"{name}: {dotted(path)}  {list(variable.get_raw_value().shape)}, planned {list(p.shape)}"
-        f" and stored {list(p.stored_shape)}"
-        for path, variable, p in params
-        if p.padding and padding_of(variable) != Padding.of(p) and is_as_placed(variable, p)
-    ]
+    wrong = []
+    for path, variable, placement in params:
+        shape = variable.get_raw_value().shape
+        dim = placement.dim_from_end
+        if not placement.padding or padding_of(variable) is not None or dim is None or len(shape) < -dim:
+            continue
+        if shape[dim] == placement.stored_shape[dim]:
+            planned = f"planned {list(placement.shape)} and stored {list(placement.stored_shape)}"
+            wrong.append(f"{name}: {dotted(path)}  {list(shape)}, {planned}")
     if wrong:
         raise CallError(
-            "A parameter was replaced after the annotation, by one that is not stored padded.",
+            "A parameter was replaced after the annotation, by one of the size of its padded array.",
             where=wrong,
-            why="its plan pads it until its dim divides; the new array has the size of the old one, or of its padding.",
-            do="model.head = head  # first, and then js.fully_shard(model, mesh=mesh)\nIf the new layer has the same"
-            " size: nnx.update(model.head, nnx.to_pure_dict(nnx.state(head)))",
+            why="its plan pads it until its dim divides; the new array would be taken for the padded one.",
+            do="model.head = head  # first, and then js.fully_shard(model, mesh=mesh)",
         )
 
 
