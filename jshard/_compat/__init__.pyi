@@ -1,6 +1,8 @@
 from jshard._compat.calls import check_inside as check_inside
+from jshard._compat.calls import hold_weakly as hold_weakly
 from jshard._compat.calls import is_literal as is_literal
 from jshard._compat.calls import lower_jaxpr as lower_jaxpr
+from jshard._compat.calls import remove_unused as remove_unused
 from jshard._compat.calls import stage_with_params as stage_with_params
 from jshard._compat.calls import tangents_of as tangents_of
 from jshard._compat.environment import CUDA_VERSIONS as CUDA_VERSIONS

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import core
 from jax.extend import core as jex
-from jax.interpreters import mlir
+from jax.interpreters import mlir, partial_eval
 
 Params = dict[str, Any]
 
@@ -36,6 +36,33 @@ def stage_with_params(primitive: jex.Primitive, params_of: Callable[..., Params]
         return trace.default_process_primitive(primitive, tracers, staged, source_info)
 
     rules[primitive] = stage
+
+
+def remove_unused(primitive: jex.Primitive, rule: Callable[[list[bool], Any], tuple[list[bool], Any]]) -> None:
+    """Registers the rule by which a primitive's equations lose what nothing uses.
+
+    Args:
+        primitive: the primitive.
+        rule: returns, from which results are used and an equation, which operands are used, and a smaller equation.
+    """
+
+    def of_equation(results_used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+        return rule(results_used, rest[-1])  # since jax 0.12 the second argument says which operands are references
+
+    partial_eval.dce_rules[primitive] = of_equation
+
+
+def hold_weakly(kind: type) -> type:
+    """Lets JAX's caches hold objects of a class weakly, as they hold jaxprs: they are parameters of equations.
+
+    If the private name is gone, JAX keeps the latest thousands of such objects, with their programs.
+    """
+    try:
+        from jax._src.util import weakref_cache_key_types
+    except ImportError:
+        return kind
+    weakref_cache_key_types.add(kind)
+    return kind
 
 
 def check_inside(primitive: jex.Primitive, program_of: Callable[..., jex.ClosedJaxpr]) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 
+from jshard import _compat
 from jshard.engine import stored
 from jshard.engine.call import has_gradient
 from jshard.engine.crossing import AnyCrossing, Crossing, Region, ResultOf, of_tangent, resolved
@@ -41,6 +42,7 @@ Params:
 """
 
 
+@_compat.hold_weakly
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RegionCall(ProgramCall):
     """The call of a program in a region.

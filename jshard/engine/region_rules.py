@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
 from jshard.engine.program import merged, others, picked
@@ -72,7 +72,7 @@ def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool]
     return operands_used, smaller_eqn
 
 
-partial_eval.dce_rules[region_p] = _without_unused
+_compat.remove_unused(region_p, _without_unused)
 
 
 # ---- the rules of the primitive; those of every call are in `program_call`

@@ -56,6 +56,7 @@ class UnitSettings:
     prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
 
 
+@_compat.hold_weakly
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class UnitCall(ProgramCall):
     """The call of a unit, or of the forward or backward program of one.

@@ -171,6 +171,8 @@ def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator
         name = eqn.primitive.name
         # Operations traced inside a loop do not show where the loop is.
         place = f"{around}/{eqn.source_info.name_stack}"
+        if name == "unit":  # its operations are named after it when it is lowered
+            place = f"{place}/jshard[{eqn.params['call'].settings.name}]"
         if name == "dot_general" and inside:
             yield from _product(eqn, place, rounds)
         if name.startswith("custom_vjp_call") and _kernel(place)[1] in ("mosaic", "interpret"):

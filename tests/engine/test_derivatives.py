@@ -1,6 +1,7 @@
 """Derivatives beyond the first equal one device: forward mode, second and third order, under each setting."""
 
 import functools
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jshard as js
+from jshard.engine.region_call import RegionCall
 
 WIDTH = 16
 ROWS = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
@@ -334,3 +336,18 @@ def test_no_tracer_of_a_unit_outlives_its_trace():
     step = nnx.jit(lambda model: nnx.value_and_grad(lambda model: (model(jnp.asarray(ROWS)) ** 2).mean())(model)[0])
     with jax.checking_leaks():
         assert np.isfinite(float(step(model)))
+
+
+def test_no_program_outlives_the_function_that_was_traced():
+    """JAX's caches would keep the latest thousands of them."""
+    model = js.shard_init(net, annotator())
+    f, params = function_of(model)
+
+    def number_of_calls() -> int:
+        gc.collect()
+        return sum(isinstance(x, RegionCall) for x in gc.get_objects())
+
+    before = number_of_calls()
+    for _ in range(3):
+        jax.jit(lambda params: penalty(f, params, ROWS)).lower(params)
+    assert number_of_calls() <= before
