@@ -9,7 +9,6 @@ A description has no addresses or ids: a pipeline that is built again, in anothe
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import sys
@@ -18,6 +17,8 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+
+from jshard import _compat
 
 Description = dict[str, Any]
 """A step of a pipeline: `step`, its name; `settings`; `length`, if it is known; and `of`, the steps before it."""
@@ -54,11 +55,8 @@ def describe(pipeline: Any) -> Description | None:
     """The steps of a Grain dataset or iterator that its order of samples depends on; None for anything else."""
     if not _is_step(pipeline):
         return None
-    try:
-        version = importlib.metadata.version("grain")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown"
-    return {"grain": version, "pipeline": _Describing().step(pipeline)}
+    version = _compat.versions(["grain"])["grain"]
+    return {"grain": version or "unknown", "pipeline": _Describing().step(pipeline)}
 
 
 def differences(saved: Description | None, here: Description | None) -> list[str]:

@@ -16,6 +16,7 @@ from jshard.engine.accumulate import microbatches
 from jshard.engine.border import arrays_of, opened
 from jshard.engine.call import has_gradient, is_array
 from jshard.engine.context import global_view, without_update
+from jshard.engine.weighted import WeightedMean, mean_of
 from jshard.errors import CallError
 from jshard.linen.annotation import annotation_for, annotation_of
 from jshard.plans.memories import key_texts
@@ -154,7 +155,7 @@ def _nnx_call(
     ) -> tuple[Any, Arrays, Any]:
         live = nnx.merge(graphdef, params, state, copy=True)
         trained = nnx.All(nnx.Param, lambda path, variable: has_gradient(variable.get_raw_value()))
-        loss = lambda model, *batch: _weighted_sum(arrays_of(function(model, *batch, **arrays, **static)))
+        loss = lambda model, *batch: _loss_of(function(model, *batch, **arrays, **static))
         value, grads = value_and_grad(loss, accumulate=steps, sync=sync, wrt=trained)(live, *args)
         return value, _named(grads), nnx.state(live, nnx.Not(nnx.Param))
 
@@ -188,7 +189,7 @@ def _linen_call(
         params: Any, state: Any, rest: tuple, arrays: Arrays, steps: int, sync: str
     ) -> tuple[Any, Arrays, Any]:
         def loss(params: Any, *batch: Any) -> jax.Array:
-            return _weighted_sum(arrays_of(run(params, state, batch, arrays)[0]))
+            return _loss_of(run(params, state, batch, arrays)[0])
 
         has_all = all(map(has_gradient, jax.tree.leaves(params)))
         trained = nnx.Param if has_all else (lambda path, variable: has_gradient(variable.get_raw_value()))
@@ -209,28 +210,37 @@ def _split_keywords(kwargs: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     return arrays, static
 
 
-def _differentiated(call: _CheckedCall) -> Callable[[Any, tuple], tuple[Arrays, Arrays, Any]]:
-    """Returns a function of state and arguments: outputs and gradients by name, and the state after the call."""
+def _loss_of(out: Any) -> Any:
+    """Returns what is differentiated: a weighted mean as it is, or a sum of all outputs."""
+    return out if isinstance(out, WeightedMean) else _weighted_sum(arrays_of(out))
+
+
+def _differentiated(call: _CheckedCall) -> Callable[[Any, tuple], tuple[Arrays, Arrays, Any, Any]]:
+    """Returns a function of state and arguments.
+
+    It returns outputs and gradients by name, the state after the call, and the weight of a `js.WeightedMean`, else 1.
+    """
     params, _, first_args, arrays = call.inputs
     _, together = opened(first_args)
 
     @jax.jit
-    def program(params: Any, state: Any, values: list[Any], arrays: Arrays) -> tuple[Arrays, Arrays, Any]:
+    def program(params: Any, state: Any, values: list[Any], arrays: Arrays) -> tuple[Arrays, Arrays, Any, Any]:
         args = together(values)
         named = _named(params)
         tree = jax.tree.structure(params)
 
-        def scalar(trained: Arrays) -> tuple[jax.Array, tuple[Arrays, Any]]:
+        def scalar(trained: Arrays) -> tuple[jax.Array, tuple[Arrays, Any, Any]]:
             leaves = [trained.get(name, x) for name, x in named.items()]
             out, after = call.run(jax.tree.unflatten(tree, leaves), state, args, arrays)
-            outputs = arrays_of(out)
-            return _weighted_sum(outputs), (outputs, after)
+            weight = out.weight if isinstance(out, WeightedMean) else 1.0
+            outputs = arrays_of(mean_of(out))
+            return _weighted_sum(outputs), (outputs, after, weight)
 
         trained = {name: x for name, x in named.items() if has_gradient(x)}
-        (_, (outputs, after)), grads = jax.value_and_grad(scalar, has_aux=True)(trained)
-        return outputs, grads, after
+        (_, (outputs, after, weight)), grads = jax.value_and_grad(scalar, has_aux=True)(trained)
+        return outputs, grads, after, weight
 
-    def run(state: Any, args: tuple) -> tuple[Arrays, Arrays, Any]:
+    def run(state: Any, args: tuple) -> tuple[Arrays, Arrays, Any, Any]:
         values, _ = opened(args)
         return program(params, state, values, arrays)
 
@@ -242,9 +252,9 @@ def _compared(call: _CheckedCall, tolerance: float) -> CheckReport:
     program = _differentiated(call)
     _, state, args, _ = call.inputs
     with without_update():
-        outputs, grads, after = program(state, args)
+        outputs, grads, after, _ = program(state, args)
     with global_view(), without_update():
-        wanted_outputs, wanted_grads, wanted_after = program(state, args)
+        wanted_outputs, wanted_grads, wanted_after, _ = program(state, args)
     of_outputs = {name or "output": (x, wanted_outputs[name]) for name, x in outputs.items()}
     of_grads = {name: (x, wanted_grads[name]) for name, x in grads.items()}
     of_state = _changed(*map(_compared_state, (after, wanted_after, call.inputs[1])))
@@ -282,17 +292,20 @@ def _mean_of_microbatches(call: _CheckedCall, steps: int) -> tuple[Any, Arrays, 
     program = _differentiated(call)
     parts = microbatches(args, call.root, steps, call.where)
     values: list[np.ndarray] = []
+    weights: list[float] = []
     of_parts: list[dict[str, np.ndarray]] = []
     after: Any = None
     for i in range(steps):
         part = jax.tree.map(lambda rows, i=i: rows[i], parts)
         with global_view(), without_update():
-            outputs, grads, after = program(state, part)
-        values.append(_exact(_weighted_sum(outputs)))
-        of_parts.append({name: _exact(x) for name, x in grads.items()})
+            outputs, grads, after, weight = program(state, part)
+        weights.append(float(weight))
+        values.append(_exact(_weighted_sum(outputs)) * weights[-1])
+        of_parts.append({name: _exact(x) * weights[-1] for name, x in grads.items()})
         state = after or state  # a Linen model's loss returns none
-    means = {name: sum(part[name] for part in of_parts) / steps for name in of_parts[0]}
-    return sum(values) / steps, means, after
+    total = sum(weights)
+    means = {name: sum(part[name] for part in of_parts) / total for name in of_parts[0]}
+    return sum(values) / total, means, after
 
 
 def _named(tree: Any) -> Arrays:

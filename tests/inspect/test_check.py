@@ -15,6 +15,7 @@ import jshard as js
 from jshard.engine import accumulate, call, stored
 from jshard.engine.context import in_global_view
 from jshard.engine.schedule.program_schedule import ScheduledUnit
+from jshard.engine.weighted import MeanShares
 from jshard.errors import CallError
 from jshard.plans import placement
 
@@ -309,3 +310,20 @@ def test_another_dtype_is_found_unless_a_policy_asks_for_it():
         js.check(model, X, loss_fn=loss_fn)
     half = js.fully_shard(Scale(), mesh=js.mesh(), mixed_precision=js.MixedPrecision(output="bfloat16"))
     assert js.check(half, X, loss_fn=loss_fn).worst < 1e-4
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_a_masked_mean_is_compared_over_microbatches_by_its_weights(sync, monkeypatch):
+    mask = (jnp.arange(len(X)) % 4 < 1 + jnp.arange(len(X)) // 12).astype(jnp.float32)
+
+    def loss_fn(model: nnx.Module, x: jax.Array, mask: jax.Array) -> js.WeightedMean:
+        return js.WeightedMean(((model(x) ** 2).mean(-1) * mask).sum(), mask.sum())
+
+    model = js.fully_shard(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), mesh=js.mesh(), placement=SMALL)
+    assert js.check(model, X, mask, loss_fn=loss_fn).worst < 1e-4
+    assert js.check(model, X, mask, loss_fn=loss_fn, accumulate=3, sync=sync).worst < 1e-4
+    monkeypatch.setattr(
+        MeanShares, "of", classmethod(lambda cls, before, weight: cls(before / (before + 1), 1 / (before + 1)))
+    )
+    with pytest.raises(CallError, match="gradient"):  # as means of the microbatches' means
+        js.check(model, X, mask, loss_fn=loss_fn, accumulate=3, sync=sync)
