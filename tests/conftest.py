@@ -33,7 +33,8 @@ LONG = """
     test_derivatives test_own_rules test_vmap test_held_promises test_other_dtypes test_gradients_of_every_placement
     test_border test_same_state_on_processes test_stalls test_launch test_restarts test_roll_call
     test_linen_composition test_linen_model_file test_train_run test_partition_opaque test_tensor_parallel
-    test_transforms_inside test_partition_loops test_linen_uneven test_annotation test_parity test_errors_golden test_optimizers test_uneven
+    test_transforms_inside test_partition_loops test_linen_uneven test_annotation test_parity
+    test_errors_golden test_optimizers test_uneven
     test_first_loss test_kernels test_kernel_launch test_linen test_llama test_loops test_linen_frozen
     test_costs_beyond test_init test_resnet test_vdit test_linen_offload test_equations test_composition test_search
     test_linen_lifted test_bad_input test_t5 test_gpt test_dhen test_docs_commands test_docs
