@@ -88,6 +88,8 @@ def check_inside(primitive: jex.Primitive, program_of: Callable[..., jex.ClosedJ
 
 def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> Any:
     """Lowers a program in place of an equation, without tracing it again as `mlir.lower_fun` would."""
+    if _has(closed.jaxpr, ("call_hi_primitive",)):  # since jax 0.12: only a trace for lowering turns it into others
+        return mlir.lower_fun(jex.jaxpr_as_fun(closed), multiple_results=True)(ctx, *operands)
     constants = []
     for const in closed.consts:
         values = mlir.ir_constants(const)
@@ -110,6 +112,16 @@ def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> A
     return results
 
 
+def _has(jaxpr: Any, names: tuple[str, ...]) -> bool:
+    """Whether a program has equations of some primitives."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in names:
+            return True
+        if any(_has(inner, names) for inner in jex.jaxprs_in_params(eqn.params)):
+            return True
+    return False
+
+
 def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
     """Returns the results' tangents of the function of which `jax.vjp` has made `vjp`, for tangents of its argument.
 
@@ -126,11 +138,46 @@ def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDt
         arguments = jax.tree.leaves(vjp.args_res, is_leaf=lambda x: type(x).__name__ == "NotNeeded")
         residuals = [arguments[one.idx] if one.primal else vjp.opaque_residuals[one.idx] for one in sources]
         structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
+        can_run = not _has(linear, ("call_hi_primitive_linearized",))
     except (AttributeError, IndexError, TypeError, ValueError):
+        can_run = False
+    if not can_run:
         transposed_again = jax.linear_transpose(lambda cotangents: vjp(cotangents)[0], list(results))
         return transposed_again(list(tangents))[0]
+    linear = _of_plain_primitives(linear) if _has_transposed_only(linear) else linear
     tangents_out = iter(core.eval_jaxpr(linear, residuals, *tangents, *structured))
     filled = []
     for aval, is_zero in zip(results, without_tangent, strict=True):
         filled.append(jax.numpy.zeros(aval.shape, aval.dtype) if is_zero else next(tangents_out))
     return filled
+
+
+def _of_plain_primitives(jaxpr: Any) -> Any:
+    """Returns a linear jaxpr that can be run: since jax 0.12 some of its equations can only be transposed."""
+    equations = []
+    for eqn in jaxpr.eqns:
+        plain = getattr(eqn.primitive, "prim", eqn.primitive) if _is_transposed_only(eqn) else eqn.primitive
+        params = {name: _with_plain_primitives(value) for name, value in eqn.params.items()}
+        equations.append(eqn.replace(primitive=plain, params=params))
+    return jaxpr.replace(eqns=equations)
+
+
+def _is_transposed_only(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("vjp_node[")
+
+
+def _with_plain_primitives(value: Any) -> Any:
+    if isinstance(value, tuple) and value and all(isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr)) for x in value):
+        return tuple(map(_with_plain_primitives, value))
+    if not isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)) or not _has_transposed_only(value):
+        return value
+    if isinstance(value, jex.Jaxpr):
+        return _of_plain_primitives(value)
+    return jex.ClosedJaxpr(_of_plain_primitives(value.jaxpr), value.consts)
+
+
+def _has_transposed_only(jaxpr: Any) -> bool:
+    for eqn in jaxpr.eqns:
+        if _is_transposed_only(eqn) or any(map(_has_transposed_only, jex.jaxprs_in_params(eqn.params))):
+            return True
+    return False
