@@ -260,7 +260,7 @@ KEEPS: Mapping[str, str] = MappingProxyType(
 """Descriptions of what the other policies keep."""
 
 KEPT_PRODUCT = "jshard kept product"
-"""The name of a product that `SELECTIVE` keeps: see `jshard.engine.trace.named_products`."""
+"""The name of a product that `SELECTIVE` keeps: see `jshard.engine.program.checkpointed`."""
 
 # A gathered parameter must not be kept for backward under another name: these primitives only rename or recast.
 _FREE = frozenset(
