@@ -212,6 +212,8 @@ def test_second_derivatives_equal_one_device_on_each_mesh(name):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_derivative_equals_one_device_under_each_setting_on_each_mesh(mesh, settings):
+    if MESHES[mesh]["fsdp"] == 1 and SETTINGS[settings].get("reshard_after_forward") == 2:
+        pytest.skip("one device holds each parameter whole: no group of two keeps a piece")
     check(net, annotator(MESHES[mesh], **SETTINGS[settings]), DERIVATIVES)
 
 

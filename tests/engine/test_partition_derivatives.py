@@ -122,12 +122,20 @@ def cases_of(family: str, mode: str) -> dict[str, Case]:
 
 
 def difference(ours: Any, wanted: Any) -> float:
-    """The largest difference, in units of the largest number of all leaves."""
-    numbers = lambda tree: [np.asarray(_data(x)).astype(np.complex128) for x in jax.tree.leaves(tree)]
-    pairs = list(zip(numbers(ours), numbers(wanted), strict=True))
-    largest = max((float(np.abs(b).max(initial=0)) for _, b in pairs), default=0.0)
-    worst = max((float(np.abs(a - b).max(initial=0)) for a, b in pairs), default=0.0)
-    return worst / max(largest, 1e-3)
+    """The largest difference, in units of the largest number of all leaves; not a number where only one side is."""
+    largest = 1e-3
+    worst = 0.0
+    for mine, reference in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        mine, reference = _numbers(mine), _numbers(reference)
+        # Outside of a function's domain both are NaN, as in plain JAX: such elements are equal.
+        defined = ~(np.isnan(mine) & np.isnan(reference))
+        largest = np.fmax(largest, np.abs(reference[defined]).max(initial=0))
+        worst = np.maximum(worst, np.abs(mine - reference)[defined].max(initial=0))
+    return float(worst / largest)
+
+
+def _numbers(x: jax.Array) -> np.ndarray:
+    return np.asarray(_data(x)).astype(np.complex128)
 
 
 def _data(x: jax.Array) -> jax.Array:
@@ -138,6 +146,8 @@ def _data(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", [name if name == "along" else wide(name) for name in FAMILIES])
 def test_every_primitive_is_differentiated_and_mapped_as_on_one_device(family: str, mode: str) -> None:
+    if (family, mode) == ("special", "gradient of a gradient"):
+        pytest.skip("JAX has no second derivative of any of these")
     cases = cases_of(family, mode)
     assert len(cases) > len(FAMILIES[family]) / 4
     mesh = js.mesh()
