@@ -9,7 +9,7 @@ which makes any remat policy ZeRO-3.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jshard import _compat
 from jshard.engine.call import has_gradient
 from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
-Atom = Var | Literal
+Atom: TypeAlias = Var | Literal
 Bind = Callable[[JaxprEqn, list[Any]], list[Any]]
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from jshard.errors import CallError
 from jshard.plans.placement import axes_of, spec_over
 
 if TYPE_CHECKING:
-    from jshard.engine.per_example import Body
+    from jshard.engine.example_call import Body
 
 
 @rule("per_example", converts_partial=True)
@@ -24,7 +24,7 @@ def per_example(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | 
     """The function on the examples of this shard."""
     body: Body = eqn.params["body"]
     sizes = [p.full_shape(v)[d] for v, d in zip(values, body.ins, strict=True) if d is not None]
-    own = [values[k] for k in body.own]
+    own = [values[k] for k in body.from_forward]
     if not all(map(p.divides, sizes)) or (own and not all(v.is_split for v in own)):
         return None  # forward was computed whole, or this cannot be split
     xs = [p.whole(v).x if d is None else p.split(v, d).x for v, d in zip(values, body.ins, strict=True)]
