@@ -98,3 +98,11 @@ def scope(kernel: str, form: str) -> str:
 def kernels_of(place: str) -> list[tuple[str, str]]:
     """Names and forms of the kernels whose scopes are in a text, outermost first."""
     return _SCOPE.findall(place)
+
+
+def shortened(texts: list[str], most: int, kind: str = "") -> list[str]:
+    """Returns the first texts, and how many more there are: `and 3 more lines` for the kind " lines"."""
+    more = len(texts) - most
+    if more <= 0:
+        return texts
+    return [*texts[:most], f"and {more} more{kind}"]

@@ -14,13 +14,14 @@ from jshard import _compat
 from jshard.engine import mixing
 from jshard.engine.crossing import Crossing, Gathered, resolved
 from jshard.engine.inner import over_axis
-from jshard.engine.mixing import note_layers, products_that_depend, warn_of_whole
+from jshard.engine.layer_stacks import note_layers
 from jshard.engine.program import evaluate_jaxpr
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule.barriers import available_together
 from jshard.engine.schedule.prefetch import shards_gathered_by
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.unit_call import BACKWARD, FORWARD
+from jshard.engine.unsplit import LocalProduct, TracedCall, products_that_depend, warn_of_whole
 from jshard.plans.memories import fetched, to_host
 from jshard.plans.mesh import data_degree, degree, manual_axes
 
@@ -123,10 +124,7 @@ class _Execution:
         mixing.note(region.unit, region.name, call.part, p.moved)
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
-            is_split = [isinstance(one.state, int) for one in self._operands]
-            of_examples = functools.partial(products_that_depend, call.program.jaxpr.jaxpr, is_split)
-            arguments, num_shards = list(region.arguments), data_degree(region.mesh)
-            warn_of_whole(region.name, arguments, region.batch, num_shards, p.noted, of_examples)
+            self._warn_of_whole([record for record in p.noted if isinstance(record, LocalProduct)])
         kept = region.keeps(p, self._operands) if call.returns_copies else {}
 
         is_own = [target.is_own for target in self._targets]
@@ -137,6 +135,19 @@ class _Execution:
         left = [*outs, *kept.values()]
         self._leave(leaving, [v.ndim for v in left])
         return [one.leave(v) for one, v in zip(leaving, left, strict=True)]
+
+    def _warn_of_whole(self, products: list[LocalProduct]) -> None:
+        region = self._region
+        is_split = [isinstance(crossing.state, int) for crossing in self._operands]
+        traced = TracedCall(
+            name=region.name,
+            arguments=region.arguments,
+            batch=region.batch,
+            degree=data_degree(region.mesh),
+            products=products,
+            products_of_examples=functools.partial(products_that_depend, self._call.program.jaxpr.jaxpr, is_split),
+        )
+        warn_of_whole(traced)
 
     def _results(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
         """Returns the results; gradients are stored like their parameters, those of copies as each device's part."""

@@ -17,11 +17,12 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine import rules
-from jshard.engine.mixing import LocalProduct, Mixing, scope_of, shapes_of
+from jshard.engine.mixing import Mixing, scope_of
 from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known
 from jshard.engine.rules import loops as loops  # enters rules into the table, like the others here
 from jshard.engine.rules import opaque as opaque
 from jshard.engine.rules.reductions import flops
+from jshard.engine.unsplit import LocalProduct, shapes_of
 from jshard.errors import CallError, FourPartError
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from jshard.engine.blame import inside_annotated_call
 from jshard.engine.call import NnxCall, as_plain
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.crossing import Crossing, Region
-from jshard.engine.mixing import batch_size
 from jshard.engine.program import abstract
 from jshard.engine.region_call import RegionCall
 from jshard.engine.rules import Shard
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitSettings
+from jshard.engine.unsplit import batch_size
 from jshard.errors import CallError
 from jshard.plans.mesh import CONTEXT, EXPERT, data_degree, degree
 from jshard.plans.plan import resharded

@@ -16,7 +16,8 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import folded_names, human_bytes, name_pattern
-from jshard.engine.mixing import Mixing, as_traced
+from jshard.engine.layer_stacks import as_traced
+from jshard.engine.mixing import Mixing
 from jshard.errors import ShardingError
 from jshard.inspect.communication import Difference, differences, without_mixing
 from jshard.inspect.hlo import Schedule, Window

@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import folded_names, human_bytes, human_count, joined_name, name_pattern
-from jshard.engine.mixing import Mixing, as_traced, mixing_of
+from jshard.engine.layer_stacks import as_traced
+from jshard.engine.mixing import Mixing, mixing_of
 from jshard.errors import AnnotationError
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes

@@ -24,7 +24,7 @@ from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
-from jshard.engine.mixing import as_traced
+from jshard.engine.layer_stacks import as_traced
 from jshard.errors import FourPartError, RunError
 from jshard.inspect.audit import audit
 from jshard.launch import StopSignal, stall

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import jshard as js
 from jshard import cli
 from jshard.cluster.compile_process import lowered_step
-from jshard.engine.mixing import as_traced
+from jshard.engine.layer_stacks import as_traced
 from jshard.inspect.audit import audit
 from jshard.inspect.communication import traffic_of
 from jshard.train import load_model_file
