@@ -11,8 +11,9 @@ from flax import nnx
 from jax import lax
 
 from jshard import _compat
-from jshard.engine.call import Before, Kept, MethodCall, raw
+from jshard.engine.method_call import FlatState, MethodCall, Snapshot
 from jshard.engine.units import in_region_trace
+from jshard.engine.values import raw
 from jshard.errors import CallError
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import dotted, plain_class, unit_of
@@ -127,7 +128,7 @@ class _Stack:
             do="js.scan_layers(layers, x)",
         )
 
-    def write_back(self, changes: Kept) -> None:
+    def write_back(self, changes: FlatState) -> None:
         """Writes changed state, with a row per layer, back to the layers."""
         for i, call in enumerate(self.calls):
             pick = (lambda value, i=i: _row(value, i)) if self.is_list else lambda value: value
@@ -149,9 +150,9 @@ def _scan(stack: _Stack) -> Any:
     def layer(x: Any, rows: tuple) -> tuple[Any, tuple]:
         params, state, own = rows
         live = call.put_together(params, state, call.arrays)
-        before = Before.of(live)
+        before = Snapshot.of(live)
         x, output = stack.run(live.module, x, own)
-        changed[:] = before.changes(live, call.where)
+        changed[:] = before.changed_state(live, call.where)
         return x, (output, [raw(v) for _, v in changed])
 
     def step(x: Any, rows: tuple) -> tuple[Any, tuple]:

@@ -20,10 +20,10 @@ from jax.extend import core as jex
 from jax.extend.core import Jaxpr
 
 from jshard import _compat
-from jshard.engine.call import has_gradient
 from jshard.engine.example_call import Body, per_example_p
 from jshard.engine.program import Atom, abstract, dependents, merged, others, picked
 from jshard.engine.rules import PARTIAL
+from jshard.engine.values import has_gradient
 from jshard.errors import CallError
 
 Shape = tuple[int, ...]

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jshard import _compat
-from jshard.engine.call import has_gradient
+from jshard.engine.values import has_gradient
 from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
 Atom: TypeAlias = Var | Literal

@@ -25,8 +25,8 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, partial_eval
 
 from jshard import _compat
-from jshard.engine.call import has_gradient
 from jshard.engine.program import Gradient, Program, abstract, dependents, evaluate_jaxpr, merged, others, picked
+from jshard.engine.values import has_gradient
 from jshard.plans.memories import placed_like
 
 

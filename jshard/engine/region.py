@@ -18,9 +18,10 @@ from jshard.engine import region_rules as region_rules  # enters the rules of th
 from jshard.engine import stored, units
 from jshard.engine.accumulate import gathered_copies
 from jshard.engine.blame import inside_annotated_call
-from jshard.engine.call import NnxCall, as_plain
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.crossing import Crossing, Region
+from jshard.engine.nnx_call import NnxCall
+from jshard.engine.padded import as_plain
 from jshard.engine.program import abstract
 from jshard.engine.region_call import RegionCall
 from jshard.engine.rules import Shard

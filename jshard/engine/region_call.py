@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from jshard import _compat
 from jshard.engine import stored
-from jshard.engine.call import has_gradient
 from jshard.engine.crossing import AnyCrossing, Crossing, Region, ResultOf, of_tangent, resolved
 from jshard.engine.on_shards import Partition, partition
 from jshard.engine.program import Gradient, Program, merged, others, picked
@@ -28,6 +27,7 @@ from jshard.engine.program_call import (
     transposed_program,
 )
 from jshard.engine.unit_call import BACKWARD, FORWARD, copies_among
+from jshard.engine.values import has_gradient
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import CONTEXT, EXPERT, data_degree
 

@@ -13,7 +13,6 @@ from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
 from jshard.engine import rules
-from jshard.engine.call import has_gradient
 from jshard.engine.program import Gradient, Program, abstract, evaluate_jaxpr, others, picked
 from jshard.engine.program_call import (
     Adjoint,
@@ -29,6 +28,7 @@ from jshard.engine.program_call import (
     transpose_rule,
     transposed_program,
 )
+from jshard.engine.values import has_gradient
 from jshard.plans.policies import Prefetch
 from jshard.plans.units import OWN
 

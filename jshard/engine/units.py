@@ -12,13 +12,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.call import NnxCall, is_array, is_nnx
 from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.equality import shared
+from jshard.engine.nnx_call import NnxCall
 from jshard.engine.program import Program, abstract, checkpointed
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitCall, UnitSettings
+from jshard.engine.values import is_array, is_nnx
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import data_axes, data_degree
 from jshard.plans.placement import Placement

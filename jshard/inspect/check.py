@@ -14,8 +14,8 @@ from flax import nnx
 from jshard.api.gradients import value_and_grad
 from jshard.engine.accumulate import microbatches
 from jshard.engine.border import arrays_of, opened
-from jshard.engine.call import has_gradient, is_array
 from jshard.engine.context import global_view, without_update
+from jshard.engine.values import has_gradient, is_array
 from jshard.engine.weighted import WeightedMean, mean_of
 from jshard.errors import CallError
 from jshard.linen.annotation import annotation_for, annotation_of

@@ -3,7 +3,7 @@
 JAX has no unevenly sharded arrays. Such a variable holds the padded array, and all code that reads or writes the
 variable sees the logical one. Because the padding is in the class, it survives everything that nnx does to a variable.
 Raw arrays (`jax.tree.leaves`, `nnx.as_pure`) are padded; their padding is zero, and has no gradient. An optimizer that
-maps over them averages over the padding too: `jshard.engine.call` refuses it.
+maps over them averages over the padding too: `jshard.engine.padded` refuses it.
 """
 
 import contextlib

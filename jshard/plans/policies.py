@@ -28,7 +28,7 @@ def is_real_float(dtype: Any) -> bool:
 
     A cast would drop the imaginary part of complex numbers, round integers and indices, and change floats of 8 bits or
     less without the scale that belongs to them. So these are stored, sent and computed with as they are. Whether an
-    array has a gradient is another question: `jshard.engine.call.has_gradient`.
+    array has a gradient is another question: `jshard.engine.values.has_gradient`.
     """
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 

@@ -1,0 +1,217 @@
+"""A method call on a module as a function of arrays: split, merged again, and its changes written back.
+
+MethodCall    splits the module and its arguments into arrays and their structure
+Live          is a fresh copy of both, which holds the arrays of a trace; the method runs on it
+Snapshot      is what the copy held before the method ran, to know what the method changed
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jshard import _compat
+from jshard.engine import border
+from jshard.engine.values import is_array, is_nnx, raw, with_value
+from jshard.errors import CallError
+from jshard.plans.units import Path, dotted, plain_class, walk
+
+FlatState = list[tuple[Path, Any]]
+"""Variables by path; an array that is a plain attribute of a module stands for itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """A module and arguments merged from arrays.
+
+    Attributes:
+        graph: the module, and the nnx objects among the arguments. They are one graph, because they may share
+            variables.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
+
+    graph: tuple[nnx.Module, tuple[Any, ...]]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def module(self) -> nnx.Module:
+        """The module whose method runs."""
+        return self.graph[0]
+
+    def contents(self) -> tuple[FlatState, dict[Path, Any]]:
+        """Returns the variables, and the values of plain attributes, by path."""
+        variables: FlatState = []
+        attributes: dict[Path, Any] = {}
+        for path, x in walk(self.graph, settings=True):
+            is_setting = type(x) in _compat.SETTINGS
+            if isinstance(x, nnx.Variable) and not is_setting:
+                variables.append((path, x))
+            elif not _compat.is_node(x):
+                attributes[path] = x
+        return variables, attributes
+
+
+class MethodCall:
+    """One call, split into parameters, other variables (state), and arrays among the arguments.
+
+    The paths of variables start with 0 in the module, with 1 in the arguments.
+
+    Attributes:
+        method: the method.
+        where: its class and name, for messages.
+        arguments: the arguments, taken apart.
+        has_objects: whether there are nnx objects among them.
+        arrays: the arrays among them.
+        graph: the module, and these objects.
+        params: the parameters of both.
+        state: their other variables.
+    """
+
+    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.method = method
+        self.where = f"{plain_class(module).__name__}.{method.__name__}"
+        self.arguments = border.Arguments(args, kwargs, (args, kwargs), is_leaf=is_nnx)
+        self._leaves = self.arguments.leaves
+        self._array_positions = [i for i, leaf in enumerate(self._leaves) if is_array(leaf)]
+        self._object_positions = [i for i, leaf in enumerate(self._leaves) if is_nnx(leaf)]
+        self.has_objects = bool(self._object_positions)
+        self.arrays = [self._leaves[i] for i in self._array_positions]
+        self.graph = (module, tuple(self._leaves[i] for i in self._object_positions))
+        self._graphdef, params, state = nnx.split(self.graph, nnx.Param, ...)
+        self.params: FlatState = list(nnx.to_flat_state(params))
+        self.state: FlatState = list(nnx.to_flat_state(state))
+
+    def key(self) -> Hashable:
+        """Returns a value that is equal for calls that run the same program on arrays of the same types."""
+        dynamic = {*self._array_positions, *self._object_positions}
+        static = []
+        for i, leaf in enumerate(self._leaves):
+            if i not in dynamic:
+                static.append((type(leaf), leaf))  # with its type: 1, 1.0 and True are equal
+        return self.method, self._graphdef, self.arguments.form, tuple(self._array_positions), tuple(static)
+
+    def difference(self, other: "MethodCall") -> str:
+        """Describes where another call's module differs in structure; empty if it does not."""
+        mine = self._types()
+        theirs = other._types()
+        different = [path for path in dict.fromkeys([*mine, *theirs]) if mine.get(path) != theirs.get(path)]
+        if different:
+            return "; ".join(
+                f"{dotted(path[1:])}: {mine.get(path, 'none')} and {theirs.get(path, 'none')}" for path in different[:4]
+            )
+        if self._graphdef != other._graphdef:
+            return "their attributes or annotations differ."
+        return ""
+
+    def _types(self) -> dict[Path, Any]:
+        def type_of(x: Any) -> str:
+            return f"{x.dtype}{list(x.shape)}"
+
+        return {path: jax.tree.map(type_of, raw(variable)) for path, variable in self.params + self.state}
+
+    def values(self) -> tuple[list, list, list]:
+        """Returns the arrays of the call: parameters, state (each a pytree), arguments."""
+        params = [raw(variable) for _, variable in self.params]
+        state = [raw(variable) for _, variable in self.state]
+        return params, state, self.arrays
+
+    def put_together(self, params: Sequence, state: Sequence, arrays: Sequence) -> Live:
+        """Returns a fresh copy of module and arguments that holds these values."""
+        variables: FlatState = []
+        for (path, variable), value in zip(self.params + self.state, [*params, *state], strict=True):
+            variables.append((path, with_value(variable, value)))
+        graph = nnx.merge(self._graphdef, nnx.from_flat_state(variables), copy=True)
+        leaves = list(self._leaves)
+        for i, x in zip(self._array_positions, arrays, strict=True):
+            leaves[i] = x
+        for i, x in zip(self._object_positions, graph[1], strict=True):
+            leaves[i] = x
+        args, kwargs = self.arguments.form.together(leaves, [])
+        return Live(graph, args, kwargs)
+
+    def write_back(self, changes: FlatState) -> None:
+        """Writes the changes of the call to the caller's objects; a variable that is new becomes an attribute."""
+        if not changes:
+            return
+        nodes = dict(walk(self.graph))
+        for path, variable in changes:
+            if path in nodes:
+                nodes[path].set_raw_value(variable.get_raw_value())
+            else:
+                parent = nodes[path[:-1]]
+                setattr(parent, str(path[-1]), variable)
+
+
+# A read may return a new object of these types, equal to the one before.
+_PLAIN_VALUES = (str, bytes, int, float, complex)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The contents of a live graph before its method ran: of variables, and of plain attributes."""
+
+    values: dict[Path, Any]
+    attributes: dict[Path, Any]
+
+    @classmethod
+    def of(cls, live: Live) -> "Snapshot":
+        """Returns its current contents."""
+        variables, attributes = live.contents()
+        return cls({path: variable.get_raw_value() for path, variable in variables}, attributes)
+
+    def changed_variables(self, live: Live, where: str) -> FlatState:
+        """Returns the variables that the method changed or created, including parameters.
+
+        Raises:
+            CallError: it changed a plain attribute. That is lost: the method ran on a copy.
+        """
+        variables, attributes = live.contents()
+        lost = [path for path, x in attributes.items() if not self._has_attribute(path, x)]
+        if lost:
+            raise CallError(
+                "A plain attribute was written inside the call.",
+                where=[f"{where}: {dotted(path[1:])}" for path in lost],
+                why="the call runs on a copy of the module; only nnx Variables are copied back.",
+                do="self.count = nnx.Variable(jnp.zeros((), int))  # keep it in a variable",
+            )
+        changed: FlatState = []
+        for path, variable in variables:
+            if not _has_same_leaves(variable.get_raw_value(), self.values.get(path)):
+                changed.append((path, variable))
+        return changed
+
+    def changed_state(self, live: Live, where: str) -> FlatState:
+        """Returns the variables that the method changed or created; raises if a parameter is among them."""
+        changed = self.changed_variables(live, where)
+        written = [f"{where}: {dotted(path[1:])}" for path, v in changed if isinstance(v, nnx.Param)]
+        if written:
+            raise parameter_written(
+                written,
+                why="the layers run in one loop, which has their parameters as its input.",
+                do="for layer in layers: x = layer(x)  # in place of js.scan_layers",
+            )
+        return changed
+
+    def _has_attribute(self, path: Path, x: Any) -> bool:
+        if path not in self.attributes:
+            return False
+        before = self.attributes[path]
+        if before is x:
+            return True
+        return type(before) is type(x) and isinstance(x, _PLAIN_VALUES) and before == x
+
+
+def parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:
+    """Returns the error for parameters that a method wrote."""
+    return CallError("A parameter was written inside the call.", where=places, why=why, do=do)
+
+
+def _has_same_leaves(a: Any, b: Any) -> bool:
+    """Returns whether two values consist of the same arrays; by identity, as traced ones have no values."""
+    a_leaves = jax.tree.leaves(a)
+    b_leaves = jax.tree.leaves(b)
+    return len(a_leaves) == len(b_leaves) and all(x is y for x, y in zip(a_leaves, b_leaves, strict=True))
