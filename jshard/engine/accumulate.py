@@ -12,9 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.context import during
+from jshard.engine.gathers import gather
+from jshard.engine.gradient_sums import reduce_gradient
 from jshard.engine.inner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, Value
-from jshard.engine.stored import gather, inner_dims, reduce_gradient
+from jshard.engine.stored import inner_dims
 from jshard.engine.weighted import MeanShares, nonzero, value_and_weight
 from jshard.errors import CallError
 from jshard.plans.memories import back, fetched, key_texts, placed_like, to_device
@@ -35,39 +37,68 @@ from jshard.plans.units import Unit
 
 
 def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
-    """Splits a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
+    """Splits a batch so that every data shard keeps its own examples: microbatch i takes every `steps`-th, from i on.
 
     Scalars are passed whole to every microbatch. A random key is split, typed or raw. So is each key of an array of
     keys, unless it has one for every row: then they are rows.
-    """
-    shards = data_degree(unit.mesh)
-    flat, _ = jax.tree_util.tree_flatten_with_path(batch)
-    rows = {jnp.shape(x)[0] for _, x in flat if jnp.ndim(x) and not _may_be_keys(x)}
-    keys = [_may_be_keys(x) and not _is_by_row(x, rows, steps * shards) for _, x in flat]
-    arrays = zip(flat, keys, strict=True)
-    sized = [(jax.tree_util.keystr(p), jnp.shape(x)) for (p, x), is_key in arrays if jnp.ndim(x) and not is_key]
-    bad = [(p, shape) for p, shape in sized if shape[0] % (steps * shards)]
-    if bad:
-        raise CallError(
-            "The batch cannot be cut into microbatches.",
-            where=[f"{name}: batch{p}  shape {tuple(s)}" for p, s in bad],
-            why=f"{steps} microbatches over {shards} data shards need a leading dim that divides by {steps * shards}.",
-            do=f"js.value_and_grad(loss_fn, accumulate=1)  # or a batch that is a multiple of {steps * shards}",
-        )
-    spec, over = PartitionSpec(None, data_axes(unit.mesh)), degree(unit.mesh, CONTEXT)
 
-    def cut(x: Any, is_key: bool) -> jax.Array:
+    Args:
+        batch: arrays with examples along dim 0.
+        unit: the root of the model.
+        steps: the number of microbatches.
+        name: of the model, for messages.
+
+    Returns:
+        The batch with a leading dim for the microbatches.
+
+    Raises:
+        CallError: the number of examples does not divide.
+    """
+    num_parts = steps * data_degree(unit.mesh)
+    row_counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x) and not _may_be_keys(x)}
+
+    def is_keys(x: Any) -> bool:
+        return _may_be_keys(x) and not _is_by_row(x, row_counts, num_parts)
+
+    _check_rows_divide(batch, is_keys, steps, num_parts, name)
+
+    def cut(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        if is_key:
+        if is_keys(x):
             return _split_keys(x, steps)
         if not x.ndim:
             return jnp.broadcast_to(x, (steps,))
+        # Neighbouring rows go to different microbatches, so that no row leaves its data shard.
         rows = x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
-        is_split = over > 1 and x.ndim > 1 and x.shape[1] % over == 0
-        sharding = NamedSharding(unit.mesh, PartitionSpec(*spec, CONTEXT) if is_split else spec)
+        sharding = NamedSharding(unit.mesh, _microbatch_spec(x, unit.mesh))
         return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
 
-    return jax.tree.map(cut, batch, jax.tree.unflatten(jax.tree.structure(batch), keys))
+    return jax.tree.map(cut, batch)
+
+
+def _check_rows_divide(batch: Any, is_keys: Callable[[Any], bool], steps: int, num_parts: int, name: str) -> None:
+    places = []
+    for path, x in jax.tree.leaves_with_path(batch):
+        shape = jnp.shape(x)
+        if shape and not is_keys(x) and shape[0] % num_parts:
+            places.append(f"{name}: batch{jax.tree_util.keystr(path)}  shape {tuple(shape)}")
+    if places:
+        raise CallError(
+            "The batch cannot be cut into microbatches.",
+            where=places,
+            why=f"{steps} microbatches over {num_parts // steps} data shards need a leading dim that divides by"
+            f" {num_parts}.",
+            do=f"js.value_and_grad(loss_fn, accumulate=1)  # or a batch that is a multiple of {num_parts}",
+        )
+
+
+def _microbatch_spec(x: jax.Array, mesh: AnyMesh) -> PartitionSpec:
+    """Returns how microbatches of an array are split: the examples over the data axes, a sequence over `context`."""
+    context_degree = degree(mesh, CONTEXT)
+    has_sequence = context_degree > 1 and x.ndim > 1 and x.shape[1] % context_degree == 0
+    if has_sequence:
+        return PartitionSpec(None, data_axes(mesh), CONTEXT)
+    return PartitionSpec(None, data_axes(mesh))
 
 
 def _is_typed_key(x: Any) -> bool:
@@ -75,7 +106,7 @@ def _is_typed_key(x: Any) -> bool:
 
 
 def _may_be_keys(x: Any) -> bool:
-    """Whether an array holds typed keys, or has the form of one raw key, as from `jax.random.PRNGKey`."""
+    """Returns whether an array holds typed keys, or has the form of one raw key, as from `jax.random.PRNGKey`."""
     if _is_typed_key(x):
         return True
     raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -83,7 +114,7 @@ def _may_be_keys(x: Any) -> bool:
 
 
 def _is_by_row(x: Any, rows: set[int], parts: int) -> bool:
-    """Whether an array of keys, or of the form of a raw key, has a row for each row of the batch."""
+    """Returns whether an array of keys, or of the form of a raw key, has a row for each row of the batch."""
     if not jnp.ndim(x):
         return False
     size = jnp.shape(x)[0]
@@ -91,7 +122,7 @@ def _is_by_row(x: Any, rows: set[int], parts: int) -> bool:
 
 
 def _split_keys(keys: jax.Array, steps: int) -> jax.Array:
-    """As many new keys for each key, along a new leading dim."""
+    """Returns `steps` new keys for each key, along a new leading dim."""
     if not _is_typed_key(keys) or not keys.ndim:
         return jax.random.split(keys, steps)
     split = jax.vmap(lambda key: jax.random.split(key, steps), out_axes=1)
@@ -102,142 +133,203 @@ class Copies:
     """Full copies of parameters, gathered beforehand, by the ids of the stored arrays.
 
     A parameter that was changed since, or that of another model, is a different array.
+
+    Attributes:
+        by_id: the copies.
+        taken: ids of those that a call has taken.
+        missed: whether a call has gathered on its own.
     """
 
     def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
-        self.by_id = dict(zip(map(id, stored), copies, strict=True))
-        self.taken: set[int] = set()  # ids of those that a call has taken
-        self.missed = False  # whether a call has gathered on its own
+        self.by_id = {id(x): copy for x, copy in zip(stored, copies, strict=True)}
+        self.taken: set[int] = set()
+        self.missed = False
 
 
 gathered_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
 """Copies gathered beforehand; None if each call gathers on its own."""
 
 
-class Once:
-    """The parameters of a tree that are gathered beforehand: those that are ever gathered.
+class GatheredOnce:
+    """The parameters of a tree that are gathered once for all microbatches: those that are ever gathered.
 
-    Empty if all data axes have degree 1. `placements` are those of the tree's leaves; None for a leaf that is
-    not a parameter.
+    Attributes:
+        positions: of these parameters among the leaves of the tree. None if all data axes have degree 1.
+        placements: how they are stored.
+        mesh: the mesh.
+        inner: the inner axes of the mesh and their degrees.
     """
 
     def __init__(self, placements: Sequence[Placement | None], mesh: AnyMesh) -> None:
-        found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and region_degree(mesh) > 1}
-        self.at, self.placements, self.mesh = list(found), list(found.values()), mesh
+        """Chooses them by the placements of the tree's leaves; None for a leaf that is not a parameter."""
+        self.positions: list[int] = []
+        self.placements: list[Placement] = []
+        if region_degree(mesh) > 1:
+            for i, placement in enumerate(placements):
+                if placement is not None and placement.gathered:
+                    self.positions.append(i)
+                    self.placements.append(placement)
+        self.mesh = mesh
         self.inner = {axis: degree(mesh, axis) for axis in inner_axes(mesh)}
 
     def gather(self, tree: Any) -> list[jax.Array]:
-        """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
-        if not self.at:
+        """Gathers every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
+        if not self.positions:
             return []
-        stored, own, layout = self._layout()
 
-        def gather_all(*values: Any) -> list:
-            found = zip(values, self.placements, strict=True)
-            return [gather(Value(x, Shard(p)), p.gathered_dtype)[None] for x, p in found]
+        def gather_all(*arrays: jax.Array) -> list[jax.Array]:
+            copies = []
+            for x, placement in zip(arrays, self.placements, strict=True):
+                copies.append(gather(Value(x, Shard(placement)), placement.gathered_dtype)[None])
+            return copies
 
-        def run(values: list) -> list:
-            dims = [inner_dims(p, x.ndim) for x, p in zip(values, self.placements, strict=True)]
-            states = {axis: [d.get(axis) for d in dims] for axis in self.inner}
-            return over_axes(self.inner, gather_all, list(map(fetched, values)), states, {})
+        def run(arrays: list[jax.Array]) -> list[jax.Array]:
+            dims = [inner_dims(placement, x.ndim) for x, placement in zip(arrays, self.placements, strict=True)]
+            states = {axis: [dims_of.get(axis) for dims_of in dims] for axis in self.inner}
+            return over_axes(self.inner, gather_all, [fetched(x) for x in arrays], states, {})
 
-        return jax.shard_map(run, in_specs=(stored,), out_specs=own, **layout)(self.picked(tree))
+        return self._shard_map(run, in_specs=(self._stored_specs(),), out_specs=self._copy_spec())(self.picked(tree))
 
     def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
-        """The gradients of the shards, from each data shard's gradients of its copies, in the dtypes of the sums."""
-        if not self.at:
+        """Reduces each data shard's gradients of its copies to the stored shards, in the dtypes of the sums."""
+        if not self.positions:
             return []
-        stored, own, layout = self._layout()
+        mesh = self._concrete_mesh()
 
-        def reduce_all(*sums: Any) -> list:
-            return [reduce_gradient(g, p, layout["mesh"]) for g, p in zip(sums, self.placements, strict=True)]
+        def reduce_all(*sums: jax.Array) -> list[jax.Array]:
+            return [reduce_gradient(x, placement, mesh) for x, placement in zip(sums, self.placements, strict=True)]
 
-        def run(values: list, sums: list) -> list:
-            placed = list(zip(values, self.placements, strict=True))
-            whole, dims = ([inner_dims(p, x.ndim, gathered=g) for x, p in placed] for g in (True, False))
-            states = {axis: [d.get(axis, PARTIAL) for d in whole] for axis in self.inner}
-            wanted = {axis: [d.get(axis) for d in dims] for axis in self.inner}
-            found = over_axes(self.inner, reduce_all, [g[0] for g in sums], states, wanted)
-            return [placed_like(g, x) for x, g in zip(values, found, strict=True)]
+        def run(arrays: list[jax.Array], sums: list[jax.Array]) -> list[jax.Array]:
+            of_copies = []
+            of_shards = []
+            for x, placement in zip(arrays, self.placements, strict=True):
+                of_copies.append(inner_dims(placement, x.ndim, gathered=True))
+                of_shards.append(inner_dims(placement, x.ndim, gathered=False))
+            states = {axis: [dims.get(axis, PARTIAL) for dims in of_copies] for axis in self.inner}
+            targets = {axis: [dims.get(axis) for dims in of_shards] for axis in self.inner}
+            own_sums = [x[0] for x in sums]
+            gradients = over_axes(self.inner, reduce_all, own_sums, states, targets)
+            return [placed_like(g, x) for x, g in zip(arrays, gradients, strict=True)]
 
-        return jax.shard_map(run, in_specs=(stored, own), out_specs=stored, **layout)(self.picked(tree), sums)
+        specs = self._stored_specs()
+        return self._shard_map(run, in_specs=(specs, self._copy_spec()), out_specs=specs)(self.picked(tree), sums)
 
     def picked(self, tree: Any) -> list[Any]:
-        """The leaves of a tree at the positions of these parameters."""
+        """Returns the leaves of a tree at the positions of these parameters."""
         leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in self.at]
+        return [leaves[i] for i in self.positions]
 
     def names(self, tree: Any) -> list[str]:
-        """Their paths in a tree, as text."""
+        """Returns their paths in a tree, as text."""
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return ["/".join(key_texts(paths[i])) for i in self.at]
+        return ["/".join(key_texts(paths[i])) for i in self.positions]
 
-    def _layout(self) -> tuple[list[PartitionSpec], PartitionSpec, dict[str, Any]]:
-        """Specs of the parameters and of the values on each data shard; the mesh and manual axes of `shard_map`."""
-        mesh, axes = self.mesh, region_axes(self.mesh)
-        assert isinstance(mesh, Mesh), "the model has arrays"
-        layout = {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
-        return [spec_over(axes, placement.spec) for placement in self.placements], PartitionSpec(axes), layout
+    def _concrete_mesh(self) -> Mesh:
+        assert isinstance(self.mesh, Mesh), "the model has arrays"
+        return self.mesh
+
+    def _stored_specs(self) -> list[PartitionSpec]:
+        axes = region_axes(self.mesh)
+        return [spec_over(axes, placement.spec) for placement in self.placements]
+
+    def _copy_spec(self) -> PartitionSpec:
+        """Returns the spec of an array with a row for each data shard."""
+        return PartitionSpec(region_axes(self.mesh))
+
+    def _shard_map(self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        mesh = self._concrete_mesh()
+        return jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=manual_axes(mesh),
+            check_vma=False,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """A loss as a function of trees of arrays.
 
-    `run` takes parameters, frozen ones, state and a microbatch; it returns the loss, a scalar or a `WeightedMean`, and
-    aux with the new state.
+    Attributes:
+        run: takes parameters, frozen ones, state and a microbatch; returns the loss, a scalar or a `WeightedMean`, and
+            aux with the new state.
+        params: to differentiate with respect to.
+        frozen: the other parameters.
+        state: what is passed from one microbatch to the next.
+        placements: for the leaves of `params`, and of `frozen`; None for leaves that are not parameters.
+        root: the root of the model.
+        name: of the model, for messages.
     """
 
     run: Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
-    params: Any  # to differentiate with respect to
-    frozen: Any  # the other ones
-    state: Any  # passed from one microbatch to the next
+    params: Any
+    frozen: Any
+    state: Any
     placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
-    """For the leaves of `params`, and of `frozen`; None for leaves that are not parameters."""
     root: Unit
-    name: str  # of the model, for messages
+    name: str
 
 
 def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
-    """Loss, aux of every microbatch, gradients, and the state after the last."""
-    parts, mesh = microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
-    of_params, of_frozen = (Once(placements if once else (), mesh) for placements in loss.placements)
-    copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
+    """Computes a loss and its gradients over microbatches.
+
+    Args:
+        loss: the loss.
+        batch: the whole batch.
+        steps: the number of microbatches.
+        once: whether parameters are gathered, and gradients reduced, once for all microbatches.
+
+    Returns:
+        The loss, aux of every microbatch, gradients, and the state after the last microbatch.
+    """
+    parts = microbatches(batch, loss.root, steps, loss.name)
+    mesh = loss.root.mesh
+    param_placements, frozen_placements = loss.placements
+    params_once = GatheredOnce(param_placements if once else (), mesh)
+    frozen_once = GatheredOnce(frozen_placements if once else (), mesh)
+    copies = params_once.gather(loss.params)
+    frozen_copies = frozen_once.gather(loss.frozen)
 
     def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any, Any]]:
-        stored = of_params.picked(params) + of_frozen.picked(loss.frozen)
-        found = Copies(stored, copies + frozen_copies)
-        with during(gathered_copies, found if once else None):
-            out = loss.run(params, loss.frozen, state, part)
-        names = of_params.names(params) + of_frozen.names(loss.frozen)
-        if left := [name for name, x in zip(names, stored, strict=True) if id(x) not in found.taken]:
-            _check_left(left, len(names), found.missed, loss.name)
-        value, weight = value_and_weight(out[0])
-        return value, (*out[1], weight)
+        stored = params_once.picked(params) + frozen_once.picked(loss.frozen)
+        available = Copies(stored, copies + frozen_copies)
+        with during(gathered_copies, available if once else None):
+            value, aux = loss.run(params, loss.frozen, state, part)
+        names = params_once.names(params) + frozen_once.names(loss.frozen)
+        unused = [name for name, x in zip(names, stored, strict=True) if id(x) not in available.taken]
+        if unused:
+            _check_unused(unused, len(names), available.missed, loss.name)
+        value, weight = value_and_weight(value)
+        return value, (*aux, weight)
 
     grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
 
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
-        total, sums, state, before = carry
+        total, sums, state, weight_before = carry
         (value, (aux, state, weight)), grads = grad(loss.params, copies, state, part)
         if weight is None:
             sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
             return (total + value, sums, state, None), aux
-        means = jax.tree.map(MeanShares.of(before, weight).joint, sums, to_device(grads))
-        return (total + value * nonzero(weight), means, state, before + weight), aux
+        means = jax.tree.map(MeanShares.of(weight_before, weight).joint, sums, to_device(grads))
+        return (total + value * nonzero(weight), means, state, weight_before + weight), aux
 
-    placed = zip(copies, of_params.placements, strict=True)
-    zeros = _zero_sums(loss.params, loss.placements[0]), [jnp.zeros_like(x, p.reduce_dtype) for x, p in placed]
+    copy_sums = [
+        jnp.zeros_like(x, placement.reduce_dtype) for x, placement in zip(copies, params_once.placements, strict=True)
+    ]
+    zeros = (_zero_sums(loss.params, param_placements), copy_sums)
     first = jax.tree.map(lambda x: x[0], parts)
     (value, (_, _, weight)), _ = jax.eval_shape(grad, loss.params, copies, loss.state, first)
-    none = None if weight is None else jnp.zeros((), weight.dtype)
-    begin = (jnp.zeros((), value.dtype), zeros, loss.state, none)
-    (total, (grads, of_copies), state, weight), aux = lax.scan(step, begin, parts)
+    no_weight = None if weight is None else jnp.zeros((), weight.dtype)
+    begin = (jnp.zeros((), value.dtype), zeros, loss.state, no_weight)
+    (total, (grads, copy_sums), state, weight), aux = lax.scan(step, begin, parts)
     if once:
-        leaves, form = jax.tree.flatten(grads)
-        for i, x in zip(of_params.at, to_device(of_params.reduce(loss.params, of_copies)), strict=True):
+        leaves, tree = jax.tree.flatten(grads)
+        reduced = to_device(params_once.reduce(loss.params, copy_sums))
+        for i, x in zip(params_once.positions, reduced, strict=True):
             leaves[i] = leaves[i] + x
-        grads = jax.tree.unflatten(form, leaves)
+        grads = jax.tree.unflatten(tree, leaves)
     if weight is None:
         mean = total / steps
         grads = jax.tree.map(lambda g: g / steps, grads)
@@ -268,7 +360,7 @@ def _dtype_of_sum(stored: Any, reduced: str) -> Any:
     return jnp.promote_types(stored, reduced)
 
 
-def _check_left(names: list[str], total: int, missed: bool, model: str) -> None:
+def _check_unused(names: list[str], total: int, missed: bool, model: str) -> None:
     """Warns of copies that no call has used, if a call has gathered on its own; raises if no copy was used."""
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"

@@ -22,7 +22,7 @@ from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.crossing import Crossing, Region
 from jshard.engine.nnx_call import NnxCall
 from jshard.engine.padded import as_plain
-from jshard.engine.program import abstract
+from jshard.engine.program import Program, abstract
 from jshard.engine.region_call import RegionCall
 from jshard.engine.rules import Shard
 from jshard.engine.trace import Call, trace_call
@@ -45,39 +45,61 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
             return method(module, *args, **kwargs)
     call = NnxCall(module, method, args, kwargs)
     if not units.in_region_trace():
-        inside = [(path, unit_of(inner)) for path, inner in nested_units(module) if path]
-        if late := [dotted(path) for path, one in inside if one is not None and not one.nested]:
-            raise CallError(
-                "A unit was annotated after the module around it.",
-                where=[f"{call.where}: {path}" for path in late],
-                why="the enclosing module already owns its parameters, and would gather them a second time.",
-                do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model,"
-                " mesh=mesh).",
-            )
+        _refuse_late_annotations(module, call)
         call.warn(unit)
     return run_call(call, call.name, unit)
+
+
+def _refuse_late_annotations(module: nnx.Module, call: NnxCall) -> None:
+    late = []
+    for path, inner in nested_units(module):
+        unit = unit_of(inner)
+        if path and unit is not None and not unit.nested:
+            late.append(dotted(path))
+    if late:
+        raise CallError(
+            "A unit was annotated after the module around it.",
+            where=[f"{call.where}: {path}" for path in late],
+            why="the enclosing module already owns its parameters, and would gather them a second time.",
+            do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model,"
+            " mesh=mesh).",
+        )
 
 
 def run_call(call: Call, name: str, unit: Unit) -> Any:
     """Runs a call that an adapter has split: as the region itself, or as a unit inside it."""
     if units.in_region_trace():
-        if not unit.placement.gathered:
-            raise CallError(
-                "A unit that is never gathered was called inside the sharded region.",
-                where=f"{name}: {call.where}",
-                why="inside, a device has only its shards of the parameters; the annotation forbids gathering them.",
-                do="rows = model.tables(ids); model(rows, x)  # call it before the model, and pass its result",
-            )
-        settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
-        return units.call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
-    if manual := _compat.manual_axes() & set(unit.mesh.axis_names):
+        return _call_unit(call, name, unit)
+    _check_surroundings(call, unit)
+    if not unit.placement.gathered:
+        return units.run_ungathered(call, unit)
+    return _open_region(call, unit)
+
+
+def _call_unit(call: Call, name: str, unit: Unit) -> Any:
+    if not unit.placement.gathered:
+        raise CallError(
+            "A unit that is never gathered was called inside the sharded region.",
+            where=f"{name}: {call.where}",
+            why="inside, a device has only its shards of the parameters; the annotation forbids gathering them.",
+            do="rows = model.tables(ids); model(rows, x)  # call it before the model, and pass its result",
+        )
+    settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
+    return units.call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
+
+
+def _check_surroundings(call: Call, unit: Unit) -> None:
+    """Raises where a region cannot be opened."""
+    manual = _compat.manual_axes() & set(unit.mesh.axis_names)
+    if manual:
         raise CallError(
             "An annotated module was called inside a shard_map that is not jshard's.",
             where=f"{call.where}, manual axes {sorted(manual)}",
             why="the call opens a sharded region over the data axes, which are already manual.",
             do="call it outside the shard_map, or remove the data axes from its axis_names.",
         )
-    if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit:
         raise CallError(
             "An annotated module was called under a mesh with Explicit axes.",
             where=f"{call.where}, jax.set_mesh with {', '.join(map(repr, explicit))}",
@@ -91,40 +113,15 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
             why="its mesh is abstract (js.mesh(devices=<number>)): usable for plans, not for calls.",
             do="mesh = js.mesh(fsdp=-1)",
         )
-    return _open_region(call, unit) if unit.placement.gathered else units.run_ungathered(call, unit)
 
 
 def _open_region(call: Call, unit: Unit) -> Any:
-    policy = unit.policy
+    _refuse_padded_stacks(call)
     copies = _copies_of(call)
-    params = call.guarded([x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)])
-    body = units.computes_in(call, policy.mixed_precision)
-
-    def cast_own(params: list[Any], inputs: list[Any]) -> list[Any]:
-        gathered = [
-            x.astype(p.gathered_dtype) if p is not None and owner != NESTED else x
-            for x, p, owner in zip(params, call.placements, call.owners, strict=True)
-        ]
-        return body(gathered, inputs)
-
-    rows = [
-        f"{call.where}: {name}  {p.dtype}{list(p.shape)}, stored {list(p.stored_shape)}"
-        for name, x, p in zip(call.names, call.params, call.placements, strict=True)
-        if p is not None and p.padding and p.dim is not None and x.ndim + p.dim - len(p.shape) < 0
-    ]
-    if rows:
-        raise CallError(
-            "A loop outside the sharded region runs over layers that are stored padded.",
-            where=rows,
-            why="the padding consists of layers of zeros, and the loop would also run them.",
-            do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
-        )
-    logical = [
-        x if p is None else jax.ShapeDtypeStruct(stored.without_padding(abstract(of_call), p).shape, x.dtype)
-        for x, of_call, p in zip(map(abstract, params), call.params, call.placements, strict=True)
-    ]
+    entering = [x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)]
+    params = call.guarded(entering)
     with units.region_trace(cast(Mesh, unit.mesh)):
-        program, consts = trace_call(call, cast_own, logical, list(map(abstract, call.inputs)), remat=policy.remat)
+        program, consts = _trace(call, unit, params)
     operands = [*params, *call.inputs, *consts]
     region = _region_of(unit, call, consts)
     region_call = RegionCall(
@@ -139,20 +136,67 @@ def _open_region(call: Call, unit: Unit) -> Any:
     return call.finish(outs, call.result)
 
 
+def _refuse_padded_stacks(call: Call) -> None:
+    """Raises for rows of a stack that is stored padded along its layers."""
+    rows = []
+    for name, x, placement in zip(call.names, call.params, call.placements, strict=True):
+        if placement is None or not placement.padding or placement.dim is None:
+            continue
+        is_row = x.ndim < len(placement.shape)
+        padded_dim_in_row = x.ndim + placement.dim - len(placement.shape)
+        if is_row and padded_dim_in_row < 0:
+            logical = f"{placement.dtype}{list(placement.shape)}"
+            rows.append(f"{call.where}: {name}  {logical}, stored {list(placement.stored_shape)}")
+    if rows:
+        raise CallError(
+            "A loop outside the sharded region runs over layers that are stored padded.",
+            where=rows,
+            why="the padding consists of layers of zeros, and the loop would also run them.",
+            do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
+        )
+
+
+def _trace(call: Call, unit: Unit, params: Sequence[Any]) -> tuple[Program, list[Any]]:
+    """Traces the body of a call in global view: on logical parameters, cast to the dtypes that they are gathered in."""
+    policy = unit.policy
+    body = units.computes_in(call, policy.mixed_precision)
+
+    def run(params: list[Any], inputs: list[Any]) -> list[Any]:
+        gathered = []
+        for x, placement, owner in zip(params, call.placements, call.owners, strict=True):
+            if placement is not None and owner != NESTED:
+                x = x.astype(placement.gathered_dtype)
+            gathered.append(x)
+        return body(gathered, inputs)
+
+    logical = []
+    for x, of_call, placement in zip(params, call.params, call.placements, strict=True):
+        aval = abstract(x)
+        if placement is not None:
+            shape = stored.without_padding(abstract(of_call), placement).shape
+            aval = jax.ShapeDtypeStruct(shape, aval.dtype)
+        logical.append(aval)
+    return trace_call(call, run, logical, list(map(abstract, call.inputs)), remat=policy.remat)
+
+
 def _region_of(unit: Unit, call: Call, consts: Sequence[Any]) -> Region:
     mesh = cast(Mesh, unit.mesh)
-    arguments = list(map(abstract, call.inputs[call.num_state :] or consts))  # or a function closes over them
-    batch = batch_size(arguments or list(call.inputs), data_degree(mesh))
-    return Region(unit, call.where, tuple(arguments), batch)
+    arrays = call.inputs[call.num_state :] or consts  # without arguments, a function closes over them
+    arguments = [abstract(x) for x in arrays]
+    candidates = arguments or [abstract(x) for x in call.inputs]
+    return Region(unit, call.where, tuple(arguments), batch_size(candidates, data_degree(mesh)))
 
 
 def _params_entering(call: Call, copies: Sequence[Any]) -> list[Crossing]:
     """Returns how parameters enter: as they are stored, or as copies that each device gathered beforehand."""
     entering = []
-    for x, p, name, copy in zip(call.params, call.placements, call.names, copies, strict=True):
+    for x, placement, name, copy in zip(call.params, call.placements, call.names, copies, strict=True):
         is_copy = copy is not None
-        inner = {} if p is None else stored.inner_dims(p, x.ndim + is_copy, gathered=is_copy)
-        state = None if p is None or is_copy else Shard(p)
+        inner = {}
+        if placement is not None:
+            ndim = x.ndim + 1 if is_copy else x.ndim  # a copy has a dim for the devices
+            inner = stored.inner_dims(placement, ndim, gathered=is_copy)
+        state = None if placement is None or is_copy else Shard(placement)
         entering.append(Crossing(state, is_copy, parameter=name, inner=inner))
     return entering
 
@@ -162,9 +206,10 @@ def _inputs_entering(region: Region, inputs: Sequence[Any]) -> list[Crossing]:
     length = _sequence_length(region)
     entering = []
     for x in inputs:
-        is_split = bool(region.batch and x.ndim and x.shape[0] == region.batch)
+        is_split = bool(region.batch) and x.ndim > 0 and x.shape[0] == region.batch
         inner = {EXPERT: 0} if is_split and EXPERT in region.inner else {}
-        if length and (is_split or not region.batch) and x.ndim > 1 and x.shape[1] == length:
+        may_have_sequence = is_split or not region.batch
+        if length and may_have_sequence and x.ndim > 1 and x.shape[1] == length:
             inner[CONTEXT] = 1
         entering.append(Crossing(0 if is_split else None, inner=inner))
     return entering
@@ -172,30 +217,36 @@ def _inputs_entering(region: Region, inputs: Sequence[Any]) -> list[Crossing]:
 
 def _sequence_length(region: Region) -> int:
     """Returns the length of the sequences of the arguments, which `context` splits; 0 where the mesh lacks it."""
-    over = degree(region.mesh, CONTEXT)
-    if over == 1:
+    context_degree = degree(region.mesh, CONTEXT)
+    if context_degree == 1:
         return 0
-    sequences = [x for x in region.arguments if x.ndim > 1 and region.batch in (0, x.shape[0])]
-    if length := batch_size([jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in sequences], over):
+    sequences = []
+    for x in region.arguments:
+        if x.ndim > 1 and region.batch in (0, x.shape[0]):
+            sequences.append(jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+    length = batch_size(sequences, context_degree)
+    if length:
         return length
     shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in region.arguments)
     raise CallError(
         "The arguments of a call have no sequence that splits over the context axis.",
-        where=[f"{region.name}: {shapes}", f"mesh axis {CONTEXT!r} of degree {over}"],
-        why=f"the sequence is dim 1 of arguments with a batch, and none divides by {over}.",
+        where=[f"{region.name}: {shapes}", f"mesh axis {CONTEXT!r} of degree {context_degree}"],
+        why=f"the sequence is dim 1 of arguments with a batch, and none divides by {context_degree}.",
         do="with js.global_view(): y = model(x)  # as one program\n"
-        f"or pad the sequences to a multiple of {over}, or js.mesh() without {CONTEXT!r}.",
+        f"or pad the sequences to a multiple of {context_degree}, or js.mesh() without {CONTEXT!r}.",
     )
 
 
 def _copies_of(call: Call) -> list[Any]:
-    """The copies gathered beforehand for the parameters of this call, if all gathered parameters have one."""
-    copies, none = gathered_copies.get(), [None] * len(call.params)
+    """Returns the copies gathered beforehand for the parameters of this call, if all gathered parameters have one."""
+    copies = gathered_copies.get()
+    none: list[Any] = [None] * len(call.params)
     if copies is None:
         return none
-    found = [copies.by_id.get(id(x)) for x in call.params]
-    if any(x is None and p is not None and p.gathered for x, p in zip(found, call.placements, strict=True)):
-        copies.missed = True
-        return none
-    copies.taken |= {*map(id, call.params)}
-    return found
+    of_params = [copies.by_id.get(id(x)) for x in call.params]
+    for copy, placement in zip(of_params, call.placements, strict=True):
+        if copy is None and placement is not None and placement.gathered:
+            copies.missed = True
+            return none
+    copies.taken.update(id(x) for x in call.params)
+    return of_params

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.engine import stored
+from jshard.engine import gathers, gradient_sums
 from jshard.engine.rules import Shard, Value
 from jshard.errors import AnnotationError
 from jshard.inspect.communication import traffic_of
@@ -52,10 +52,10 @@ def test_what_was_quantised_and_gathered_is_the_quantised_whole_bit_for_bit(shap
     x[(0,) * len(shape)], x[-1] = 1e4, 0.0  # an outlier, and rows of zeros
     whole = jnp.pad(x, [(0, m - n) for n, m in zip(shape, one.stored_shape, strict=True)])
     found = on_shards(
-        lambda x: stored.gather(Value(x, Shard(one)), jnp.float32), whole, ins=one.partition_spec, out=P()
+        lambda x: gathers.gather(Value(x, Shard(one)), jnp.float32), whole, ins=one.partition_spec, out=P()
     )
-    codes, scales = jax.jit(stored.scaled, static_argnums=(1, 2, 3))(x, "float8_e4m3fn", one.dim, stacked)
-    wanted = jax.jit(stored.scaled_back, static_argnums=(2, 3))(codes, scales, "float8_e4m3fn", jnp.float32)
+    codes, scales = jax.jit(gathers.scaled, static_argnums=(1, 2, 3))(x, "float8_e4m3fn", one.dim, stacked)
+    wanted = jax.jit(gathers.scaled_back, static_argnums=(2, 3))(codes, scales, "float8_e4m3fn", jnp.float32)
     np.testing.assert_array_equal(found, wanted)
     largest = np.abs(x).max(tuple(d for d in range(stacked, x.ndim) if d != one.dim), keepdims=True)
     assert codes.dtype == jnp.uint8 and (np.abs(found - x) <= np.maximum(np.abs(x) / 16, largest / 448 / 2**9)).all()
@@ -68,8 +68,8 @@ def quantised(model: nnx.Module, plan: Any) -> None:
         if one.gather_wire:
             child = lambda node, key: node[key] if isinstance(key, int) else getattr(node, key)
             parameter = functools.reduce(child, leaf.keys[0], model)
-            codes = stored.scaled(parameter[...], one.gather_wire, one.dim, one.layer_dims)
-            parameter[...] = stored.scaled_back(*codes, one.gather_wire, jnp.float32)
+            codes = gathers.scaled(parameter[...], one.gather_wire, one.dim, one.layer_dims)
+            parameter[...] = gathers.scaled_back(*codes, one.gather_wire, jnp.float32)
 
 
 def plain(config: Config = CONFIG) -> Any:
@@ -122,7 +122,7 @@ def test_each_part_of_a_gradient_is_rounded_once_and_the_sum_is_better_than_that
     parts = np.random.default_rng(1).normal(size=(8, 64, 24)).astype(np.float32)
     exact = parts.astype(np.float64).sum(0)
     run = lambda x, to: on_shards(
-        lambda x: stored.reduce_scatter(x[0], to, js.mesh(fsdp=8)), x, ins=P("fsdp"), out=to.partition_spec
+        lambda x: gradient_sums.reduce_scatter(x[0], to, js.mesh(fsdp=8)), x, ins=P("fsdp"), out=to.partition_spec
     )
     found = np.asarray(run(parts, one), np.float64)
     times = len(one.exchanges(8))  # a part is rounded, and where hosts sum first, a sum of parts

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.engine import accumulate, call, stored
+from jshard.engine import accumulate, gathers, gradient_sums, nnx_call
 from jshard.engine.context import in_global_view
 from jshard.engine.schedule.program_schedule import ScheduledUnit
 from jshard.engine.weighted import MeanShares
@@ -159,24 +159,24 @@ def _sums_in_the_stored_dtype(patch: Patch) -> None:
 
 
 def _dtypes_of_the_annotation(patch: Patch) -> None:
-    patch.setattr(call, "as_stored", lambda leaf, dtype, units: leaf)
+    patch.setattr(nnx_call, "as_stored", lambda leaf, dtype, units: leaf)
 
 
 def _summed_twice_over_replicas(patch: Patch) -> None:
     """The sum of small gradients covers all axes; the second step, replicas again."""
-    after = stored.PartialSum.after
+    after = gradient_sums.PartialSum.after
 
-    def forgetful(self: stored.PartialSum, array: Any, axes: Any) -> stored.PartialSum:
+    def forgetful(self: gradient_sums.PartialSum, array: Any, axes: Any) -> gradient_sums.PartialSum:
         done = after(self, array, axes)
-        return stored.PartialSum(done.array, tuple(axis for axis in self.axes if axis == "replica"))
+        return gradient_sums.PartialSum(done.array, tuple(axis for axis in self.axes if axis == "replica"))
 
-    patch.setattr(stored.PartialSum, "after", forgetful)
+    patch.setattr(gradient_sums.PartialSum, "after", forgetful)
 
 
 def _never_summed_over_replicas(patch: Patch) -> None:
-    of = stored.PartialSum.of
+    of = gradient_sums.PartialSum.of
     without = lambda part: dataclasses.replace(part, axes=tuple(axis for axis in part.axes if axis != "replica"))
-    patch.setattr(stored.PartialSum, "of", classmethod(lambda cls, gradient, mesh: without(of(gradient, mesh))))
+    patch.setattr(gradient_sums.PartialSum, "of", classmethod(lambda cls, gradient, mesh: without(of(gradient, mesh))))
 
 
 def _dtypes_of_neighbours(patch: Patch) -> None:
@@ -208,8 +208,8 @@ FAULTS: dict[str, tuple[Model, Callable[[Patch], None]]] = {
 
 def forget_programs() -> None:
     """Units of equal parameters share programs, which would outlive a mutation."""
-    stored.gather_unit.clear_cache()
-    stored.reduce_unit.clear_cache()
+    gathers.gather_unit.clear_cache()
+    gradient_sums.reduce_unit.clear_cache()
 
 
 def check(make: Model) -> Any:

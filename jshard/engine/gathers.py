@@ -1,0 +1,137 @@
+"""All-gathers: whole parameters from their stored shards."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jshard.engine.rules import Shard, Value
+from jshard.engine.stored import (
+    Collective,
+    beside_automatic_axes,
+    fused_over_inner_axes,
+    shard_dim,
+    without_padding,
+)
+from jshard.plans.memories import fetched
+from jshard.plans.mesh import FSDP
+
+LATENCY_BOUND_BYTES = 4 * 2**20
+"""Smaller gathers take about the time that a collective needs to start."""
+
+# XLA:CPU writes beyond the end of what it gathers of these.
+_TOO_NARROW_TO_GATHER = (jnp.int2, jnp.uint2)
+
+
+def gather(value: Value, dtype: DTypeLike | None = None) -> jax.Array:
+    """Returns the whole logical parameter of a stored shard, gathered in a dtype; by default in the shard's."""
+    x = fetched(value.x)
+    if dtype is not None:
+        x = x.astype(dtype)
+    placement = value.shard.placement
+    dim = shard_dim(x, placement)
+    if dim is None:
+        return x
+    if x.dtype in _TOO_NARROW_TO_GATHER:
+        return gather(value.with_array(x.astype(jnp.int8))).astype(x.dtype)
+    run = _all_gather(value.shard, dim)
+    is_scaled = placement.gather_wire and not value.shard.pieces and x.dtype == placement.gathered_dtype
+    if is_scaled:
+        num_layer_dims = x.ndim - len(placement.shape) + placement.layer_dims
+        run = _in_8_bits(run, placement.gather_wire, dim, num_layer_dims)
+    return without_padding(beside_automatic_axes(run, x, placement)(x), placement)
+
+
+def _all_gather(shard: Shard, dim: int) -> Collective:
+    """Returns the all-gather over `fsdp`; of pieces, among the neighbours that share them."""
+
+    def run(x: jax.Array) -> jax.Array:
+        if shard.pieces:
+            starts = range(0, lax.axis_size(FSDP), shard.pieces)
+            neighbours = [list(range(start, start + shard.pieces)) for start in starts]
+            return lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=neighbours)
+        return lax.all_gather(fused_over_inner_axes(x, shard.placement), FSDP, axis=dim, tiled=True)
+
+    return run
+
+
+def _in_8_bits(send: Collective, wire_dtype: DTypeLike, dim: int, num_layer_dims: int) -> Collective:
+    """Returns a gather that sends codes of 8 bits and their scales."""
+
+    def run(x: jax.Array) -> jax.Array:
+        codes, scales = scaled(x, wire_dtype, dim, num_layer_dims)
+        return scaled_back(send(codes), send(scales), wire_dtype, x.dtype)
+
+    return run
+
+
+def scaled(x: jax.Array, dtype: DTypeLike, dim: int, num_layer_dims: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Scales each row of an array to the range of a dtype of 8 bits.
+
+    The codes are integers, which no compiler widens: those for CPUs, and for GPUs before Hopper, send such floats in
+    16 bits.
+
+    Args:
+        x: the array.
+        dtype: a float of 8 bits.
+        dim: a row is what has one index of this dim, in each layer.
+        num_layer_dims: the number of leading dims that are layers.
+
+    Returns:
+        The codes, and the scales of the rows.
+    """
+    reduced_dims = tuple(d for d in range(max(num_layer_dims, 0), x.ndim) if d != dim)
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(reduced_dims, keepdims=True)
+    scales = largest / float(jnp.finfo(dtype).max)
+    scales = jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)  # of a row of zeros
+    codes = lax.bitcast_convert_type((x / scales).astype(dtype), jnp.uint8)
+    return codes, scales
+
+
+def scaled_back(codes: jax.Array, scales: jax.Array, dtype: DTypeLike, result_dtype: DTypeLike) -> jax.Array:
+    """Returns the input of `scaled`, rounded, in another dtype."""
+    return (lax.bitcast_convert_type(codes, dtype).astype(jnp.float32) * scales).astype(result_dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def gather_unit(
+    arrays: list[jax.Array], shards: tuple[Shard, ...], mesh: Mesh, dtypes: tuple[Any, ...]
+) -> list[jax.Array]:
+    """Gathers the parameters of a unit, the small ones first; of units stored alike it is one function in a program.
+
+    Collectives share the links, one after another. The compiler assumes that a small one is fast and waits for it
+    early; after a large one it is not fast. So the large ones are tied behind the small ones:
+
+        arrays of small ─▶ gathered ─┐
+                                     ├─ barrier ─▶ small; arrays of large ─▶ gathered
+        arrays of large ─────────────┘
+    """
+    first = _small_beside_large(shards, mesh)
+    rest = [i for i in range(len(arrays)) if i not in first]
+    gathered = {i: gather(Value(arrays[i], shards[i]), dtypes[i]) for i in first}
+    if first:
+        small, large_shards = lax.optimization_barrier(([gathered[i] for i in first], [arrays[i] for i in rest]))
+        gathered = dict(zip(first, small, strict=True))
+        for i, x in zip(rest, large_shards, strict=True):
+            arrays[i] = x
+    for i in rest:
+        gathered[i] = gather(Value(arrays[i], shards[i]), dtypes[i])
+    return [gathered[i] for i in range(len(arrays))]
+
+
+def _small_beside_large(shards: tuple[Shard, ...], mesh: Mesh) -> list[int]:
+    """Returns which parameters are gathered before the others: small ones, if there are large ones."""
+    is_tpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
+    if is_tpu:
+        return []  # it fuses gathers into products
+    if any(shard.pieces for shard in shards):
+        return []  # pieces are fast between neighbours, and the compiler joins the small ones
+    sizes = [shard.placement.gathered_bytes // shard.placement.layers for shard in shards]
+    if max(sizes) < LATENCY_BOUND_BYTES:
+        return []
+    return [i for i, size in enumerate(sizes) if size < LATENCY_BOUND_BYTES]

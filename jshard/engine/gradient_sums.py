@@ -1,0 +1,233 @@
+"""Sums of gradients over the data shards: reduce-scatters to stored shards, and all-reduces over the other axes.
+
+A gradient is summed in up to two steps: over `fsdp`, which leaves each device its shard of the sum; then over what is
+left, such as `replica`. The second step may be deferred: see `PendingSum`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jshard.engine.inner import over_axis_p
+from jshard.engine.stored import (
+    automatic_axes,
+    beside_automatic_axes,
+    fused_over_inner_axes,
+    shard_dim,
+    with_padding,
+)
+from jshard.plans.mesh import FSDP, batch_axes, degree, inner_axes
+from jshard.plans.placement import Placement
+
+JOINED_BYTES = 64 * 2**10
+"""Joining smaller gradients is faster than sending them one after another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSum:
+    """A gradient of which each device has a part: what is summed, and what is left to sum.
+
+    A gradient is summed over each batch axis once, whatever its placement says. Summed twice, it would be multiplied
+    by the degree of the axis; not at all, each device would continue with the gradient of its own examples. So every
+    collective passes through `after`, and the last step sums over the axes that are left.
+
+    Attributes:
+        array: this device's part, or the shard of one.
+        axes: the batch axes over which it is yet to be summed, without those of degree 1.
+    """
+
+    array: jax.Array
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, gradient: jax.Array, mesh: Mesh) -> "PartialSum":
+        """Returns the part of a data shard: partial over all batch axes."""
+        return cls(gradient, tuple(axis for axis in batch_axes(mesh) if degree(mesh, axis) > 1))
+
+    def after(self, array: jax.Array, axes: Sequence[str]) -> "PartialSum":
+        """Returns the result of a collective that summed it over these axes."""
+        twice = [axis for axis in axes if axis not in self.axes]
+        assert not twice, f"a gradient is summed twice over {twice}"
+        return PartialSum(array, tuple(axis for axis in self.axes if axis not in axes))
+
+    def finished(self, mesh: Mesh) -> jax.Array:
+        """Returns the sum over the axes that are left, and over inner axes where one is open."""
+        x = lax.psum(self.array, self.axes) if self.axes else self.array
+        for axis in inner_axes(mesh):
+            x = over_axis_p.bind(x, axis=axis, dim=None, beside=None)
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingSum:
+    """The second step of a gradient whose first has begun: the axes that are left, and the dtype of the result."""
+
+    axes: tuple[str, ...]
+    dtype: DTypeLike
+
+    def finished(self, array: jax.Array, mesh: Mesh) -> jax.Array:
+        """Returns the sum, from the result of the first step."""
+        return PartialSum(array, self.axes).finished(mesh).astype(self.dtype)
+
+
+def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
+
+    It is reduced in the parameter's reduce dtype, over the axes that it is stored over, then over the others.
+    """
+    return _first_step(x, placement, mesh).finished(mesh).astype(x.dtype)
+
+
+def pending_sum(x: jax.Array, placement: Placement, mesh: Mesh) -> PendingSum | None:
+    """Returns the second step of a gradient; None if the first is the whole sum, or if there is no first one."""
+    if shard_dim(x, placement) is None:
+        return None
+    axes = PartialSum.of(x, mesh).after(x, _scattered_axes(mesh)).axes
+    return PendingSum(axes, x.dtype) if axes else None
+
+
+def _first_step(x: jax.Array, placement: Placement, mesh: Mesh) -> PartialSum:
+    """Returns a gradient after the sum over its shards; one without shards is left to the second step."""
+    part = PartialSum.of(x, mesh)
+    if x.size == 0:
+        return part.after(x, part.axes)  # an empty gradient is its own sum
+    if shard_dim(x, placement) is None:
+        return part.after(x.astype(placement.reduce_dtype), [])
+    return part.after(reduce_scatter(x, placement, mesh), _scattered_axes(mesh))
+
+
+def _scattered_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the batch axes that the sum over the shards covers; inner axes are no batch axes."""
+    return (FSDP,) if degree(mesh, FSDP) > 1 else ()
+
+
+def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """Takes the first step: the sum over the shards, each with its part, in the reduce dtype."""
+    dim = shard_dim(x, placement)
+    assert dim is not None, "callers have a dim to scatter along"
+
+    def run(x: jax.Array) -> jax.Array:
+        if placement.reduce_wire:
+            return _summed_on_arrival(x, dim, placement)
+        return lax.psum_scatter(fused_over_inner_axes(x, placement), FSDP, scatter_dimension=dim, tiled=True)
+
+    padded = with_padding(x.astype(placement.reduce_dtype), placement)
+    return beside_automatic_axes(run, padded, placement)(padded)
+
+
+def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement) -> jax.Array:
+    """Runs the reduce-scatter whose parts are sent in a narrower dtype than that of the sum: as all-to-alls.
+
+    Over several hosts, parts are summed within each host first, so that only parts of host sums are sent between them.
+    `dim` becomes one dim for each exchange, the last exchange first, and what stays:
+
+        8 devices on 2 hosts, (40,)  ->  (2 hosts, 4 devices of a host, 5)
+    """
+    num_shards = lax.axis_size(FSDP)
+    exchanges = placement.exchanges(num_shards)
+    sizes = [size for size, _ in reversed(exchanges)]
+    x = x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
+    for number, (size, stride) in enumerate(exchanges, 1):
+        groups = None  # all devices
+        if size < num_shards:
+            first_of_groups = [i for i in range(num_shards) if i // stride % size == 0]
+            groups = [list(range(i, i + size * stride, stride)) for i in first_of_groups]
+        exchanged_dim = dim + len(exchanges) - number
+        sent = x.astype(placement.reduce_wire)
+        parts = lax.all_to_all(
+            sent, FSDP, split_axis=exchanged_dim, concat_axis=exchanged_dim, axis_index_groups=groups
+        )
+        x = parts.astype(x.dtype).sum(exchanged_dim)
+    return x
+
+
+# ---- all gradients of a unit
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def reduce_unit(
+    gradients: list[jax.Array], placements: tuple[Placement, ...], mesh: Mesh, first_step: bool
+) -> list[jax.Array]:
+    """Sums the gradients of a unit to their stored shards; of units stored alike it is one function in a program.
+
+    Small gradients that are summed whole are joined, which is faster than sending each alone; so are all that are
+    summed on arrival, because the compiler joins reductions but not exchanges. Gradients that are also split over other
+    axes are not joined, because that would gather them over these axes.
+
+    Args:
+        gradients: each data shard's parts.
+        placements: of their parameters.
+        mesh: the mesh.
+        first_step: whether to leave out the second step of those that have a `pending_sum`.
+    """
+    parts = _summed_together(gradients, placements, mesh)
+    for i, x in _exchanged_together(gradients, placements).items():
+        parts[i] = PartialSum.of(gradients[i], mesh).after(x, _scattered_axes(mesh))
+    results = []
+    for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
+        part = parts[i] if i in parts else _first_step(x, placement, mesh)
+        pending = pending_sum(x, placement, mesh) if first_step else None
+        if pending is None:
+            results.append(part.finished(mesh).astype(x.dtype))
+            continue
+        assert part.axes == pending.axes, "the second step covers what the first has left"
+        results.append(part.array)
+    return results
+
+
+def _summed_together(
+    gradients: Sequence[jax.Array], placements: Sequence[Placement], mesh: Mesh
+) -> dict[int, PartialSum]:
+    """Returns the sums of small gradients that are not stored in shards, by position: of each dtype one array."""
+    groups: dict[tuple[jnp.dtype, str], list[int]] = {}
+    for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
+        is_small = 0 < x.size * x.dtype.itemsize < JOINED_BYTES
+        if is_small and placement.shards == 1 and shard_dim(x, placement) is None:
+            groups.setdefault((x.dtype, placement.reduce_dtype), []).append(i)
+    sums = {}
+    for (dtype, reduce_dtype), positions in groups.items():
+        if len(positions) == 1:
+            continue
+        joined = jnp.concatenate([gradients[i].astype(reduce_dtype).ravel() for i in positions])
+        # Over all batch axes, also those of degree 1: an inner axis that is open joins in a sum over any of them.
+        whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
+        rows = _split(whole, [gradients[i].size for i in positions])
+        for i, row in zip(positions, rows, strict=True):
+            part = PartialSum.of(gradients[i], mesh)
+            sums[i] = part.after(row.reshape(gradients[i].shape), part.axes)
+    return sums
+
+
+def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Placement]) -> dict[int, jax.Array]:
+    """Takes the first step of the gradients that are summed on arrival, by position: of each dtype one exchange."""
+    groups: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+    for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
+        dim = shard_dim(x, placement)
+        if placement.reduce_wire and dim is not None and not automatic_axes(x, placement):
+            key = (placement.reduce_dtype, placement.reduce_wire, placement.hosts)
+            groups.setdefault(key, []).append((i, dim))
+    sums = {}
+    for members in groups.values():
+        first, _ = members[0]
+        placement = placements[first]  # for what all of the group have in common
+        # The sharded dim comes first, and is cut into a row for each shard; the rows of all gradients are joined.
+        ordered = [jnp.moveaxis(with_padding(gradients[i], placements[i]), dim, 0) for i, dim in members]
+        rows = [x.astype(placement.reduce_dtype).reshape(lax.axis_size(FSDP), -1) for x in ordered]
+        (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement)
+        parts = _split(own_row, [row.shape[1] for row in rows])
+        for (i, dim), x, part in zip(members, ordered, parts, strict=True):
+            sums[i] = jnp.moveaxis(part.reshape(-1, *x.shape[1:]), 0, dim)
+    return sums
+
+
+def _split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Cuts an array into parts of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return jnp.split(x, ends[:-1])
