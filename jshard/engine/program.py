@@ -62,36 +62,39 @@ class Gradient:
         self.program = program
         self.wrt = wrt
         self.is_float: list[bool] = []
-        self._tree: Any = None
+        self._tree: Any = None  # of the function from cotangents to gradients, whose leaves are the residuals
 
-        def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
-            fixed = others(wrt, operands)
-
-            def f(diff: list[Any]) -> tuple[list[Any], list[Any]]:
-                outs = evaluate_jaxpr(program.jaxpr, merged(wrt, diff, fixed))
-                self.is_float = [has_gradient(x) for x in outs]
-                return picked(self.is_float, outs), others(self.is_float, outs)
-
-            outs, vjp, rest = jax.vjp(checkpointed(f, program.remat), picked(wrt, operands), has_aux=True)
-            residuals, self._tree = jax.tree.flatten(vjp)
-            return merged(self.is_float, outs, rest), residuals
-
-        closed = jax.make_jaxpr(forward)(*map(abstract, program.jaxpr.jaxpr.invars))
-        jaxpr, num_outs = closed.jaxpr, len(self.is_float)
+        closed = jax.make_jaxpr(self._forward)(*map(abstract, program.jaxpr.jaxpr.invars))
+        jaxpr = closed.jaxpr
+        num_outs = len(self.is_float)
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self._params, self._residuals = jaxpr.invars[: program.num_params], jaxpr.outvars[num_outs:]
-        of_data = dependents(jaxpr, jaxpr.invars[program.num_params :])  # others follow from the parameters alone
-        residuals = dict.fromkeys(a for a in self._residuals if isinstance(a, Var))
-        self.kept = [a for a in residuals if a in of_data]
-        again, needed = [], {a for a in residuals if a not in of_data}
-        for e in reversed(jaxpr.eqns):
-            if any(v in needed for v in e.outvars):
-                again.append(e)
-                needed.update(a for a in e.invars if isinstance(a, Var))
-        self._again = again[::-1]
-        self._outs, self._unused, self._backwards = jaxpr.outvars[:num_outs], [], {}
-        self._keep_what_is_needed()
+        self._params = jaxpr.invars[: program.num_params]
+        self._outs = jaxpr.outvars[:num_outs]
+        self._residuals = jaxpr.outvars[num_outs:]
+
+        # Residuals that follow from the parameters alone are not kept: backward computes them again.
+        of_data = dependents(jaxpr, jaxpr.invars[program.num_params :])
+        distinct = dict.fromkeys(atom for atom in self._residuals if isinstance(atom, Var))
+        self.kept = [v for v in distinct if v in of_data]
+        self._recomputed = _equations_for(jaxpr, {v for v in distinct if v not in of_data})
+        self._unused: list[Var] = []
+        self._backwards: dict[tuple[bool, ...], ClosedJaxpr] = {}
+        self._drop_unneeded()
         self.forward = ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
+
+    def _forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
+        """Runs the program; returns its results and all residuals, and notes what they are."""
+        fixed = others(self.wrt, operands)
+
+        def run(diff: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = evaluate_jaxpr(self.program.jaxpr, merged(self.wrt, diff, fixed))
+            self.is_float = [has_gradient(x) for x in outs]
+            return picked(self.is_float, outs), others(self.is_float, outs)
+
+        run = checkpointed(run, self.program.remat)
+        float_outs, vjp, other_outs = jax.vjp(run, picked(self.wrt, operands), has_aux=True)
+        residuals, self._tree = jax.tree.flatten(vjp)
+        return merged(self.is_float, float_outs, other_outs), residuals
 
     def forward_keeping(self, which: Sequence[bool]) -> ClosedJaxpr:
         """Returns forward with some of the parameters as further results."""
@@ -99,13 +102,16 @@ class Gradient:
         return ClosedJaxpr(_compat.with_results(self.forward.jaxpr, results), self.forward.consts)
 
     def backward_given(self, live: tuple[bool, ...], which: Sequence[bool]) -> ClosedJaxpr:
-        """Returns backward, which takes some of the parameters from further operands."""
-        jaxpr, n, num_given = self.backward(live), len(which), sum(which)
+        """Returns backward, which takes some of the parameters from further operands, the last ones."""
+        jaxpr = self.backward(live)
+        num_params = len(which)
+        num_given = sum(which)
 
         def backward(*operands: Any) -> list[Any]:
-            operands, given = operands[: len(operands) - num_given], operands[len(operands) - num_given :]
-            params = merged(which, given, others(which, operands[:n]))
-            return evaluate_jaxpr(jaxpr, [*params, *operands[n:]])
+            first_given = len(operands) - num_given
+            given = operands[first_given:]
+            params = merged(which, given, others(which, operands[:num_params]))
+            return evaluate_jaxpr(jaxpr, [*params, *operands[num_params:first_given]])
 
         return jax.make_jaxpr(backward)(*map(abstract, [*jaxpr.jaxpr.invars, *picked(which, self._params)]))
 
@@ -119,7 +125,7 @@ class Gradient:
             live: for each result, whether it has a cotangent.
         """
         if live not in self._backwards:
-            self._backwards[live] = self._traced(live)
+            self._backwards[live] = self._traced_backward(live)
         return self._backwards[live]
 
     @functools.cached_property
@@ -139,26 +145,34 @@ class Gradient:
         avals = [list(map(abstract, group)) for group in (self._params, self.kept, operands)]
         return jax.make_jaxpr(tangents)(*avals)
 
-    def _keep_what_is_needed(self) -> None:
-        """Of the values that autodiff keeps, keeps those that a gradient needs if every float has a cotangent.
+    def _drop_unneeded(self) -> None:
+        """Drops residuals that no gradient needs if every float has a cotangent.
 
         Autodiff also keeps what a stopped gradient would need, such as the scores whose maximum a softmax subtracts.
         """
-        live, num_params, end = tuple(self.is_float), self.program.num_params, self.program.num_params + len(self.kept)
-        closed = self._traced(live)
-        may_go = lambda i, v: num_params <= i < end and not jnp.issubdtype(v.dtype, jax.dtypes.extended)
-        closed, used = _compat.without_dead_code(closed, [not may_go(i, v) for i, v in enumerate(closed.in_avals)])
-        self._unused = others(used[num_params:end], self.kept)
-        self.kept = picked(used[num_params:end], self.kept)
+        live = tuple(self.is_float)
+        first = self.program.num_params
+        last = first + len(self.kept)
+        closed = self._traced_backward(live)
+        must_stay = []
+        for i, aval in enumerate(closed.in_avals):
+            is_residual = first <= i < last
+            is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `_zeros` cannot take its place
+            must_stay.append(is_key or not is_residual)
+        closed, used = _compat.without_dead_code(closed, must_stay)
+        is_needed = used[first:last]
+        self._unused = others(is_needed, self.kept)
+        self.kept = picked(is_needed, self.kept)
         self._backwards[live] = closed
 
-    def _traced(self, live: tuple[bool, ...]) -> ClosedJaxpr:
+    def _traced_backward(self, live: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns the backward program that takes all kept values."""
 
         def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            leaves, given = self._residual_values(params, kept), iter(cotangents)
-            cts = [next(given) if is_live else _zeros(a) for a, is_live in zip(self._outs, live, strict=True)]
-            (grads,) = jax.tree.unflatten(self._tree, leaves)(picked(self.is_float, cts))
+            residuals = self._residual_values(params, kept)
+            zeros = [_zeros(atom) for atom in others(live, self._outs)]
+            every_cotangent = merged(live, cotangents, zeros)
+            (grads,) = jax.tree.unflatten(self._tree, residuals)(picked(self.is_float, every_cotangent))
             return grads
 
         avals = [list(map(abstract, group)) for group in (self._params, self.kept, picked(live, self._outs))]
@@ -166,36 +180,60 @@ class Gradient:
 
     def _residual_values(self, params: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """Returns the values of all residuals; those that follow from the parameters alone are computed again."""
-        env = self._consts | dict(zip(self._params, params, strict=True)) | dict(zip(self.kept, kept, strict=True))
-        env |= {v: _zeros(v) for v in self._unused}  # nothing of a gradient reads them
-        return _evaluate(self._again, env, self._residuals)
+        env = dict(self._consts)
+        env.update(zip(self._params, params, strict=True))
+        env.update(zip(self.kept, kept, strict=True))
+        for v in self._unused:
+            env[v] = _zeros(v)  # nothing of a gradient reads them
+        return _evaluate(self._recomputed, env, self._residuals)
+
+
+def _equations_for(jaxpr: Jaxpr, results: set[Var]) -> list[JaxprEqn]:
+    """Returns the equations that are needed to compute some variables, in order."""
+    needed = set(results)
+    equations = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            equations.append(eqn)
+            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return equations[::-1]
 
 
 def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A function whose values are kept for backward by a policy."""
+    """Returns a function whose values are kept for backward by a policy."""
     if remat in (NONE, ATTENTION_AGAIN):  # attention has its own checkpoint
         return f
-    return jax.checkpoint(_naming_products(f) if remat == SELECTIVE else f, policy=checkpoint_policy(remat))
+    if remat == SELECTIVE:
+        f = _naming_products(f)
+    return jax.checkpoint(f, policy=checkpoint_policy(remat))
 
 
 def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a name for the result of every second product with weights, beginning with the first."""
+    """Gives a name to the result of every second product with weights, beginning with the first."""
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-        turns = itertools.cycle([True, False])
+        is_turn = itertools.cycle([True, False])
 
-        def named(e: Any, xs: list[Any]) -> list[Any]:
-            if e.primitive.name == "jit":
-                return evaluate_jaxpr(e.params["jaxpr"], xs, named)
-            found = _compat.bind(e, xs)
-            if e.primitive.name != "dot_general" or any(e.params["dimension_numbers"][1]) or not next(turns):
-                return found
-            return [checkpoint_name(x, KEPT_PRODUCT) for x in found]
+        def bind(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+            if eqn.primitive.name == "jit":
+                return evaluate_jaxpr(eqn.params["jaxpr"], xs, bind)
+            results = _compat.bind(eqn, xs)
+            if _is_product_with_weights(eqn) and next(is_turn):
+                return [checkpoint_name(x, KEPT_PRODUCT) for x in results]
+            return results
 
-        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate_jaxpr(closed, jax.tree.leaves(args), named))
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate_jaxpr(closed, jax.tree.leaves(args), bind))
 
     return run
+
+
+def _is_product_with_weights(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a product without batch dims: a product of activations has them."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, batch_dims = eqn.params["dimension_numbers"]
+    return not any(batch_dims)
 
 
 def _zeros(a: Atom) -> jax.Array:
@@ -211,23 +249,30 @@ def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[Any], bind: Bind = _c
 
 
 def _evaluate(
-    equations: Sequence[JaxprEqn], env: dict[Var, Any], wanted: Sequence[Atom], bind: Bind = _compat.bind
+    equations: Sequence[JaxprEqn], env: dict[Var, Any], results: Sequence[Atom], bind: Bind = _compat.bind
 ) -> list[Any]:
-    """Runs equations on the values in `env`; the values of some variables."""
-    read = lambda a: a.val if isinstance(a, Literal) else env[a]
-    for e in equations:
-        with _compat.equation_context(e):
-            env.update(zip(e.outvars, bind(e, list(map(read, e.invars))), strict=True))
-    return list(map(read, wanted))
+    """Runs equations on the values in `env`, which gets theirs; returns the values of some atoms."""
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in equations:
+        with _compat.equation_context(eqn):
+            values = bind(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, values, strict=True))
+    return [read(atom) for atom in results]
 
 
 def dependents(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:
-    """The given variables, those that depend on them, and the results of equations with effects."""
-    found = set(variables)
-    for e in jaxpr.eqns:
-        if e.effects or any(isinstance(a, Var) and a in found for a in e.invars):
-            found.update(e.outvars)
-    return found
+    """Returns some variables, those that depend on them, and the results of equations with effects."""
+    dependent = set(variables)
+    for eqn in jaxpr.eqns:
+        if eqn.effects or any(isinstance(atom, Var) and atom in dependent for atom in eqn.invars):
+            dependent.update(eqn.outvars)
+    return dependent
+
+
+# ---- lists of which some entries are marked
 
 
 def picked(which: Sequence[bool], xs: Sequence[T]) -> list[T]:
