@@ -7,11 +7,35 @@ import os
 import re
 from collections.abc import Sequence
 
+from jshard._text import counted
 from jshard.errors import FourPartError, RunError, ShardingError, causes
 
 
 class CheckpointError(ShardingError):
     """A checkpoint cannot be written to a path, or does not match the state to restore into."""
+
+
+class SurplusError(CheckpointError):
+    """A checkpoint has leaves that the state to restore into has no place for, and otherwise fits it.
+
+    Args:
+        surplus: their stored paths.
+        where: as in `FourPartError`.
+        why: as in `FourPartError`.
+        do: as in `FourPartError`.
+    """
+
+    def __init__(self, surplus: Sequence[str], *, where: Sequence[str], why: str, do: str) -> None:
+        self.surplus = tuple(surplus)
+        what = f"The checkpoint has {counted(len(self.surplus), 'leaf')} that the state has no place for."
+        super().__init__(what, where=where, why=why, do=do)
+
+    def __reduce__(self) -> tuple:
+        return _rebuild, (self.surplus, self.where, self.why, self.do)
+
+
+def _rebuild(surplus: Sequence[str], where: Sequence[str], why: str, do: str) -> SurplusError:
+    return SurplusError(surplus, where=where, why=why, do=do)
 
 
 class CheckpointWarning(UserWarning):

@@ -490,24 +490,42 @@ _PARAMS = "params"
 
 def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
     """The paths of a state that are parameters."""
-    begins = {text(begin) for path, value in _parts(like) for begin in _begins(value, path)}
+    begins = {text(begin.path) for begin in _all_begins(like)}
     if "" in begins:
         return set(paths)
     above = lambda path: itertools.accumulate(path.split("/"), "{}/{}".format)
     return {path for path in paths if not begins.isdisjoint(above(path))}
 
 
-def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
-    """Path prefixes of the parameters in a part of a state; `within` a named tuple, only those of modules."""
+def parameter_roots(like: Any) -> set[str]:
+    """The paths of the models in a state, and of its trees `params`: what is stored below them is of a model."""
+    return {text(begin.root) for begin in _all_begins(like)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begin:
+    """Where parameters begin in a state."""
+
+    path: Path
+    root: Path  # of the model, or of the tree `params`, that they are part of
+
+
+def _all_begins(like: Any) -> Iterator[_Begin]:
+    for path, value in _parts(like):
+        yield from _begins(value, path)
+
+
+def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[_Begin]:
+    """Where parameters begin in a part of a state; `within` a named tuple, only those of modules."""
     if isinstance(value, nnx.Optimizer):
         return
     if path[-1:] == (_PARAMS,) and not within:
-        yield path
+        yield _Begin(path, root=path)
     elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
         # A part's own variables are under their names; those of a module in a pytree are one key deeper.
         for inner, variable in _variables(value) or ():
             if isinstance(variable, nnx.Param):
-                yield *path, *inner
+                yield _Begin((*path, *inner), root=path)
     else:
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
         for key, child in _children(value):

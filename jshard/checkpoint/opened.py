@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -38,6 +39,8 @@ class Opened:
     manifest: Manifest | None = None  # its manifest; None if jshard did not write it
     leaves: Mapping[str, StoredLeaf]  # its leaves by path; a random key is its numbers
     notes: Sequence[str] = ()  # remarks for the reader
+    # By path, the names of another library's arrays that a leaf would be made of, and that are not there.
+    absent: Mapping[str, Sequence[str]] = types.MappingProxyType({})
 
     @property
     def arrays(self) -> dict[str, StoredLeaf]:

@@ -102,19 +102,27 @@ class ForeignCheckpoint(Opened):
     ) -> None:
         self.path = path
         self.notes = source.notes if isinstance(source, SafetensorsSource) else ()
+        self._unnamed: dict[str, str] = {}  # arrays that `names` leaves out: they cannot be restored, only shown
         if names is None:
             values: Mapping[str, Any] = source.values
             self._source: ArraySource = source
-            places, unnamed = _by_path(path, [*source.leaves, *values]), []
+            places = _by_path(path, [*source.leaves, *values])
+            self.absent: Mapping[str, Sequence[str]] = {}
         else:
+            values = {}
             named = NamedSource(source, names)
-            values, self._source, places, unnamed = {}, named, {name: name for name in named.leaves}, named.unused
+            self._source = named
+            places = {name: name for name in named.leaves}
+            self.absent = named.absent
+            self._unnamed = {_free_place(name, places): name for name in named.unused}
+        self._stored = source
         arrays = self._source.leaves
         self._names = {place: name for place, name in places.items() if name in arrays}
         self._values = {place: name for place, name in places.items() if name not in arrays}
         self._value = functools.cache(lambda name: values[self._values[name]].value())
         leaves = {place: arrays[name] for place, name in self._names.items()}
-        self.leaves = leaves | dict.fromkeys([*self._values, *unnamed], _UNREAD)
+        leaves |= {place: source.leaves[name] for place, name in self._unnamed.items()}
+        self.leaves = leaves | dict.fromkeys(self._values, _UNREAD)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; requested values other than numbers and strings are not leaves."""
@@ -141,6 +149,8 @@ class ForeignCheckpoint(Opened):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
+        if name in self._unnamed:
+            return self._stored.read(self._unnamed[name], box)
         return self._source.read(self._names[name], box)
 
     def values(self) -> dict[str, Any]:
@@ -201,6 +211,11 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
             "To import it, map the names with hf_names(config) in a model file: --model MODEL.py",
         )
     return found
+
+
+def _free_place(name: str, places: Collection[str]) -> str:
+    """A stored name, with a remark if a path reads the same."""
+    return f"{name} (not in names)" if name in places else name
 
 
 def _without_layers(path: str) -> str:

@@ -35,6 +35,7 @@ T = TypeVar("T")
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 Options = Literal["fastest", "memory", "none"]
+Extra = Literal["error", "ignore"]  # as in jshard.checkpoint, which imports jax
 Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as in jshard.data.files, which imports numpy
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
 
@@ -285,6 +286,9 @@ class TrainArgs(RecipeArgs):
     """Start from the parameters of a checkpoint: of jshard (a checkpoint, or a run), Orbax, PyTorch's distributed
     checkpoints, DeepSpeed's ZeRO-3, or safetensors; the model file's `hf_names` maps their names. A resumed run
     continues with its own, and reads these again only if it has saved none."""
+    extra: Extra | None = None
+    """What to do with parameters of --init-from that the model has no place for, such as more layers: refuse (error,
+    the default), or skip them (ignore)."""
     stop_deadline: Seconds | None = None
     """How long a run has after SIGTERM to finish its step and save; by default as long as it takes."""
     stall_timeout: Seconds | None = None

@@ -85,6 +85,7 @@ def _train(request: Request) -> int:
         compiler_options=compiler_options,
         expect=expect,
         init_from=args.init_from,
+        extra=args.extra or "error",
         keep_in_memory=args.keep_in_memory,
         programs=args.compile_cache or "beside",
         watch=watch,

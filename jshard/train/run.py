@@ -23,6 +23,7 @@ from jshard._processes import is_primary
 from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
+from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.engine.mixing import as_traced
 from jshard.errors import FourPartError, RunError
@@ -79,6 +80,7 @@ def run_recipe(
     compiler_options: Mapping[str, Any] | None = None,
     expect: ExpectedStep | None = None,
     init_from: Path | None = None,
+    extra: Extra = "error",
     keep_in_memory: int | None = None,
     programs: str | None = None,
     watch: launch.StallWatch | None = None,
@@ -107,6 +109,8 @@ def run_recipe(
         expect: the expected properties of the compiled step; see `ExpectedStep`.
         init_from: a checkpoint, in a format that `jshard.checkpoint` reads, with the initial parameters of a new run.
             A run that has its own checkpoints continues from these, and does not read it again.
+        extra: what to do with parameters in `init_from` that the model has no place for: "error", or "ignore" to skip
+            them.
         keep_in_memory: steps between two copies of the state to the memory of the supervisors; None for no copies.
         programs: the folder for compiled programs; "beside" for one beside `out`, "none" to always compile. By
             default JAX's own setting.
@@ -134,7 +138,7 @@ def run_recipe(
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
     series = place_of((options or {}).get("checkpoints") or Path(out) / OF_A_RUN)
     if init_from is not None and not (resume and steps_in(series)):
-        check_source(model_file, recipe, mesh, init_from)
+        check_source(model_file, recipe, mesh, init_from, extra=extra)
     say = say if is_primary() else (lambda line: None)
     copies = None
     if keep_in_memory is not None:
@@ -155,7 +159,7 @@ def run_recipe(
             mesh=mesh,
             data=data,
             folder=folder,
-            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies),
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies, extra=extra),
             say=say,
             stop=stop,
             watch=watch,

@@ -195,7 +195,7 @@ def test_two_names_of_one_path_are_told_apart_by_the_user(tmp_path):
     write_safetensors(tmp_path / "c", Held({"layer.w": W, "layer/w": W}))
     with pytest.raises(CheckpointError, match=r"layer.w  and layer/w: layer/w"):
         js.checkpoint.restore(tmp_path / "c", {"layer": {"w": jnp.asarray(W)}})
-    with pytest.warns(CheckpointWarning, match="1 stored leaves are skipped:\n  layer/w"):
+    with pytest.warns(CheckpointWarning, match="1 stored leaf is skipped:\n  layer/w"):
         restored = js.checkpoint.restore(tmp_path / "c", {"m": {"w": W * 0}}, names={"w": "layer.w"}, extra="ignore")
     np.testing.assert_array_equal(restored["m"]["w"], W)
 

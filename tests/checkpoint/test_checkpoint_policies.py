@@ -373,7 +373,7 @@ def test_the_mesh_that_is_active_does_not_matter(tmp_path, kind, active):
     like |= {"stack": [*map(lay, 0 * two)], "key": jax.random.key(0)}
     with jax.set_mesh(other) if active != "none" else contextlib.nullcontext():
         checkpoint.save(tmp_path / "c", state)
-        with pytest.warns(CheckpointWarning, match="1 leaves change dtype"):
+        with pytest.warns(CheckpointWarning, match="1 leaf changes dtype"):
             restored = checkpoint.restore(tmp_path / "c", like=like)
     np.testing.assert_array_equal(restored["w"], values)
     np.testing.assert_array_equal(restored["cast"], values.astype(jnp.bfloat16))

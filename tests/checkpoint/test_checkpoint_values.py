@@ -168,7 +168,7 @@ def test_dict_like_nodes_without_keys_are_restored_by_key(tmp_path, make):
     inner = inner.items_ if isinstance(inner, Table) else vars(inner)
     assert get("a").tolist() == [2.0, 2.0] and get("b").tolist() == [1.0, 1.0]
     assert inner["x"].tolist() == [0.0] * 3 and inner["y"].tolist() == [1.0] * 3
-    with pytest.raises(CheckpointError, match=r"1 leaves differ|2 leaves differ"):
+    with pytest.raises(CheckpointError, match=r"1 leaf differs|2 leaves differ"):
         js.checkpoint.restore(tmp_path / "c", like={"state": [make({**values, "b2": values["b"]})]})
 
 
@@ -287,7 +287,7 @@ KINDS = {
 def test_values_of_other_kinds_are_refused_as_arrays_of_them_are(tmp_path, name):
     value, like = KINDS[name]
     js.checkpoint.save(tmp_path / "c", {"x": value})
-    with pytest.raises(CheckpointError, match=r"does not fit: 1 leaves differ(.|\n)*x  stored"):
+    with pytest.raises(CheckpointError, match=r"does not fit: 1 leaf differs(.|\n)*x  stored"):
         js.checkpoint.restore(tmp_path / "c", like={"x": like})
 
 

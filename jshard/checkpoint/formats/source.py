@@ -455,6 +455,11 @@ def _permuted(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
 
 
 def _is_buffer(name: str, leaf: StoredLeaf) -> bool:
-    """The causal mask and its fill value, which older GPT-2 files contain beside the parameters."""
-    mask = name.endswith("attn.bias") and len(leaf.shape) == 4
-    return mask or (name.endswith("attn.masked_bias") and leaf.shape == ())
+    """What PyTorch stores beside the parameters though it follows from the sizes.
+
+    The causal mask of older GPT-2 files, and its fill value; the frequencies of rotary positions of older Llama files.
+    """
+    is_mask = name.endswith("attn.bias") and len(leaf.shape) == 4
+    is_fill = name.endswith("attn.masked_bias") and leaf.shape == ()
+    is_frequencies = name.endswith("rotary_emb.inv_freq") and len(leaf.shape) == 1
+    return is_mask or is_fill or is_frequencies
