@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Sequence
 
-from jshard._text import counted
 from jshard.errors import FourPartError, RunError, ShardingError, causes
 
 
@@ -16,26 +15,11 @@ class CheckpointError(ShardingError):
 
 
 class SurplusError(CheckpointError):
-    """A checkpoint has leaves that the state to restore into has no place for, and otherwise fits it.
-
-    Args:
-        surplus: their stored paths.
-        where: as in `FourPartError`.
-        why: as in `FourPartError`.
-        do: as in `FourPartError`.
-    """
-
-    def __init__(self, surplus: Sequence[str], *, where: Sequence[str], why: str, do: str) -> None:
-        self.surplus = tuple(surplus)
-        what = f"The checkpoint has {counted(len(self.surplus), 'leaf')} that the state has no place for."
-        super().__init__(what, where=where, why=why, do=do)
-
-    def __reduce__(self) -> tuple:
-        return _rebuild, (self.surplus, self.where, self.why, self.do)
+    """A checkpoint has leaves that the state to restore into has no place for, and otherwise fits it."""
 
 
-def _rebuild(surplus: Sequence[str], where: Sequence[str], why: str, do: str) -> SurplusError:
-    return SurplusError(surplus, where=where, why=why, do=do)
+class DamagedError(RunError, CheckpointError):
+    """A checkpoint is damaged, or cannot be read. The request may be right: exit code 1."""
 
 
 class CheckpointWarning(UserWarning):
@@ -85,12 +69,12 @@ def mend(why: str) -> str:
     return "fix that, then write it again."
 
 
-def unreadable(path: object, why: str) -> RunError:
+def unreadable(path: object, why: str) -> DamagedError:
     """The error for a checkpoint that cannot be read."""
-    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another checkpoint.")
+    return DamagedError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another checkpoint.")
 
 
-def damaged(path: object, where: Sequence[str], why: str) -> RunError:
+def damaged(path: object, where: Sequence[str], why: str) -> DamagedError:
     """The error for a checkpoint whose files or leaves have changed since it was saved."""
     do = "copy it again from an intact copy, or restore another checkpoint."
-    return RunError("The checkpoint cannot be read.", where=[str(path), *where], why=why, do=do)
+    return DamagedError("The checkpoint cannot be read.", where=[str(path), *where], why=why, do=do)

@@ -172,7 +172,7 @@ def _values_fit(stored: str, wanted: str) -> bool:
 
     As between arrays, kinds only change from whole numbers to real ones, and from these to complex ones.
     """
-    if "str" in (stored, wanted):
+    if "str" in (stored, wanted) or "value" in (stored, wanted):
         return stored == wanted
     if stored == "int":  # it may be a bool, and any kind may hold it
         return True
@@ -427,9 +427,11 @@ def check_fits(
         why, do = _advice(found, stored, wanted, rename, path)
     if count == len(unwanted):
         raise SurplusError(
-            unwanted,
+            f"The checkpoint has {counted(count, 'leaf')} that the state has no place for.",
             where=[str(path), *sorted(lines)],
-            why="\n".join(["without them it would be another model, or optimizer, than the saved one.", *_untied(found, stored)]),
+            why="\n".join(
+                ["without them it would be another model, or optimizer, than the saved one.", *_untied(found, stored)]
+            ),
             do=do,
         )
     raise CheckpointError(what, where=[str(path), *sorted(lines)], why=why, do=do)
@@ -490,8 +492,14 @@ def _summed_up(
         if tops:
             lines[tops[0]] = line(f"{tops[0]}/...", f"{among[tops[0]]} leaves")
         else:
-            lines[key] = line(key, str(tuple(getattr(leaves[key], "shape", ()))))
+            lines[key] = line(key, _shape_text(leaves[key]))
     return list(lines.values())
+
+
+def _shape_text(leaf: Any) -> str:
+    if isinstance(leaf, StoredLeaf) and not leaf.is_array:
+        return f"a value ({leaf.dtype})" if leaf.dtype != "value" else "a value"
+    return str(tuple(getattr(leaf, "shape", ())))
 
 
 def _above(key: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +16,15 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
-from jshard.checkpoint.errors import CheckpointError, reason, unreadable
-from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, ZeroSource, foreign_source
+from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
+from jshard.checkpoint.formats import Foreign, NamedSource, SafetensorsSource, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
 from jshard.errors import RunError
 
-_UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no type here, and values that were not requested
+_UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
 
 
@@ -97,9 +98,7 @@ class OrbaxCheckpoint(Opened):
 class ForeignCheckpoint(Opened):
     """A checkpoint by another library: leaves under jshard's paths, read box by box."""
 
-    def __init__(
-        self, path: Path, source: DcpSource | SafetensorsSource | ZeroSource, names: Names | None = None
-    ) -> None:
+    def __init__(self, path: Path, source: Foreign, names: Names | None = None) -> None:
         self.path = path
         self.notes = source.notes if isinstance(source, SafetensorsSource) else ()
         self._unnamed: dict[str, str] = {}  # arrays that `names` leaves out: they cannot be restored, only shown
@@ -131,6 +130,16 @@ class ForeignCheckpoint(Opened):
         leaves = {name: leaf for name, leaf in self.leaves.items() if found.get(name, str) in _KINDS}
         kinds = {name: _KINDS[kind] for name, kind in found.items() if kind in _KINDS}
         return leaves | {name: StoredLeaf(shape=(), dtype=kind) for name, kind in kinds.items()}
+
+    def described(self) -> Mapping[str, StoredLeaf]:
+        """See `Opened.described`."""
+        leaves = dict(self.leaves)
+        for name in self._values:
+            # A value that cannot be read, or may run code, is still listed.
+            with contextlib.suppress(CheckpointError):
+                kind = _KINDS.get(type(self._value(name)), _UNREAD.dtype)
+                leaves[name] = StoredLeaf(shape=(), dtype=kind)
+        return leaves
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.load`; host memory holds the boxes of one leaf at a time."""
@@ -186,9 +195,9 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
     return OrbaxCheckpoint(path, manifest, verify=verify)
 
 
-def _unsealed(path: Path, do: str) -> RunError:
+def _unsealed(path: Path, do: str) -> DamagedError:
     """The error for a jshard checkpoint that has lost its manifest."""
-    return RunError(
+    return DamagedError(
         "The checkpoint cannot be read.",
         where=str(path),
         why=f"its manifest, {_manifest.NAME}, is missing: the copy is incomplete, or the file was removed.",

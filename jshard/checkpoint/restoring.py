@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import numpy as np
 
-from jshard._processes import all_or_none, exchange
+from jshard._processes import all_or_none, exchange, is_primary
 from jshard._text import counted, human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
@@ -87,8 +87,8 @@ def restore(
         New objects of the kinds in `like`.
 
     Raises:
-        CheckpointError: there is no checkpoint at `path`, or its leaves do not match those of `like`.
-        RunError: it is damaged, or cannot be read.
+        CheckpointError: there is no checkpoint at `path`, its leaves do not match those of `like`, or it is damaged or
+            cannot be read; in the last two cases the error is a `RunError`, too.
 
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
@@ -114,8 +114,8 @@ def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = N
         The needed bytes, the bytes read for them, and host memory, printed as one line.
 
     Raises:
-        CheckpointError: there is no checkpoint at `path`, or its leaves do not match those of `like`.
-        RunError: its metadata are damaged.
+        CheckpointError: there is no checkpoint at `path`, its leaves do not match those of `like`, or its metadata are
+            damaged, when the error is a `RunError`, too.
 
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
@@ -316,7 +316,7 @@ class Restoring:
             _check_sums(path, self.opened.manifest, [other["sums"] for other in heard])
         with self.phases("finish"):
             restored = self._filled(found)
-        if self._overflows:
+        if self._overflows and is_primary():
             too_large = "too large for its dtype in `like`", "too large for their dtypes in `like`"
             (note,) = _list(f"leaf has values {too_large[0]}", f"leaves have values {too_large[1]}", self._overflows)
             message = f"{path} is restored; {note}"
@@ -423,7 +423,7 @@ class Restoring:
                 "It is stored in pieces for another layout. If you restore it often, rewrite it:\n"
                 f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
             )
-        if notes:
+        if notes and is_primary():  # the others have the same
             message = f"{self.opened.path} is restored; " + "\n".join(notes)
             warnings.warn(message, CheckpointWarning, stacklevel=5)
 

@@ -20,7 +20,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import checkpoint
-from jshard._text import counted
 from jshard.api.fully_shard import revise
 from jshard.api.gradients import LossScale
 from jshard.api.init import abstract_init, abstract_optimizer, shard_init, shard_optimizer
@@ -249,7 +248,7 @@ def _in_words_of_the_command(path: Path) -> Iterator[None]:
         yield
     except SurplusError as error:
         raise CheckpointError(
-            f"The checkpoint has {counted(len(error.surplus), 'parameter')} that the model has no place for.",
+            error.what,
             where=error.where,
             why=error.why,
             do=f"{_SIZES}\nor skip them, and train another model: --init-from {path} --extra ignore",

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jshard import launch
 from jshard._live import at_work
+from jshard._paths import expanded
 from jshard._processes import is_primary
 from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
@@ -126,6 +127,8 @@ def run_recipe(
         RunError: the run has failed; the text names its last checkpoint.
     """
     model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # the data are already read
+    out = expanded(out)
+    init_from = None if init_from is None else expanded(init_from)
     check_recipe(recipe)
     check_batch(recipe, mesh)
     check_names(track)
@@ -136,7 +139,7 @@ def run_recipe(
         expect.check_request(recipe, mesh)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
-    series = place_of((options or {}).get("checkpoints") or Path(out) / OF_A_RUN)
+    series = place_of((options or {}).get("checkpoints") or out / OF_A_RUN)
     if init_from is not None and not (resume and steps_in(series)):
         check_source(model_file, recipe, mesh, init_from, extra=extra)
     say = say if is_primary() else (lambda line: None)
@@ -151,7 +154,7 @@ def run_recipe(
         for notice in folder.notices:
             say(notice)
         if programs is not None:
-            say(keep_programs(Path(out).parent, programs))
+            say(keep_programs(out.parent, programs))
         stop = StopSignal()
         job = _Job(
             model_file=model_file,

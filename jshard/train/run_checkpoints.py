@@ -14,6 +14,7 @@ from jshard import launch
 from jshard._live import at_work
 from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.errors import DamagedError
 from jshard.checkpoint.restoring import Extra
 from jshard.recipes.building import create, create_from, new_model, restore
 from jshard.recipes.model_file import ModelFile
@@ -89,7 +90,7 @@ class RunCheckpoints:
         try:
             state = restore(self._model_file, self._recipe, self._mesh, self._series, latest)
         except CheckpointError as error:
-            if latest not in self._series.steps():  # not visible to this process
+            if isinstance(error, DamagedError) or latest not in self._series.steps():  # not visible to this process
                 raise
             raise CheckpointError(
                 error.what,

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
+from jshard._paths import expanded
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import torch_pickle
 from jshard.checkpoint.formats.source import (
@@ -265,7 +266,7 @@ def write_dcp(
     Slashes in names become dots. One chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last:
     without it there is no checkpoint.
     """
-    folder, values = Path(folder).absolute(), values or {}
+    folder, values = expanded(folder).absolute(), values or {}
     names = [name.replace("/", ".") for name in (*source.leaves, *values)]
     check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, _TORCH_NAMES)
     with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.checkpoint.errors import CheckpointError
+from jshard._paths import expanded
+from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.checkpoint.formats.source import (
     ArraySource,
     Box,
@@ -30,7 +31,7 @@ from jshard.checkpoint.formats.source import (
     whole,
 )
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.errors import RunError, printable
+from jshard.errors import printable
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = SUFFIX + ".index.json"
@@ -75,11 +76,11 @@ class SafetensorsSource:
             self._regions = _all_regions(_files_without_index(self.path))
             _check_numbers(self.path, {region.path.name for region in self._regions.values()})
         else:
-            index = _read_index(index_file)
+            index = read_index(index_file)
             if index_file != self.path:
                 self.notes = _notes_on_files_beside(index_file, index)
             self._regions = _all_regions(index_file.parent / file for file in sorted(set(index.values())))
-            _check_index(index_file, index, self._regions)
+            check_index(index_file, index, self._regions)
         self.leaves: Mapping[str, StoredLeaf] = {
             name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
@@ -160,7 +161,7 @@ def _notes_on_files_beside(index_file: Path, index: Mapping[str, str]) -> tuple[
     return (printable(f"read are the files that {index_file.name} names, and not {names}."),)
 
 
-def _check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
+def check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
     """Raises `RunError` unless the files hold exactly the arrays that the index names, each in its file."""
     lost = [f"{name}  is not in {file}" for name, file in index.items() if name not in regions]
     moved = [
@@ -178,7 +179,7 @@ def _check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[st
     do = "download or copy the whole folder again."
     if not lost:
         do += f"\nOr, if the files are right, read them without the index: rm {index_file}"
-    raise RunError(
+    raise DamagedError(
         f"The files of the checkpoint do not fit its index: {len(lost) + len(moved) + len(unnamed)} arrays differ.",
         where=[str(index_file), *lost, *moved, *unnamed],
         why="the index and the files are of different checkpoints, or a file is damaged.",
@@ -186,7 +187,8 @@ def _check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[st
     )
 
 
-def _read_index(path: Path) -> Mapping[str, str]:
+def read_index(path: Path) -> Mapping[str, str]:
+    """The file of each array, by the index beside the files."""
     try:
         index = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -322,7 +324,7 @@ def write_safetensors(
     One array is in memory at a time; one larger than the file size gets its own file. Existing files are never
     replaced. `beside` has the texts of further files, by name.
     """
-    folder, leaves = Path(folder).absolute(), source.leaves
+    folder, leaves = expanded(folder).absolute(), source.leaves
     there = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX), *filter(Path.exists, map(folder.joinpath, beside))]
     check_export("safetensors", sorted(there), source, list(leaves), _NAMES)
     shards = _shards(leaves, max_shard_bytes)

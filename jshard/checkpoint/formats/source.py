@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from jshard.checkpoint.errors import CheckpointError, mend, reason
+from jshard.checkpoint.errors import CheckpointError, DamagedError, mend, reason
 from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import StoredLeaf
@@ -110,9 +110,9 @@ def existing(path: str | Path, kind: str) -> Path:
     return path
 
 
-def damaged(path: Path, why: str) -> RunError:
+def damaged(path: Path, why: str) -> DamagedError:
     """The error for a file that violates its format."""
-    return RunError(
+    return DamagedError(
         "A file of the checkpoint is damaged.", where=str(path), why=printable(why), do="download or copy it again."
     )
 

@@ -110,7 +110,8 @@ def run_inspect(argv: Sequence[str]) -> int:
     args = parse(InspectArgs, argv, command="jshard ckpt inspect")
     opened = open_checkpoint(checkpoint_at(args.path, args.step))
     begin = args.below.rstrip("/")
-    shown = {p: leaf for p, leaf in opened.leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
+    leaves = opened.described()
+    shown = {p: leaf for p, leaf in leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
     if not shown:
         begins = sorted({printable(path.split("/")[0]) for path in opened.leaves})
         raise ShardingError(
