@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import FlattenedIndexKey
 
+from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import box_sums
 from jshard.checkpoint.position import is_data_position, position_text, set_position
@@ -139,7 +140,7 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
         stored[key] = value
     if bad:
         raise CheckpointError(
-            f"The state cannot be saved: {len(bad)} leaves are not data.",
+            f"The state cannot be saved: {counted(len(bad), 'leaf is', 'leaves are')} not data.",
             where=bad,
             why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, strings, and objects with get_state() "
             "and set_state().",
@@ -247,14 +248,15 @@ def _refuse_gone(leaves: Mapping[Path, Any]) -> None:
     arrays = {text(path): leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
     if gone := [key for key, leaf in arrays.items() if leaf.is_deleted()]:
         raise CheckpointError(
-            f"The state cannot be saved: the values of {len(gone)} leaves are gone.",
+            f"The state cannot be saved: the values of {counted(len(gone), 'leaf')} are gone.",
             where=gone,
             why="these arrays are deleted: a step that donates its arguments reuses their memory.",
             do="save what the step returns: state = step(state, batch), then save(path, state). Or save before it.",
         )
     if elsewhere := [key for key, leaf in arrays.items() if not leaf.addressable_shards]:
+        arrays_elsewhere = counted(len(elsewhere), "array")
         raise CheckpointError(
-            f"The state cannot be saved: process {jax.process_index()} holds no part of {len(elsewhere)} arrays.",
+            f"The state cannot be saved: process {jax.process_index()} holds no part of {arrays_elsewhere}.",
             where=elsewhere,
             why="only devices of other processes hold them, and all processes save together.",
             do="put them on a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
@@ -582,7 +584,7 @@ def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
             bad.append(f"{key}  on process 0 and process {', '.join(map(str, others))}")
     if bad:
         raise CheckpointError(
-            f"The state cannot be saved: {len(bad)} leaves differ between processes.",
+            f"The state cannot be saved: {counted(len(bad), 'leaf differs', 'leaves differ')} between processes.",
             where=bad,
             why="an array on one device per process is stored once for all processes.",
             do="compute it from the same seed on every process, or shard it over the mesh with a row per process.",

@@ -369,8 +369,8 @@ def _cast(dtype: Any, sharding: Sharding) -> Any:
     return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=sharding)
 
 
-_HEAD = re.compile(r"(^|[/._])((lm_)?head|output|unembed\w*)([/.]|$)")
-_EMBEDDING = re.compile(r"emb|wte|tokens")
+HEAD = re.compile(r"(^|[/._])((lm_)?head|output|unembed\w*)([/.]|$)")
+EMBEDDING = re.compile(r"emb|wte|tokens|shared")
 _TOGETHER = 3  # this many leaves below one path are shown as that path
 # Fields of Optax states with the tree of the parameters: they would fit, but are never the intended ones.
 _MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".split())
@@ -449,9 +449,9 @@ def _looked_for(key: str, rename: Mapping[str, str], absent: Mapping[str, Sequen
 def _untied(found: Match, stored: Mapping[str, StoredLeaf]) -> list[str]:
     """A line on a stored head that a model has no place for because it ties its head to its embedding."""
     used = {path for pick in found.picks.values() for path in pick.stored}
-    embeddings = [path for path in used if _EMBEDDING.search(path) and len(stored[path].shape) == 2]
+    embeddings = [path for path in used if EMBEDDING.search(path) and len(stored[path].shape) == 2]
     for path in found.extra:
-        if not _HEAD.search(path):
+        if not HEAD.search(path):
             continue
         for embedding in embeddings:
             if stored[embedding].shape in (stored[path].shape, stored[path].shape[::-1]):

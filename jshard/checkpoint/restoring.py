@@ -332,7 +332,7 @@ class Restoring:
         if verify and manifest is not None:
             with self.phases("plan"):
                 if lost := _manifest.damage(self.opened.path, manifest):
-                    why = f"{len(lost)} of {len(manifest.files)} files have changed since it was saved."
+                    why = f"{len(lost)} of {counted(len(manifest.files), 'file')} changed since it was saved."
                     raise damaged(self.opened.path, lost, why)
         self._warn(verify)
         with self.phases("read"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.matching import is_in, layers_of, stacks
+from jshard.checkpoint.matching import EMBEDDING, HEAD, is_in, layers_of, stacks
 from jshard.checkpoint.opened import Opened
 
 # What a training state has beside the model, by the first key. Other libraries save it without a name for the model.
@@ -55,15 +55,18 @@ def places(path: str, stored: Mapping[str, StoredLeaf]) -> Iterator[str]:
 
 
 def copies(opened: Opened, surplus: Collection[str], used: Collection[str]) -> dict[str, str]:
-    """Surplus arrays that are copies of arrays that are read, by name, as PyTorch stores tied weights twice.
+    """Surplus heads and embeddings that are copies of an embedding that is read: PyTorch stores tied weights twice.
 
-    Values are read only if every surplus array may be one: otherwise the restore fails whatever they are.
+    Only these are tied in practice. Any two other arrays may have equal numbers, such as layers that begin as zeros.
+    Values are read only if every surplus array may be a copy: otherwise the restore fails whatever they are.
     """
     stored = opened.leaves
     if not surplus or len(surplus) > _MOST_COPIES:
         return {}
-    alike = {name: [other for other in used if _are_alike(stored[name], stored[other])] for name in surplus}
-    if not all(alike.values()):
+    embeddings = [name for name in used if EMBEDDING.search(name)]
+    may_be_tied = all(HEAD.search(name) or EMBEDDING.search(name) for name in surplus)
+    alike = {name: [other for other in embeddings if _are_alike(stored[name], stored[other])] for name in surplus}
+    if not may_be_tied or not all(alike.values()):
         return {}
     pairs: dict[str, str] = {}
     for name, others in alike.items():

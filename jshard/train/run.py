@@ -21,6 +21,7 @@ from jshard import launch
 from jshard._live import at_work
 from jshard._paths import expanded
 from jshard._processes import is_primary
+from jshard._text import counted
 from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
@@ -148,7 +149,8 @@ def run_recipe(
         copies = MemoryCopies(keep_in_memory, abstract_state(model_file, recipe, mesh), say)
     if recipe.num_steps <= recipe.warmup_steps and type(recipe).schedule is Recipe.schedule:
         room = f"--set warmup_steps={recipe.num_steps // 10} leaves room for the cosine"
-        say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {recipe.num_steps} steps; {room}.")
+        steps = counted(recipe.num_steps, "step")
+        say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {steps}; {room}.")
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
@@ -214,7 +216,9 @@ class _Job:
                     else:
                         fitted = Fitted(start_step)
                         asked = f"{self.recipe.num_steps} were requested; --steps {2 * start_step} continues it."
-                        self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
+                        self.say(
+                            f"nothing is left to train: {counted(start_step, 'step is', 'steps are')} done, and {asked}"
+                        )
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
             self.folder.ended("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")

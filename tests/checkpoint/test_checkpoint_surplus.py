@@ -171,6 +171,10 @@ def test_a_head_of_its_own_is_an_error_where_the_model_ties_it_and_a_copy_is_not
     ):
         restored = checkpoint.restore(tmp_path / "tied", like, only="params", names=names)
     np.testing.assert_array_equal(restored["params"]["embedding"], THEIRS["wte.weight"])
+    equal_layers = {"wte.weight": THEIRS["wte.weight"], "h.0.weight": np.eye(4), "h.1.weight": np.eye(4)}
+    write_safetensors(tmp_path / "equal", Held({name: x.astype(np.float32) for name, x in equal_layers.items()}))
+    with pytest.raises(SurplusError, match=r"h\.1\.weight  stored"):  # a layer that only has the same numbers
+        checkpoint.restore(tmp_path / "equal", like, only="params", names=names)
     write_safetensors(tmp_path / "own", Held(THEIRS | {"lm_head.weight": THEIRS["wte.weight"] + 1}))
     with pytest.raises(SurplusError) as caught:
         checkpoint.restore(tmp_path / "own", like, only="params", names=names)

@@ -78,7 +78,7 @@ def test_a_member_of_an_enum_is_stored_as_its_value_and_restored_as_the_member(t
 
 def test_an_enum_whose_value_is_no_data_is_refused_when_it_is_saved(tmp_path):
     odd = enum.Enum("odd", {"A": (1, 2)})
-    with pytest.raises(CheckpointError, match=r"1 leaves are not data\.\n  where: phase  a odd"):
+    with pytest.raises(CheckpointError, match=r"1 leaf is not data\.\n  where: phase  a odd"):
         js.checkpoint.save(tmp_path / "c", {"phase": odd.A})
 
 

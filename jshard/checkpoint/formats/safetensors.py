@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard._paths import expanded
+from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.checkpoint.formats.source import (
     ArraySource,
@@ -144,7 +145,7 @@ def _check_numbers(path: Path, files: Iterable[str]) -> None:
         missing = (number for number in range(first, first + count) if number not in present)
         names = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in itertools.islice(missing, 3)]
         if names:
-            raise damaged(path, f"{len(present)} of {count} files are there; missing: {', '.join(names)}")
+            raise damaged(path, f"there: {len(present)} of {counted(count, 'file')}; missing: {', '.join(names)}")
 
 
 def _notes_on_files_beside(index_file: Path, index: Mapping[str, str]) -> tuple[str, ...]:
@@ -179,8 +180,9 @@ def check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str
     do = "download or copy the whole folder again."
     if not lost:
         do += f"\nOr, if the files are right, read them without the index: rm {index_file}"
+    differing = counted(len(lost) + len(moved) + len(unnamed), "array differs", "arrays differ")
     raise DamagedError(
-        f"The files of the checkpoint do not fit its index: {len(lost) + len(moved) + len(unnamed)} arrays differ.",
+        f"The files of the checkpoint do not fit its index: {differing}.",
         where=[str(index_file), *lost, *moved, *unnamed],
         why="the index and the files are of different checkpoints, or a file is damaged.",
         do=do,
@@ -262,7 +264,7 @@ def _regions(path: Path, header: Mapping[str, Any], start: int) -> dict[str, Fil
     unknown = [f"{name}  {entry.get('dtype')}" for name, entry in header.items() if _dtype(entry) is None]
     if unknown:
         raise CheckpointError(
-            f"The checkpoint holds {len(unknown)} arrays of a dtype that cannot be read.",
+            f"The checkpoint holds {counted(len(unknown), 'array')} of a dtype that cannot be read.",
             where=[str(path), *unknown],
             why=f"known dtypes: {', '.join(DTYPES)}.",
             do="convert them with the library that wrote them.",

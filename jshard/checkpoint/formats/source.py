@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError, DamagedError, mend, reason
 from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.lookup import local_path
@@ -127,7 +128,7 @@ def check_export(
     unknown = [f"{name}  {leaf.dtype}" for name, leaf in source.leaves.items() if np.dtype(leaf.dtype) not in known]
     if unknown:
         raise CheckpointError(
-            f"{kind} does not support the dtypes of {len(unknown)} arrays.",
+            f"{kind} does not support the dtypes of {counted(len(unknown), 'array')}.",
             where=unknown,
             why=f"it supports {', '.join(map(str, known))}.",
             do="leave them out, or cast them to one of these.",
@@ -329,9 +330,9 @@ class ForeignSource:
         nameless = [path for path in source.leaves if path not in names]
         if nameless:
             raise CheckpointError(
-                f"{len(nameless)} leaves have no name in the other format.",
+                f"{counted(len(nameless), 'leaf has', 'leaves have')} no name in the other format.",
                 where=nameless,
-                why=f"the table of names has {len(names)} leaves, but not these.",
+                why=f"the table of names has {counted(len(names), 'leaf')}, but not these.",
                 do="export only the parameters, or add the names to the table, hf_names(config) of the model file.",
             )
         self.leaves: dict[str, StoredLeaf] = {}
