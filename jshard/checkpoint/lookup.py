@@ -57,6 +57,8 @@ def no_checkpoint(path: Place) -> CheckpointError:
     do = "give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP."
     if nearby.checkpoint is not None:
         do = f'restore("{nearby.checkpoint}", like=...)'
+    elif _FILE.fullmatch(path.name):
+        do = "give the path of the file, or of its folder."
     elif nearby.files:
         do = "\n".join(
             ["give the path of one of them:", *(f'restore("{path / name}", like=...)' for name in nearby.files)]

@@ -1,5 +1,6 @@
 """A path that is no checkpoint is an error that says what it is, and what to give; files of torch.save are read."""
 
+import contextlib
 import json
 
 import jax
@@ -12,6 +13,7 @@ from jshard import checkpoint, cli
 from jshard.checkpoint import CheckpointError, CheckpointWarning
 from jshard.checkpoint.errors import DamagedError
 from jshard.checkpoint.formats import TorchSource, foreign_source, write_safetensors
+from jshard.cli.ckpt import look
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import Held
 from tests.checkpoint.dcp_fixture import split, write_dcp
@@ -146,3 +148,34 @@ def test_a_restore_from_another_library_warns_once(tmp_path, recwarn):
     checkpoint.restore(tmp_path / "c", like())
     found = [str(warning.message) for warning in recwarn if warning.category is CheckpointWarning]
     assert len(found) == 1 and "2 leaves change dtype" in found[0] and "no checksums" in found[0]
+
+
+def test_verify_prints_its_result_after_the_bar_and_counts_in_the_singular(tmp_path, capsys, monkeypatch):
+    checkpoint.save(tmp_path / "c", {"w": jnp.zeros(3)})
+    open_bars = []
+
+    @contextlib.contextmanager
+    def bar(what, total_bytes):
+        open_bars.append(what)
+        yield lambda num_bytes: None
+        open_bars.remove(what)
+
+    shown = []
+    monkeypatch.setattr(look, "progress", bar)
+    monkeypatch.setattr(look, "show", lambda text: shown.append((list(open_bars), text)))
+    assert cli.main(["ckpt", "verify", str(tmp_path / "c")]) == 0
+    ((bars, text),) = shown
+    assert bars == [] and "(1 leaf, 12 B, 1 file)" in text
+
+
+def test_import_leaves_arrays_out_only_on_purpose(tmp_path, capsys):
+    arrays = {"h.0.weight": W, "h.1.weight": W}
+    write_safetensors(tmp_path / "c", Held(arrays))
+    (tmp_path / "m.py").write_text(
+        "from tests.micro_gpt import RECIPES, annotate, build, loss_fn\n"
+        "def hf_names(config):\n    return {'w': 'h.0.weight'}\n"
+    )
+    words = ["ckpt", "import", str(tmp_path / "c"), str(tmp_path / "out"), "--model", str(tmp_path / "m.py")]
+    assert cli.main(words) == 2 and "--extra ignore" in capsys.readouterr().err
+    assert cli.main([*words, "--extra", "ignore"]) == 0
+    assert "1 array is left out: h.1.weight" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 Without it another model would be restored, and nothing would say so.
 """
 
+import dataclasses
 import json
 
 import flax.linen as nn
@@ -20,9 +21,12 @@ from jshard import checkpoint
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.errors import SurplusError
 from jshard.checkpoint.formats import Stored, write_safetensors
+from jshard.recipes.building import check_source, create_from
+from jshard.recipes.model_file import load_model_file
 from tests.checkpoint.checkpoint_states import Held
 from tests.checkpoint.dcp_fixture import split, write_dcp
 from tests.checkpoint.test_checkpoint_zero import save as torch_save
+from tests.micro_gpt import MODELS, micro
 
 LAYERS = {f"blocks.{i}.kernel": np.full((4, 4), i + 1.0, np.float32) for i in range(3)}
 
@@ -213,3 +217,21 @@ def test_surplus_parameters_of_an_annotated_model(tmp_path, extra):
         expected = pytest.warns(CheckpointWarning, match="2 stored leaves are skipped:\n  bias\n  next/kernel")
     with expected:
         checkpoint.restore(tmp_path / "c", {"model": model}, only="params", extra=extra)
+
+
+def test_a_run_does_not_begin_with_a_part_of_another_model_unless_it_is_asked_to(tmp_path):
+    """The error names the options of the command, which work when pasted; so does that of missing parameters."""
+    file = load_model_file(MODELS / "gpt.py")
+    recipe = lambda num_layers: dataclasses.replace(
+        micro(), model=dataclasses.replace(micro().model, n_layer=num_layers)
+    )
+    checkpoint.save(tmp_path / "c", {"model": file.build(recipe(3).model, nnx.Rngs(0)), "step": 1})
+    with pytest.raises(CheckpointError, match=r"has 12 leaves(.|\n)*model/blocks/2/\.\.\.  stored 12 leaves") as caught:
+        check_source(file, recipe(2), js.mesh(), tmp_path / "c")
+    assert f"--init-from {tmp_path / 'c'} --extra ignore" in caught.value.do
+    check_source(file, recipe(2), js.mesh(), tmp_path / "c", extra="ignore")
+    with pytest.warns(CheckpointWarning, match="12 stored leaves are skipped"):
+        create_from(file, recipe(2), js.mesh(), tmp_path / "c", extra="ignore")
+    with pytest.raises(CheckpointError, match=r"stored nothing  wanted 12 leaves") as caught:
+        check_source(file, recipe(4), js.mesh(), tmp_path / "c")
+    assert "`like`" not in caught.value.do and "--recipe NAME" in caught.value.do
