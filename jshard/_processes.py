@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jshard._compat import coordinator
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, is_request
 
 _LONG_S = 86400.0  # for waits on the work of one process, however long it takes
 
@@ -211,7 +211,7 @@ class _Round:
 
 def _described(error: Exception) -> dict[str, Any]:
     """An error in the form sent to the other processes."""
-    found = {"kind": type(error).__name__, "is_request": isinstance(error, ShardingError)}
+    found = {"kind": type(error).__name__, "is_request": is_request(error)}
     if not isinstance(error, FourPartError):
         return found | {"what": str(error), "where": [], "why": str(error), "do": ""}
     return found | {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}

@@ -14,6 +14,25 @@ def human_bytes(count: float, digits: int = 2) -> str:
     return f"{count:.{digits}f} TiB"
 
 
+_IRREGULAR = {"leaf": "leaves", "process": "processes", "batch": "batches", "entry": "entries", "copy": "copies"}
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: 1 leaf, 2 leaves.
+
+    Args:
+        count: the number.
+        one: the noun for a single thing, or a clause that begins with it: "leaf", "leaf differs".
+        many: the same for several; by default the plural of the last word of `one`.
+    """
+    if count == 1:
+        return f"1 {one}"
+    if many is None:
+        *adjectives, word = one.split(" ")
+        many = " ".join([*adjectives, _IRREGULAR.get(word, f"{word}s")])
+    return f"{count} {many}"
+
+
 def human_count(count: float) -> str:
     """A number of parameters as text: 1.23M."""
     for unit in ("", "K", "M"):

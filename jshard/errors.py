@@ -49,6 +49,11 @@ class RunError(FourPartError, RuntimeError):
     """Work that started and could not finish: a full disk, a lost peer, a loss that is not a number. Exit code 1."""
 
 
+def is_request(error: BaseException) -> bool:
+    """Whether the request is at fault, and not what happened after it was begun: exit code 2."""
+    return isinstance(error, ShardingError) and not isinstance(error, RunError)
+
+
 class MeshError(ShardingError):
     """The mesh asked for does not fit the devices, or lacks an axis."""
 

@@ -8,3 +8,8 @@ import pytest
 def wide(*values: Any) -> Any:
     """One more set of parameters of a test, for `-m wide`."""
     return pytest.param(*values, marks=pytest.mark.wide)
+
+
+def slow(*values: Any) -> Any:
+    """One more set of parameters of a test, for `-m slow`: what a change of the thing itself should be tried on."""
+    return pytest.param(*values, marks=pytest.mark.slow)

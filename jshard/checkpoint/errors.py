@@ -14,6 +14,14 @@ class CheckpointError(ShardingError):
     """A checkpoint cannot be written to a path, or does not match the state to restore into."""
 
 
+class SurplusError(CheckpointError):
+    """A checkpoint has leaves that the state to restore into has no place for, and otherwise fits it."""
+
+
+class DamagedError(RunError, CheckpointError):
+    """A checkpoint is damaged, or cannot be read. The request may be right: exit code 1."""
+
+
 class CheckpointWarning(UserWarning):
     """A requested operation on a checkpoint has an effect that may be unexpected."""
 
@@ -61,12 +69,12 @@ def mend(why: str) -> str:
     return "fix that, then write it again."
 
 
-def unreadable(path: object, why: str) -> RunError:
+def unreadable(path: object, why: str) -> DamagedError:
     """The error for a checkpoint that cannot be read."""
-    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another checkpoint.")
+    return DamagedError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another checkpoint.")
 
 
-def damaged(path: object, where: Sequence[str], why: str) -> RunError:
+def damaged(path: object, where: Sequence[str], why: str) -> DamagedError:
     """The error for a checkpoint whose files or leaves have changed since it was saved."""
     do = "copy it again from an intact copy, or restore another checkpoint."
-    return RunError("The checkpoint cannot be read.", where=[str(path), *where], why=why, do=do)
+    return DamagedError("The checkpoint cannot be read.", where=[str(path), *where], why=why, do=do)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import FlattenedIndexKey
 
+from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import box_sums
 from jshard.checkpoint.position import is_data_position, position_text, set_position
@@ -139,7 +140,7 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
         stored[key] = value
     if bad:
         raise CheckpointError(
-            f"The state cannot be saved: {len(bad)} leaves are not data.",
+            f"The state cannot be saved: {counted(len(bad), 'leaf is', 'leaves are')} not data.",
             where=bad,
             why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, strings, and objects with get_state() "
             "and set_state().",
@@ -247,14 +248,15 @@ def _refuse_gone(leaves: Mapping[Path, Any]) -> None:
     arrays = {text(path): leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
     if gone := [key for key, leaf in arrays.items() if leaf.is_deleted()]:
         raise CheckpointError(
-            f"The state cannot be saved: the values of {len(gone)} leaves are gone.",
+            f"The state cannot be saved: the values of {counted(len(gone), 'leaf')} are gone.",
             where=gone,
             why="these arrays are deleted: a step that donates its arguments reuses their memory.",
             do="save what the step returns: state = step(state, batch), then save(path, state). Or save before it.",
         )
     if elsewhere := [key for key, leaf in arrays.items() if not leaf.addressable_shards]:
+        arrays_elsewhere = counted(len(elsewhere), "array")
         raise CheckpointError(
-            f"The state cannot be saved: process {jax.process_index()} holds no part of {len(elsewhere)} arrays.",
+            f"The state cannot be saved: process {jax.process_index()} holds no part of {arrays_elsewhere}.",
             where=elsewhere,
             why="only devices of other processes hold them, and all processes save together.",
             do="put them on a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
@@ -490,24 +492,42 @@ _PARAMS = "params"
 
 def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
     """The paths of a state that are parameters."""
-    begins = {text(begin) for path, value in _parts(like) for begin in _begins(value, path)}
+    begins = {text(begin.path) for begin in _all_begins(like)}
     if "" in begins:
         return set(paths)
     above = lambda path: itertools.accumulate(path.split("/"), "{}/{}".format)
     return {path for path in paths if not begins.isdisjoint(above(path))}
 
 
-def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
-    """Path prefixes of the parameters in a part of a state; `within` a named tuple, only those of modules."""
+def parameter_roots(like: Any) -> set[str]:
+    """The paths of the models in a state, and of its trees `params`: what is stored below them is of a model."""
+    return {text(begin.root) for begin in _all_begins(like)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begin:
+    """Where parameters begin in a state."""
+
+    path: Path
+    root: Path  # of the model, or of the tree `params`, that they are part of
+
+
+def _all_begins(like: Any) -> Iterator[_Begin]:
+    for path, value in _parts(like):
+        yield from _begins(value, path)
+
+
+def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[_Begin]:
+    """Where parameters begin in a part of a state; `within` a named tuple, only those of modules."""
     if isinstance(value, nnx.Optimizer):
         return
     if path[-1:] == (_PARAMS,) and not within:
-        yield path
+        yield _Begin(path, root=path)
     elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
         # A part's own variables are under their names; those of a module in a pytree are one key deeper.
         for inner, variable in _variables(value) or ():
             if isinstance(variable, nnx.Param):
-                yield *path, *inner
+                yield _Begin((*path, *inner), root=path)
     else:
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
         for key, child in _children(value):
@@ -564,7 +584,7 @@ def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
             bad.append(f"{key}  on process 0 and process {', '.join(map(str, others))}")
     if bad:
         raise CheckpointError(
-            f"The state cannot be saved: {len(bad)} leaves differ between processes.",
+            f"The state cannot be saved: {counted(len(bad), 'leaf differs', 'leaves differ')} between processes.",
             where=bad,
             why="an array on one device per process is stored once for all processes.",
             do="compute it from the same seed on every process, or shard it over the mesh with a row per process.",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from jshard._paths import expanded
+from jshard._text import counted
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketPath, Place
-from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, COMMIT_MARK, is_committed, is_item
 from jshard.checkpoint.timeline import NAME as HISTORY
@@ -39,7 +42,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             why="checkpoints are stored in local folders and, where documented, in GCS and S3 buckets.",
             do="name a folder, or a bucket: gs://bucket/run/checkpoints, s3://bucket/run/checkpoints",
         )
-    return Path(path).absolute()
+    return expanded(path).absolute()
 
 
 # Where the checkpoints are, when the given path has none.
@@ -50,15 +53,17 @@ INCOMPLETE = f"a folder without {COMMIT_MARK}: an incomplete copy, an unfinished
 
 def no_checkpoint(path: Place) -> CheckpointError:
     """The error for a path without a checkpoint; it names one nearby, if there is one."""
-    why, found = _nearby(path)
-    return CheckpointError(
-        "There is no checkpoint to restore.",
-        where=str(path),
-        why=why,
-        do=f'restore("{found}", like=...)'
-        if found
-        else "give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP.",
-    )
+    nearby = _nearby(path)
+    do = "give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP."
+    if nearby.checkpoint is not None:
+        do = f'restore("{nearby.checkpoint}", like=...)'
+    elif _FILE.fullmatch(path.name):
+        do = "give the path of the file, or of its folder."
+    elif nearby.files:
+        do = "\n".join(
+            ["give the path of one of them:", *(f'restore("{path / name}", like=...)' for name in nearby.files)]
+        )
+    return CheckpointError("There is no checkpoint to restore.", where=str(path), why=nearby.why, do=do)
 
 
 def no_such_step(folder: Place, step: int | None) -> CheckpointError:
@@ -88,7 +93,8 @@ def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunE
 def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
     """The error for a checkpoint of a series that cannot be read; `steps` are the existing ones."""
     others = [other for other in reversed(steps) if str(other) != path.name]
-    return RunError(
+    kind = DamagedError if isinstance(error, DamagedError) else RunError
+    return kind(
         f"The checkpoint of step {path.name} cannot be read.",
         where=error.where,
         why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
@@ -127,25 +133,60 @@ def _numbers_in(folder: Place) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
 
 
-def _nearby(path: Place) -> tuple[str, Place | None]:
-    """What the path is instead, and the checkpoint that was probably meant."""
+@dataclasses.dataclass(frozen=True)
+class _Nearby:
+    """What a path without a checkpoint is instead."""
+
+    why: str
+    checkpoint: Place | None = None  # that was probably meant
+    files: Sequence[str] = ()  # in the folder, that can be read by themselves
+
+
+_FILE = re.compile(r".+\.(safetensors|bin|pt|pth)(\.index\.json)?")  # that can be read by itself
+_PART = re.compile(r"\.metadata|.+\.distcp|.+_states\.pt")  # of DCP and DeepSpeed
+
+
+def _nearby(path: Place) -> _Nearby:
     for above in path.parents:
         if is_committed(above):
-            return "it is part of a checkpoint, not a whole one.", above
+            return _Nearby("it is part of a checkpoint, not a whole one.", above)
     if not path.exists():
-        steps = steps_in(path.parent)
-        if steps:
-            return f"no such folder; beside it are steps {_list(steps)}.", path.parent / str(steps[-1])
-        return "no such folder.", None
-    inside = path.iterdir() if isinstance(path, Path) and path.is_dir() else ()
-    runs = [run for run in inside if steps_in(run / OF_A_RUN)]
+        return _beside(path)
+    if not path.is_dir():
+        if _PART.fullmatch(path.name):
+            return _Nearby("it is one file of a checkpoint; the checkpoint is its folder.", path.parent)
+        return _Nearby("it is a file; single files that can be read are those of safetensors and of torch.save.")
+    if not isinstance(path, Path):
+        return _Nearby("save() did not complete this folder.")
+    return _in_folder(path)
+
+
+def _beside(path: Place) -> _Nearby:
+    """What is beside a path where there is nothing."""
+    missing = "no such file" if _FILE.fullmatch(path.name) else "no such folder"
+    steps = steps_in(path.parent)
+    if steps:
+        return _Nearby(f"{missing}; beside it are steps {_list(steps)}.", path.parent / str(steps[-1]))
+    return _Nearby(f"{missing}.")
+
+
+def _in_folder(folder: Path) -> _Nearby:
+    """What is in a folder that is no checkpoint."""
+    runs = [run for run in folder.iterdir() if steps_in(run / OF_A_RUN)]
     if runs:
         newest = max(runs, key=lambda run: run.stat().st_mtime) / OF_A_RUN
-        why = f"it is a folder of runs, {len(runs)} of them with checkpoints."
-        return why, newest / str(steps_in(newest)[-1])
-    if path.is_dir():
-        return "save() did not complete this folder.", None
-    return "it is a file; the only single files that can be read are safetensors files.", None
+        with_checkpoints = counted(len(runs), "of them with checkpoints", "of them with checkpoints")
+        return _Nearby(f"it is a folder of runs, {with_checkpoints}.", newest / str(steps_in(newest)[-1]))
+    names = sorted(path.name for path in folder.iterdir())
+    files = [name for name in names if _FILE.fullmatch(name) and not _PART.fullmatch(name)]
+    if files:
+        readable = counted(len(files), "file")
+        why = f"it holds {readable} that may be read, and nothing says which of them is the model."
+        return _Nearby(why, files=files[:3])
+    if not names or _manifest.FOLDER in names:
+        return _Nearby("save() did not complete this folder.")
+    more = ", ..." if len(names) > 3 else ""
+    return _Nearby(f"it holds no checkpoint of a known format: {', '.join(names[:3])}{more}.")
 
 
 def _list(steps: list[int], shown: int = 5) -> str:

@@ -22,9 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place
-from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.checkpoint.file_io import write_text
-from jshard.errors import RunError
 
 NAME = "jshard.json"
 FOLDER = "arrays"  # of packed files
@@ -39,7 +38,7 @@ class StoredLeaf:
     """A leaf as stored in a checkpoint."""
 
     shape: tuple[int, ...]  # its logical shape; for a random key, that of its key data
-    dtype: str  # of its elements; "int", "float" and "str" for Python values
+    dtype: str  # of its elements; "int", "float" and "str" for Python values, "value" for one of another or unread type
     key: str | None = None  # the kind of a random key, such as "fry"; None for other leaves
     spec: str | None = None  # its sharding when saved, for information
     sums: Sums | None = None  # see below; None for Python values, and if not computed
@@ -48,7 +47,7 @@ class StoredLeaf:
     @property
     def is_array(self) -> bool:
         """Whether it is an array rather than a Python value."""
-        return self.dtype not in ("int", "float", "str")
+        return self.dtype not in ("int", "float", "str", "value")
 
     @property
     def kind(self) -> str:
@@ -124,7 +123,7 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
     except BucketError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
+        raise DamagedError(
             "The checkpoint's manifest cannot be read.",
             where=str(path),
             why=f"{type(error).__name__}: {error}",

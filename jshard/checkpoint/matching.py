@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jshard._text import counted
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.manifest import StoredLeaf
 
 
@@ -42,6 +44,7 @@ class Match:
     extra: tuple[str, ...]  # stored paths that are not wanted
     casts: tuple[str, ...]  # leaves whose dtype changes, a line each
     problems: tuple[str, ...]  # leaves that cannot be restored, a line each
+    cut: tuple[str, ...] = ()  # stored stacks of which the last layers are skipped, a line each
 
 
 def match(
@@ -51,11 +54,23 @@ def match(
     names: Collection[str],
     rename: Mapping[str, str],
     part: str | None = None,
+    ignored: Collection[str] = (),
+    skip_layers: bool = False,
 ) -> Match:
-    """Finds the stored counterpart of every wanted leaf, and everything that does not fit."""
+    """Finds the stored counterpart of every wanted leaf, and everything that does not fit.
+
+    Args:
+        stored: the stored leaves, by path.
+        wanted: the leaves to restore, by path.
+        names: the paths of the state below which stored leaves that nothing wants are extra; without any, all are.
+        rename: from path prefixes of the state to the stored ones.
+        part: the path prefix of the state that alone is restored, if one is.
+        ignored: stored paths that are never extra.
+        skip_layers: whether the last layers of a stack may have no place in the state.
+    """
     picks, missing, casts, problems = {}, [], [], []
     for path, leaf in wanted.items():
-        pick = _find(renamed(path, rename), leaf, stored)
+        pick = _find(renamed(path, rename), leaf, stored, skip_layers=skip_layers)
         if pick is None:
             missing.append(path)
             continue
@@ -70,12 +85,24 @@ def match(
             casts.append(f"{path}  {found.kind} -> {leaf.kind}")
         elif verdict is not None:
             problems.append(f"{path}  {verdict}")
-    problems += _wrong_depths(picks, stored, part)
+    cut = []
+    for depth in _wrong_depths(picks, stored, part):
+        if skip_layers and depth.is_beginning:
+            cut.append(f"{depth.stack}  {depth.count} of {depth.stored_count} layers are restored")
+        else:
+            problems.append(f"{depth.stack}  stored {depth.stored_count} layers  wanted {depth.count}")
     used = {name for pick in picks.values() for name in pick.stored}
     below = {renamed(name, rename) for name in names}
-    is_asked = lambda path: not below or any(begin == "" or _is_in(begin, path) for begin in below)
-    extra = [path for path in stored if path not in used and is_asked(path)]
-    return Match(picks=picks, missing=tuple(missing), extra=tuple(extra), casts=tuple(casts), problems=tuple(problems))
+    is_asked = lambda path: not below or any(is_in(begin, path) for begin in below)
+    extra = [path for path in stored if path not in used and path not in ignored and is_asked(path)]
+    return Match(
+        picks=picks,
+        missing=tuple(missing),
+        extra=tuple(extra),
+        casts=tuple(casts),
+        problems=tuple(problems),
+        cut=tuple(cut),
+    )
 
 
 def renamed(path: str, rename: Mapping[str, str]) -> str:
@@ -87,7 +114,7 @@ def renamed(path: str, rename: Mapping[str, str]) -> str:
     return path
 
 
-def _find(path: str, wanted: StoredLeaf, stored: Mapping[str, StoredLeaf]) -> Pick | None:
+def _find(path: str, wanted: StoredLeaf, stored: Mapping[str, StoredLeaf], *, skip_layers: bool) -> Pick | None:
     if path in stored:
         return Pick((path,))
     for stack, layer in stacks(path):
@@ -95,8 +122,10 @@ def _find(path: str, wanted: StoredLeaf, stored: Mapping[str, StoredLeaf]) -> Pi
             return Pick((stack,), "layer", layer)
     keys = path.split("/")
     for place in range(len(keys), 0, -1) if wanted.shape else ():
-        layers = tuple(_layers(keys[:place], keys[place:], stored))
+        layers = tuple(layers_of(keys[:place], keys[place:], stored))
         if layers and stored[layers[0]].shape == wanted.shape[1:]:
+            if skip_layers:
+                layers = layers[: wanted.shape[0]]
             return Pick(layers, "stack")
     return None
 
@@ -109,7 +138,8 @@ def stacks(path: str) -> Iterator[tuple[str, int]]:
             yield "/".join(keys[:place] + keys[place + 1 :]), int(key)
 
 
-def _layers(begin: list[str], end: list[str], stored: Mapping[str, StoredLeaf]) -> Iterator[str]:
+def layers_of(begin: list[str], end: list[str], stored: Mapping[str, StoredLeaf]) -> Iterator[str]:
+    """The stored paths of the layers 0, 1, ... whose numbers are between these keys."""
     number = 0
     while (path := "/".join([*begin, str(number), *end])) in stored:
         yield path
@@ -142,7 +172,7 @@ def _values_fit(stored: str, wanted: str) -> bool:
 
     As between arrays, kinds only change from whole numbers to real ones, and from these to complex ones.
     """
-    if "str" in (stored, wanted):
+    if "str" in (stored, wanted) or "value" in (stored, wanted):
         return stored == wanted
     if stored == "int":  # it may be a bool, and any kind may hold it
         return True
@@ -158,7 +188,17 @@ def _number_kind(name: str) -> str:
     return "complex" if name != "float" and jnp.issubdtype(name, jnp.complexfloating) else "real"
 
 
-def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], part: str | None) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class _WrongDepth:
+    """A stored stack that has another number of layers than are wanted."""
+
+    stack: str
+    stored_count: int
+    count: int  # up to the last wanted layer
+    is_beginning: bool  # whether the wanted layers are all of the stored ones up to the last wanted one
+
+
+def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], part: str | None) -> list[_WrongDepth]:
     """Stacks of which some layers are not wanted, or more than exist are wanted."""
     layers = collections.defaultdict(set)
     for path, pick in picks.items():
@@ -168,11 +208,14 @@ def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], p
             is_named = part is not None and stack.endswith(path[len(part) :])
             depth = stored[stack].shape[0]
             layers[stack] |= set(range(depth)) | {pick.layer} if is_named else {pick.layer}
-    return [
-        f"{path}  stored {stored[path].shape[0]} layers  wanted {max(found) + 1}"
-        for path, found in layers.items()
-        if found != set(range(stored[path].shape[0]))
-    ]
+    wrong = []
+    for stack, numbers in layers.items():
+        stored_count = stored[stack].shape[0]
+        count = max(numbers) + 1
+        if numbers != set(range(stored_count)):
+            is_beginning = count < stored_count and numbers == set(range(count))
+            wrong.append(_WrongDepth(stack, stored_count, count, is_beginning))
+    return wrong
 
 
 # The forms of a leaf: stored, read, and wanted.
@@ -326,6 +369,8 @@ def _cast(dtype: Any, sharding: Sharding) -> Any:
     return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=sharding)
 
 
+HEAD = re.compile(r"(^|[/._])((lm_)?head|output|unembed\w*)([/.]|$)")
+EMBEDDING = re.compile(r"emb|wte|tokens|shared")
 _TOGETHER = 3  # this many leaves below one path are shown as that path
 # Fields of Optax states with the tree of the parameters: they would fit, but are never the intended ones.
 _MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".split())
@@ -341,15 +386,32 @@ def check_fits(
     rename: Mapping[str, str],
     missing: str,
     extra: str,
+    absent: Mapping[str, Sequence[str]],
 ) -> None:
-    """Raises `CheckpointError` with everything that does not fit, including leaves that do not divide."""
+    """Raises `CheckpointError` with everything that does not fit, including leaves that do not divide.
+
+    Args:
+        path: the checkpoint.
+        found: the result of matching.
+        stored: the stored leaves, by path.
+        wanted: the leaves to restore, by path.
+        abstract: the paths of those that have no values to keep.
+        rename: from path prefixes of the state to the stored ones.
+        missing: as in `restore`.
+        extra: as in `restore`.
+        absent: the names of another library's arrays that are not stored, by the stored path that needs them.
+    """
     lost = found.missing if missing == "error" else [key for key in found.missing if key in abstract]
     unwanted = found.extra if extra == "error" else ()
     uneven = [line for key, leaf in wanted.items() if key in found.picks and (line := _uneven(key, leaf))]
     nothing = "stored nothing" if missing == "error" else "abstract, and not stored"
+
+    def lost_line(key: str, what: str) -> str:
+        return f"{key}  {nothing}{_looked_for(key, rename, absent)}  wanted {what}"
+
     lines = [
         *found.problems,
-        *_summed_up(lost, wanted, stored, lambda key, what: f"{key}  {nothing}  wanted {what}"),
+        *_summed_up(lost, wanted, stored, lost_line),
         *_summed_up(unwanted, stored, wanted, lambda key, what: f"{key}  stored {what}  wanted nothing"),
         *uneven,
     ]
@@ -361,12 +423,46 @@ def check_fits(
         why = "a sharded dim must divide by the degrees of its mesh axes."
         do = "let the plan choose the shardings: like=js.abstract_init(build, annotate);\nor leave that dim whole."
     else:
-        what = f"The checkpoint does not fit: {count} leaves differ."
+        what = f"The checkpoint does not fit: {counted(count, 'leaf differs', 'leaves differ')}."
         why, do = _advice(found, stored, wanted, rename, path)
+    if count == len(unwanted):
+        raise SurplusError(
+            f"The checkpoint has {counted(count, 'leaf')} that the state has no place for.",
+            where=[str(path), *sorted(lines)],
+            why="\n".join(
+                ["without them it would be another model, or optimizer, than the saved one.", *_untied(found, stored)]
+            ),
+            do=do,
+        )
     raise CheckpointError(what, where=[str(path), *sorted(lines)], why=why, do=do)
 
 
-def _is_in(item: str, key: str) -> bool:
+def _looked_for(key: str, rename: Mapping[str, str], absent: Mapping[str, Sequence[str]]) -> str:
+    """The stored names that a missing leaf would have, where they are not its path."""
+    place = renamed(key, rename)
+    names = absent.get(place, ())
+    if names:
+        return f" as {', '.join(names)}"
+    return f" as {place}" if place not in (key, "") and "..." not in key else ""
+
+
+def _untied(found: Match, stored: Mapping[str, StoredLeaf]) -> list[str]:
+    """A line on a stored head that a model has no place for because it ties its head to its embedding."""
+    used = {path for pick in found.picks.values() for path in pick.stored}
+    embeddings = [path for path in used if EMBEDDING.search(path) and len(stored[path].shape) == 2]
+    for path in found.extra:
+        if not HEAD.search(path):
+            continue
+        for embedding in embeddings:
+            if stored[embedding].shape in (stored[path].shape, stored[path].shape[::-1]):
+                return [f"{path} differs from {embedding}: the saved model does not tie its head, as `like` does."]
+    return []
+
+
+def is_in(item: str, key: str) -> bool:
+    """Whether a path is another one, or below it; everything is below the empty path."""
+    if item == "":
+        return True
     return f"{key}/".startswith(f"{item}/")
 
 
@@ -396,8 +492,14 @@ def _summed_up(
         if tops:
             lines[tops[0]] = line(f"{tops[0]}/...", f"{among[tops[0]]} leaves")
         else:
-            lines[key] = line(key, str(tuple(getattr(leaves[key], "shape", ()))))
+            lines[key] = line(key, _shape_text(leaves[key]))
     return list(lines.values())
+
+
+def _shape_text(leaf: Any) -> str:
+    if isinstance(leaf, StoredLeaf) and not leaf.is_array:
+        return f"a value ({leaf.dtype})" if leaf.dtype != "value" else "a value"
+    return str(tuple(getattr(leaf, "shape", ())))
 
 
 def _above(key: str) -> list[str]:

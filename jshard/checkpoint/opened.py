@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from jax.sharding import Sharding
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.dealing import HEAD_BYTES, Together
-from jshard.checkpoint.errors import damaged, reason, unreadable
+from jshard.checkpoint.errors import DamagedError, damaged, reason, unreadable
 from jshard.checkpoint.file_io import HOST_MEMORY, ChangedError, FileSource, LocalFolder, MappedBoxes, Read, Slab
 from jshard.checkpoint.formats.source import Box, bounds
 from jshard.checkpoint.layout import Limits, limits, size_of
@@ -38,6 +39,8 @@ class Opened:
     manifest: Manifest | None = None  # its manifest; None if jshard did not write it
     leaves: Mapping[str, StoredLeaf]  # its leaves by path; a random key is its numbers
     notes: Sequence[str] = ()  # remarks for the reader
+    # By path, the names of another library's arrays that a leaf would be made of, and that are not there.
+    absent: Mapping[str, Sequence[str]] = types.MappingProxyType({})
 
     @property
     def arrays(self) -> dict[str, StoredLeaf]:
@@ -47,6 +50,10 @@ class Opened:
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """The leaves, with the types of the values at these stored paths; other values may be unread."""
         raise NotImplementedError
+
+    def described(self) -> Mapping[str, StoredLeaf]:
+        """The leaves, with the types of all values, which may have to be read."""
+        return self.leaves
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Reads some leaves whole; raises `RunError` if one is damaged or cannot be read."""
@@ -134,7 +141,7 @@ class PackedCheckpoint(Opened):
             place = self.path / FOLDER / name
             try:
                 file = PackedFile.open(self._source, name, size)
-            except BucketError:
+            except (BucketError, DamagedError):  # `DamagedError` is a `ValueError`, too
                 raise
             except (OSError, ValueError) as error:
                 raise unreadable(place, reason(error)) from error
@@ -211,7 +218,7 @@ class PackedCheckpoint(Opened):
                 f"the values read differ from the saved ones: bytes {error.start} to {error.stop} of the "
                 "file do not match their checksum.",
             ) from error
-        except BucketError:
+        except (BucketError, DamagedError):  # `DamagedError` is a `ValueError`, too
             raise
         except (OSError, ValueError) as error:
             raise unreadable(self.path, reason(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +16,15 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
-from jshard.checkpoint.errors import CheckpointError, reason, unreadable
-from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, ZeroSource, foreign_source
+from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
+from jshard.checkpoint.formats import Foreign, NamedSource, SafetensorsSource, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
 from jshard.errors import RunError
 
-_UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no type here, and values that were not requested
+_UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
 
 
@@ -97,24 +98,30 @@ class OrbaxCheckpoint(Opened):
 class ForeignCheckpoint(Opened):
     """A checkpoint by another library: leaves under jshard's paths, read box by box."""
 
-    def __init__(
-        self, path: Path, source: DcpSource | SafetensorsSource | ZeroSource, names: Names | None = None
-    ) -> None:
+    def __init__(self, path: Path, source: Foreign, names: Names | None = None) -> None:
         self.path = path
         self.notes = source.notes if isinstance(source, SafetensorsSource) else ()
+        self._unnamed: dict[str, str] = {}  # arrays that `names` leaves out: they cannot be restored, only shown
         if names is None:
             values: Mapping[str, Any] = source.values
             self._source: ArraySource = source
-            places, unnamed = _by_path(path, [*source.leaves, *values]), []
+            places = _by_path(path, [*source.leaves, *values])
+            self.absent: Mapping[str, Sequence[str]] = {}
         else:
+            values = {}
             named = NamedSource(source, names)
-            values, self._source, places, unnamed = {}, named, {name: name for name in named.leaves}, named.unused
+            self._source = named
+            places = {name: name for name in named.leaves}
+            self.absent = named.absent
+            self._unnamed = {_free_place(name, places): name for name in named.unused}
+        self._stored = source
         arrays = self._source.leaves
         self._names = {place: name for place, name in places.items() if name in arrays}
         self._values = {place: name for place, name in places.items() if name not in arrays}
         self._value = functools.cache(lambda name: values[self._values[name]].value())
         leaves = {place: arrays[name] for place, name in self._names.items()}
-        self.leaves = leaves | dict.fromkeys([*self._values, *unnamed], _UNREAD)
+        leaves |= {place: source.leaves[name] for place, name in self._unnamed.items()}
+        self.leaves = leaves | dict.fromkeys(self._values, _UNREAD)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; requested values other than numbers and strings are not leaves."""
@@ -123,6 +130,16 @@ class ForeignCheckpoint(Opened):
         leaves = {name: leaf for name, leaf in self.leaves.items() if found.get(name, str) in _KINDS}
         kinds = {name: _KINDS[kind] for name, kind in found.items() if kind in _KINDS}
         return leaves | {name: StoredLeaf(shape=(), dtype=kind) for name, kind in kinds.items()}
+
+    def described(self) -> Mapping[str, StoredLeaf]:
+        """See `Opened.described`."""
+        leaves = dict(self.leaves)
+        for name in self._values:
+            # A value that cannot be read, or may run code, is still listed.
+            with contextlib.suppress(CheckpointError):
+                kind = _KINDS.get(type(self._value(name)), _UNREAD.dtype)
+                leaves[name] = StoredLeaf(shape=(), dtype=kind)
+        return leaves
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.load`; host memory holds the boxes of one leaf at a time."""
@@ -141,6 +158,8 @@ class ForeignCheckpoint(Opened):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
+        if name in self._unnamed:
+            return self._stored.read(self._unnamed[name], box)
         return self._source.read(self._names[name], box)
 
     def values(self) -> dict[str, Any]:
@@ -176,9 +195,9 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
     return OrbaxCheckpoint(path, manifest, verify=verify)
 
 
-def _unsealed(path: Path, do: str) -> RunError:
+def _unsealed(path: Path, do: str) -> DamagedError:
     """The error for a jshard checkpoint that has lost its manifest."""
-    return RunError(
+    return DamagedError(
         "The checkpoint cannot be read.",
         where=str(path),
         why=f"its manifest, {_manifest.NAME}, is missing: the copy is incomplete, or the file was removed.",
@@ -201,6 +220,11 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
             "To import it, map the names with hf_names(config) in a model file: --model MODEL.py",
         )
     return found
+
+
+def _free_place(name: str, places: Collection[str]) -> str:
+    """A stored name, with a remark if a path reads the same."""
+    return f"{name} (not in names)" if name in places else name
 
 
 def _without_layers(path: str) -> str:

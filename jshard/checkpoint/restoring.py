@@ -8,16 +8,17 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
 
-from jshard._processes import all_or_none, exchange
-from jshard._text import human_bytes
+from jshard._processes import all_or_none, exchange, is_primary
+from jshard._text import counted, human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
+from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
@@ -63,10 +64,12 @@ def restore(
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, except that objects with `set_state()` are set. Names that it leaves out are not read.
         only: "params" reads only the parameters (the `nnx.Param`s of modules, and everything below a name `params`);
-            a path prefix reads only what is below it. Everything else is as in `like`.
+            a path prefix reads only what is below it. Everything else is as in `like`. A stored parameter of the same
+            model, or leaf below that prefix, that `like` has no place for is an error, as it is without `only`.
         rename: from path prefixes in `like` to the corresponding stored prefixes.
         missing: what to do if nothing is stored for a leaf: "error", or "init" to keep its value in `like`.
-        extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
+        extra: what to do with stored leaves that `like` has no place for: "error", or "ignore" to skip them, with a
+            warning that counts them.
         names: another library's names for the leaves below the one name in `like`, as from `hf_names(config)` in a
             model file; see `jshard.checkpoint.formats.Stored`.
         read_once: whether values held by several processes (HSDP) are read once, a part by each, and exchanged between
@@ -84,8 +87,8 @@ def restore(
         New objects of the kinds in `like`.
 
     Raises:
-        CheckpointError: there is no checkpoint at `path`, or its leaves do not match those of `like`.
-        RunError: it is damaged, or cannot be read.
+        CheckpointError: there is no checkpoint at `path`, its leaves do not match those of `like`, or it is damaged or
+            cannot be read; in the last two cases the error is a `RunError`, too.
 
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
@@ -111,8 +114,8 @@ def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = N
         The needed bytes, the bytes read for them, and host memory, printed as one line.
 
     Raises:
-        CheckpointError: there is no checkpoint at `path`, or its leaves do not match those of `like`.
-        RunError: its metadata are damaged.
+        CheckpointError: there is no checkpoint at `path`, its leaves do not match those of `like`, or its metadata are
+            damaged, when the error is a `RunError`, too.
 
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
@@ -194,8 +197,10 @@ class Restoring:
             described = {key: _manifest.describe(leaf, logical.get(key)) for key, leaf in stored_kinds.items()}
             names = [str(name) for name in like] if isinstance(like, Mapping) else []
             part = only if only != "params" else None
-            if only is not None:  # with `only`, leaves outside it are not requested
-                names = asked if part is None else [part]
+            if part is not None:  # with `only`, leaves outside it are not requested
+                names = [part]
+            elif only is not None:
+                names = sorted(_leaves.parameter_roots(like))
             numbered = _leaves.by_number(like)
             asked_paths = [renamed(path, rename) for key in asked for path in (key, numbered.get(key, key))]
             self._stored = opened.leaves_for(asked_paths)
@@ -207,7 +212,21 @@ class Restoring:
                 and renamed(number, rename) in self._stored
             }
             rename |= self._by_number
-            self.match = match(self._stored, described, names=names, rename=rename, part=part)
+            ignored: set[str] = set()
+            if only == "params":
+                ignored = self._not_parameters(names, numbered, rename)
+            self.match = match(
+                self._stored,
+                described,
+                names=names,
+                rename=rename,
+                part=part,
+                ignored=ignored,
+                skip_layers=extra == "ignore",
+            )
+            self._copies: dict[str, str] = {}
+            if extra == "error" and isinstance(opened, ForeignCheckpoint):
+                self._copies = self._without_copies()
             check_fits(
                 opened.path,
                 self.match,
@@ -217,9 +236,30 @@ class Restoring:
                 rename=rename,
                 missing=missing,
                 extra=extra,
+                absent=opened.absent,
             )
         mesh = mesh_layout(self._wanted)
         self.record: dict[str, Any] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}
+
+    def _not_parameters(self, roots: Sequence[str], numbered: Mapping[str, str], rename: Mapping[str, str]) -> set[str]:
+        """The stored leaves that `only="params"` skips and does not report: all of them but parameters."""
+        ignored: set[str] = set()
+        for root in roots:
+            ignored |= surplus.not_parameters(self._stored, renamed(root, rename))
+        for key in self._live.keys() - self._wanted.keys():  # such as statistics: the model has a place for them
+            for path in (key, numbered.get(key, key)):
+                ignored.update(surplus.places(renamed(path, rename), self._stored))
+        return ignored
+
+    def _without_copies(self) -> dict[str, str]:
+        """Takes surplus arrays that are copies of restored ones out of the match, and returns them."""
+        if self.match.problems or self.match.missing:
+            return {}
+        used = {path for pick in self.match.picks.values() for path in pick.stored}
+        copies = surplus.copies(self.opened, self.match.extra, used)
+        rest = tuple(path for path in self.match.extra if path not in copies)
+        self.match = dataclasses.replace(self.match, extra=rest)
+        return copies
 
     @functools.cached_property
     def reads(self) -> dict[str, Any]:
@@ -276,9 +316,10 @@ class Restoring:
             _check_sums(path, self.opened.manifest, [other["sums"] for other in heard])
         with self.phases("finish"):
             restored = self._filled(found)
-        if self._overflows:
-            what = "leaves have values that are too large for the dtypes of `like`"
-            message = f"{path} is restored; {_list(what, tuple(self._overflows))}"
+        if self._overflows and is_primary():
+            too_large = "too large for its dtype in `like`", "too large for their dtypes in `like`"
+            (note,) = _list(f"leaf has values {too_large[0]}", f"leaves have values {too_large[1]}", self._overflows)
+            message = f"{path} is restored; {note}"
             warnings.warn(message, CheckpointWarning, stacklevel=3)
         if not isinstance(self.opened, PackedCheckpoint):  # packed checkpoints keep only the data they still need
             give_memory_back()
@@ -291,7 +332,7 @@ class Restoring:
         if verify and manifest is not None:
             with self.phases("plan"):
                 if lost := _manifest.damage(self.opened.path, manifest):
-                    why = f"{len(lost)} of {len(manifest.files)} files have changed since it was saved."
+                    why = f"{len(lost)} of {counted(len(manifest.files), 'file')} changed since it was saved."
                     raise damaged(self.opened.path, lost, why)
         self._warn(verify)
         with self.phases("read"):
@@ -340,7 +381,7 @@ class Restoring:
                 leaf = finish(pick, parts, self._wanted[key])
                 if count := num_overflows(pick, parts, leaf):
                     dtypes = f"{getattr(parts[0], 'dtype', type(parts[0]).__name__)} -> {leaf.dtype}"
-                    self._overflows.append(f"{key}  {dtypes}: {count} values became inf or nan")
+                    self._overflows.append(f"{key}  {dtypes}: {counted(count, 'value')} became inf or nan")
                 del parts
             shared = any(leaf is found[path] and left[path] > 1 for path in pick.stored)
             finished[key] = leaf.copy() if shared else leaf  # a separate array, so that it can be donated alone
@@ -354,20 +395,21 @@ class Restoring:
         """One warning with everything that may be unexpected."""
         rest = {key: leaf for key, (_, leaf) in self._live.items() if key not in self.match.picks}
         abstract = tuple(sorted(key for key, leaf in rest.items() if isinstance(leaf, jax.ShapeDtypeStruct)))
-        done = {
-            "leaves change dtype": self.match.casts,
-            "leaves keep their values in `like`": self.match.missing,
-            "leaves stay abstract, as in `like`": abstract,
-            "stored leaves are skipped": self.match.extra,
-        }
-        notes = [_list(what, lines) for what, lines in done.items() if lines]
+        match = self.match
+        notes = [
+            *_list("leaf changes dtype", "leaves change dtype", match.casts),
+            *_list("leaf keeps its value in `like`", "leaves keep their values in `like`", match.missing),
+            *_list("leaf stays abstract, as in `like`", "leaves stay abstract, as in `like`", abstract),
+            *_list("stored leaf is skipped", "stored leaves are skipped", match.extra),
+            *_list("stored stack is cut", "stored stacks are cut", match.cut),
+        ]
         notes += self.opened.notes
-        if self._by_number:
-            # Saved by a version, or a library, that numbers them: their order then is not known.
-            lines = tuple(f"{key}  stored as {stored}" for key, stored in self._by_number.items())
-            notes.append(
-                _list("leaves of dict-like nodes are stored by number, and read in the order of `like`", lines)
-            )
+        copies = [f"{name}  equal to {other}" for name, other in self._copies.items()]
+        notes += _list("stored leaf is a copy of another", "stored leaves are copies of others", copies)
+        # Saved by a version, or a library, that numbers them: their order then is not known.
+        in_order = "stored by number, and read in the order of `like`"
+        lines = [f"{key}  stored as {stored}" for key, stored in self._by_number.items()]
+        notes += _list(f"leaf of a dict-like node is {in_order}", f"leaves of dict-like nodes are {in_order}", lines)
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no checksums to check: jshard did not write it.")
         if self._map and (why := self._unmapped()):
@@ -381,7 +423,7 @@ class Restoring:
                 "It is stored in pieces for another layout. If you restore it often, rewrite it:\n"
                 f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
             )
-        if notes:
+        if notes and is_primary():  # the others have the same
             message = f"{self.opened.path} is restored; " + "\n".join(notes)
             warnings.warn(message, CheckpointWarning, stacklevel=5)
 
@@ -434,6 +476,9 @@ def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str,
         raise damaged(path, bad, "the values read differ from the saved ones: their checksums do not match.")
 
 
-def _list(what: str, lines: tuple[str, ...], shown: int = 10) -> str:
+def _list(one: str, many: str, lines: Sequence[str], shown: int = 10) -> list[str]:
+    """A note that counts these lines, and shows the first of them; none without lines."""
+    if not lines:
+        return []
     more = [f"... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n  ".join([f"{len(lines)} {what}:", *map(printable, lines[:shown]), *more])
+    return ["\n  ".join([f"{counted(len(lines), one, many)}:", *map(printable, lines[:shown]), *more])]

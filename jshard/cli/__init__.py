@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jshard import __version__, _compat
 from jshard._live import at_work, fitted
-from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError
+from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError, is_request
 
 COMMANDS = {
     "train": "train a recipe of a model file, or of an included model",
@@ -124,7 +124,7 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
             print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
-    return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ShardingError) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 2 if is_request(error) else 1
 
 
 def _wrapped(text: str) -> str:

@@ -25,6 +25,7 @@ import tyro
 
 from jshard import launch
 from jshard._live import fitted
+from jshard._paths import expanded
 from jshard.cli._config import with_config
 from jshard.errors import MeshError, ShardingError
 
@@ -35,6 +36,7 @@ T = TypeVar("T")
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 Options = Literal["fastest", "memory", "none"]
+Extra = Literal["error", "ignore"]  # as in jshard.checkpoint, which imports jax
 Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as in jshard.data.files, which imports numpy
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
 
@@ -61,7 +63,22 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     # tyro joins lines, except those that begin with a space, and wraps none.
     wrapped = textwrap.TextWrapper(shutil.get_terminal_size().columns, initial_indent=" ", subsequent_indent=" ").fill
     text = "\n".join(wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
-    return tyro.cli(cls, prog=command, description=text, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+    # `Path` would drop the "./" of a folder that is named `~`.
+    argv = [re.sub(r"^(--[\w-]+=)?\./(?=~)", rf"\g<1>{Path.cwd()}/", word) for word in argv]
+    parsed = tyro.cli(cls, prog=command, description=text, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    return _with_paths_expanded(parsed)
+
+
+def _with_paths_expanded(args: T) -> T:
+    """Arguments whose paths have the home folder in place of `~`, which a shell leaves in `--out=~/runs`."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(cast(Any, args)):
+        value = getattr(args, field.name)
+        if isinstance(value, Path):
+            changed[field.name] = expanded(value)
+        elif isinstance(value, tuple) and any(isinstance(each, Path) for each in value):
+            changed[field.name] = tuple(expanded(each) if isinstance(each, Path) else each for each in value)
+    return dataclasses.replace(cast(Any, args), **changed)
 
 
 @functools.cache
@@ -285,6 +302,9 @@ class TrainArgs(RecipeArgs):
     """Start from the parameters of a checkpoint: of jshard (a checkpoint, or a run), Orbax, PyTorch's distributed
     checkpoints, DeepSpeed's ZeRO-3, or safetensors; the model file's `hf_names` maps their names. A resumed run
     continues with its own, and reads these again only if it has saved none."""
+    extra: Extra | None = None
+    """What to do with parameters of --init-from that the model has no place for, such as more layers: refuse (error,
+    the default), or skip them (ignore)."""
     stop_deadline: Seconds | None = None
     """How long a run has after SIGTERM to finish its step and save; by default as long as it takes."""
     stall_timeout: Seconds | None = None

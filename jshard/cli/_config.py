@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard._paths import expanded
 from jshard.errors import ShardingError
 
 _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
@@ -21,7 +22,7 @@ def with_config(argv: Sequence[str], options: Collection[str]) -> list[str]:
     path = next((_value(argv, i) for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
     if path is None:
         return list(argv)
-    config = read_config(Path(path))
+    config = read_config(expanded(path))
     check_keys(config, {*_OPTIONS, "recipe", "versions", *options} - (NOT_IN_FILES - {"recipe"}), f"--config {path}")
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
     has_model = argv[0][:1] != "-"

@@ -35,7 +35,7 @@ from jshard.train.trackers import available
 _RUNS = Path("runs")
 # Options that a resumed run inherits.
 _WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "held_out", "text_key", "dtype", "tokenizer", "init_from")
-_WHAT += ("checkpoints",)
+_WHAT += ("checkpoints", "extra")
 _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
 
 
@@ -167,6 +167,13 @@ def _check(args: TrainArgs) -> None:
             where=f"--auto {' '.join(given)}",
             why=f"--auto measures steps, and {given[0]} runs none.",
             do=f"jshard plan {args.model} --auto --topology h100:1x8  # estimates; or leave out --auto",
+        )
+    if args.extra is not None and args.init_from is None and not args.resume:
+        raise ShardingError(
+            "There are no initial parameters.",
+            where=f"--extra {args.extra}",
+            why="it says what to do with those of --init-from that the model has no place for.",
+            do=f"--init-from PATH --extra {args.extra}; or leave it out.",
         )
     if args.checkpoints is not None and BucketPath.parse(args.checkpoints) is None:
         raise ShardingError(

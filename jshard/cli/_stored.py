@@ -13,7 +13,8 @@ import tyro
 from jax.sharding import Mesh
 
 from jshard import checkpoint, launch
-from jshard.cli._arguments import Count, open_mesh, parse_mesh, simulate_devices
+from jshard.checkpoint.errors import SurplusError
+from jshard.cli._arguments import Count, Extra, open_mesh, parse_mesh, simulate_devices
 from jshard.cli._config import as_setting
 from jshard.cli._request import data_of, tokenizer_of
 from jshard.cli.train import check_processes
@@ -45,6 +46,9 @@ class RunArgs:
     """Degrees of the mesh axes, e.g. replica=2,fsdp=4. By default fsdp takes all devices; without accelerators 8 are
     simulated. It may differ from that of the run."""
 
+    extra: Extra = "error"
+    """What to do with parameters of the checkpoint that the model has no place for, because its file has changed:
+    refuse, or skip them (ignore)."""
     processes: Count = 1
     """Work as N processes on this machine, which share its devices, as a cluster would. Not for clusters."""
 
@@ -70,6 +74,9 @@ class RunArgs:
         mesh = open_mesh(sizes)
         assert isinstance(mesh, Mesh)  # devices were not given as a number
         return mesh
+
+
+_SKIP = "or skip them, and use another model: --extra ignore"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,10 +119,15 @@ class StoredRun:
             recipe=override(recipe, [as_setting(*setting) for setting in found]),
         )
 
-    def held(self, mesh: Mesh) -> tuple[HeldModel, int]:
+    def held(self, mesh: Mesh, *, extra: Extra = "error") -> tuple[HeldModel, int]:
         """The model of the newest checkpoint, and its number of steps. All processes call it."""
         like = {"model": abstract_model(self.model_file, self.recipe, mesh), "step": 0}
-        found = checkpoint.restore(self.options.get("checkpoints") or self.path, like=like)
+        path = self.options.get("checkpoints") or self.path
+        try:
+            found = checkpoint.restore(path, like=like, extra=extra)
+        except SurplusError as error:  # in the words of the command
+            do = f"give the model file as it was: --model FILE\n{_SKIP}"
+            raise SurplusError(error.what, where=error.where, why=error.why, do=do) from error
         return HeldModel(found["model"]), int(found["step"])
 
     def tokenizer_file(self, given: Path | None) -> Path | None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import jshard as js
 from jshard import launch
 from jshard._processes import exchange
-from jshard._text import loss_text
+from jshard._text import counted, loss_text
 from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, simulate_devices
 from jshard.cli._request import Request, data_of, explained, loss_unit, request_of
 from jshard.data import Data
@@ -85,6 +85,7 @@ def _train(request: Request) -> int:
         compiler_options=compiler_options,
         expect=expect,
         init_from=args.init_from,
+        extra=args.extra or "error",
         keep_in_memory=args.keep_in_memory,
         programs=args.compile_cache or "beside",
         watch=watch,
@@ -119,5 +120,5 @@ def _say_result(request: Request, data: Data, finished: Finished, say: Any) -> N
     names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
     if finished.val_loss is not None:
         unit = loss_unit(request.model_file, data)
-        say(f"\nvalidation loss {loss_text(finished.val_loss)}{unit} after {finished.step} steps")
+        say(f"\nvalidation loss {loss_text(finished.val_loss)}{unit} after {counted(finished.step, 'step')}")
     say(f"{finished.out}/: {'  '.join(names)}")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from jshard._text import loss_text
+from jshard._text import counted, loss_text
 from jshard.cli._arguments import parse
 from jshard.cli._request import data_of, loss_unit
 from jshard.cli._stored import RunArgs, StoredRun
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     check_vocabulary(recipe, data.tokenizer)
     mesh = args.open_mesh()
     check_batch(recipe, mesh)
-    held, step = stored.held(mesh)
+    held, step = stored.held(mesh, extra=args.extra)
     scalars, unit, more = evaluated(model_file, recipe, held, data), loss_unit(model_file, data), ""
     loss = scalars["loss"]
     found = {"step": step, "data": data.description} | {f"val_{name}": value for name, value in scalars.items()}
@@ -68,6 +68,6 @@ def run(argv: Sequence[str]) -> int:
         more = f", perplexity {found['perplexity']:.2f}"
     more += "".join(f", {name} {loss_text(value)}" for name, value in scalars.items() if name != "loss")
     if jax.process_index() == 0:
-        line = f"{data.description}\nvalidation loss {loss_text(loss)}{unit}{more} after {step} steps"
+        line = f"{data.description}\nvalidation loss {loss_text(loss)}{unit}{more} after {counted(step, 'step')}"
         print(as_json(found) if args.json else line)
     return 0

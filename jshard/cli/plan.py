@@ -15,6 +15,7 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._live import at_work
+from jshard._text import counted
 from jshard.cli._arguments import (
     Options,
     RecipeArgs,
@@ -93,8 +94,10 @@ class PlanReport(Printed):
             row = found[-1]
             assert row.plan is not None
             return f"try this, which compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
-        ways = f"{len(self.tried)} configurations that keep less were compiled, and none fits"
-        ways = ways if self.tried else "by the estimate, no configuration that keeps less would fit"
+        ways = "by the estimate, no configuration that keeps less would fit"
+        if self.tried:
+            one, many = "configuration that keeps less was", "configurations that keep less were"
+            ways = f"{counted(len(self.tried), one, many)} compiled, and none fits"
         return f"{ways}: it needs more devices, or a smaller --set batch_size=N."
 
 

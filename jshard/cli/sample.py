@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
             do='--prompt "Once"',
         )
     mesh = args.open_mesh()
-    held, _ = stored.held(mesh)
+    held, _ = stored.held(mesh, extra=args.extra)
     if not is_decoder(stored.model_file, held.model):
         raise ShardingError(
             "The model is not known to continue text.",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard import launch
+from jshard._text import counted
 from jshard.cli import loading
 from jshard.cli._arguments import TrainArgs, as_option, num_devices, parse, parse_mesh
 from jshard.errors import RunError, ShardingError
@@ -61,9 +62,9 @@ def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
     devices = num_devices(parse_mesh(args.mesh))
     if cluster is None and (args.processes < 1 or devices % args.processes):
         raise ShardingError(
-            f"{args.processes} processes cannot share the devices.",
+            f"{counted(args.processes, 'process')} cannot share the devices.",
             where=f"--processes {args.processes} --mesh {args.mesh or f'fsdp={devices}'}",
-            why=f"the mesh has {devices} devices, and every process simulates the same number.",
+            why=f"the mesh has {counted(devices, 'device')}, and every process simulates the same number.",
             do=f"--processes {next(n for n in range(min(devices, max(args.processes, 1)), 0, -1) if devices % n == 0)}",
         )
 
@@ -125,13 +126,15 @@ def _meshes(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None
         mesh = shrunk(sizes, processes=count, of=number)
         data = math.prod((mesh or {}).get(axis, 1) for axis in ("replica", "fsdp", "expert"))
         if mesh is None:
-            lines.append(f"{count} processes cannot continue: their devices do not divide into --mesh {args.mesh}")
+            lines.append(
+                f"{counted(count, 'process')} cannot continue: their devices do not divide into --mesh {args.mesh}"
+            )
         elif batch_size // accumulate % data:
-            parts = f"{batch_size // accumulate} sequences over {data} data shards"
-            lines.append(f"{count} processes cannot continue: {parts} (--mesh {as_option(mesh)})")
+            parts = f"{counted(batch_size // accumulate, 'sequence')} over {counted(data, 'data shard')}"
+            lines.append(f"{counted(count, 'process')} cannot continue: {parts} (--mesh {as_option(mesh)})")
         else:
             found[count] = as_option({axis: n for axis, n in mesh.items() if n > 1 or axis == "fsdp"})
-            lines.append(f"{count} processes can continue: --mesh {found[count]}")
+            lines.append(f"{counted(count, 'process')} can continue: --mesh {found[count]}")
     if not found and args.min_processes < number:
         raise ShardingError(
             "No smaller number of processes could continue.",

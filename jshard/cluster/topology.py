@@ -18,6 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from jshard import _compat
+from jshard._paths import expanded
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
@@ -78,7 +79,7 @@ def parse_topology(text: str) -> Topology:
         512
     """
     name, _, shape = text.strip().rpartition(":") if f"{SUFFIX}:" in text else text.strip().partition(":")
-    device = read_device(Path(name)) if name.endswith(SUFFIX) else DEVICES.get(name) or CLOUDS.get(name)
+    device = read_device(expanded(name)) if name.endswith(SUFFIX) else DEVICES.get(name) or CLOUDS.get(name)
     if device is None:
         raise _unknown(text, name)
     parts = shape.split("x")

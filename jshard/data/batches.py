@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import gather_texts
+from jshard._text import counted
 from jshard.checkpoint.position import from_text, misfit, to_text
 from jshard.checkpoint.sample_order import Description, describe, differences
 from jshard.data.loader import DataError, read_ahead
@@ -46,7 +47,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     degree = data_degree(mesh)
     if batch_size % degree:
         raise DataError(
-            f"A batch of {batch_size} sequences does not split over {degree} data shards.",
+            f"A batch of {counted(batch_size, 'sequence')} does not split over {counted(degree, 'data shard')}.",
             where=f"mesh {dict(mesh.shape)}",
             why=f"{batch_size} = {batch_size // degree} x {degree} + {batch_size % degree}.",
             do=f"use a batch size that is a multiple of {degree}, or a smaller mesh.",

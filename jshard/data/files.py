@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jshard._paths import expanded
 from jshard.data.loader import DataError
 from jshard.errors import FourPartError, MissingExtraError
 
@@ -52,8 +53,8 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
     found, weights = [], []
     for given in map(str, paths):
         path, _, text = given.rpartition("=")
-        if not path or os.path.exists(given):
-            found.append(Path(given))
+        if not path or expanded(given).exists():
+            found.append(expanded(given))
             continue
         try:
             weights.append(Fraction(text))
@@ -62,7 +63,7 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
         if weights[-1] <= 0:
             why, do = f"{text!r} is not a number above 0.", f"--data {shlex.quote(f'{path}=0.5')}  # or =1/3"
             raise DataError("A weight cannot be read.", where=f"--data {given}", why=why, do=do)
-        found.append(Path(path))
+        found.append(expanded(path))
     if weights and len(weights) < len(found):
         raise DataError(
             "Only some of the data have a weight.",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jshard._paths import expanded
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
 
@@ -76,7 +77,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path):
-        path = Path(path)
+        path = expanded(path)
         content, self._tokenizer = _read_tokenizer(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # The ids of a file may have gaps: their count is not enough.

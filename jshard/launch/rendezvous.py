@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError, is_request
 from jshard.launch.cluster import (
     TICK_S,
     Cluster,
@@ -290,7 +290,7 @@ class _Meeting:
         """Ends the roll call for all that came, with the same text."""
         ended = [*self._guests.values(), *([] if last is None else [last])]
         said = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
-        message = {"error": said, "is_request": isinstance(error, ShardingError)}
+        message = {"error": said, "is_request": is_request(error)}
         for knock in ended:
             knock.link.send(signed(message, self._call.token, knock.hello.nonce))
         close_all(knock.link for knock in ended)

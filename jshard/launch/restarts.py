@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jshard._text import counted
 from jshard.errors import RunError
 from jshard.launch.cluster import RESUME
 from jshard.launch.peers import Ending
@@ -104,7 +105,7 @@ class History:
         """
         if self.fruitless >= _MOST_FRUITLESS:
             raise RunError(
-                f"The last {self.fruitless} attempts made no progress: the run is not restarted.",
+                f"The last {counted(self.fruitless, 'attempt')} made no progress: the run is not restarted.",
                 where=[self.lost or "no process", f"attempt {self.attempt}, {self.left} were left"],
                 why=f"none of them completed a step after {self.step or 0}, or saved a new checkpoint.",
                 do="find out what ended them; then the same command with --resume continues the run.",

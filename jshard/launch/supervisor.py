@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jshard.errors import FourPartError, RunError, ShardingError, printable
+from jshard.errors import FourPartError, RunError, ShardingError, is_request, printable
 from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
 from jshard.launch.keeper import Keeper
@@ -96,7 +96,7 @@ def supervise(
             return stopped_code(signals.received or 0)
         except FourPartError as error:
             _say(f"{type(error).__name__}: {error}")
-            return REQUEST if isinstance(error, ShardingError) else RESUME if isinstance(error, NotRestarted) else 1
+            return REQUEST if is_request(error) else RESUME if isinstance(error, NotRestarted) else 1
 
 
 @dataclasses.dataclass

@@ -15,6 +15,7 @@ from flax import nnx
 from rich.console import Group
 from rich.text import Text
 
+from jshard._paths import expanded
 from jshard._text import duration
 from jshard.cluster.options import IN_FLIGHT, compiler_options
 from jshard.cluster.replay import Assumptions
@@ -200,7 +201,7 @@ def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> C
 
 def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
     """The measurements of the first process, and a note if the user's own file cannot be read."""
-    path = default_path() if cache is None else Path(cache)
+    path = default_path() if cache is None else expanded(cache)
     try:
         return parsed(of_first(lambda: text_of(load(path)), where="js.overlap"), path), []
     except (CacheError, RunError) as error:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jshard._text import counted
 from jshard.errors import CallError, MeshError
 
 REPLICA, FSDP, EXPERT, CONTEXT, TENSOR = AXES = ("replica", "fsdp", "expert", "context", "tensor")
@@ -137,7 +138,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: A
         why = ", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree must be 1 or more, or -1 for the rest."
     elif len(open_axes) > 1:
         what = f"More than one mesh axis is -1: {', '.join(open_axes)}."
-        why = f"only one axis can take the rest of the {count} devices."
+        why = f"only one axis can take the rest of the {counted(count, 'device')}."
     elif count < 1 or count % fixed or (not open_axes and fixed != count):
         what = "The mesh does not match the devices."
         product = " x ".join(str(v) for v in named.values() if v != -1)

@@ -5,8 +5,9 @@ Only this module distinguishes nnx models from Linen models.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +24,11 @@ from jshard.api.fully_shard import revise
 from jshard.api.gradients import LossScale
 from jshard.api.init import abstract_init, abstract_optimizer, shard_init, shard_optimizer
 from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.lookup import checkpoint_at
+from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError
 from jshard.data.loader import read_sample
 from jshard.linen.annotation import annotation_of, initialise
@@ -193,11 +196,20 @@ def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[st
     return {"model": model, "optimizer": optimizer, "step": 0}
 
 
-def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+def create_from(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path, *, extra: Extra = "error"
+) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
     """A new model with the parameters of a checkpoint, and a new optimizer for it.
 
     If the model file freezes parameters, such as the base of adapters, those that the checkpoint lacks keep their
     initial values, with a warning.
+
+    Args:
+        model_file: the model.
+        recipe: its sizes and its optimizer.
+        mesh: the devices.
+        path: the checkpoint.
+        extra: what to do with stored parameters that the model has no place for, as in `restore`.
 
     Raises:
         ShardingError: there is no checkpoint, or its parameters do not fit the model.
@@ -206,19 +218,46 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
     found, names = _source(model_file, recipe, path)
     model = new_model(model_file, recipe, mesh)
     missing = "error" if model_file.wrt is nnx.Param else "init"
-    model = checkpoint.restore(found, like={"model": model}, only="params", names=names, missing=missing)["model"]
+    like = {"model": model}
+    options = {"only": "params", "names": names, "missing": missing, "extra": extra}
+    with _in_words_of_the_command(path):
+        model = checkpoint.restore(found, like=like, **options)["model"]
     return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
 
 
-def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> None:
+def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path, *, extra: Extra = "error") -> None:
     """Raises what `create_from` would raise for a source that does not fit, before any array exists."""
     found, names = _source(model_file, recipe, path)
     model = abstract_model(model_file, recipe, mesh)
-    if model_file.wrt is nnx.Param:
-        checkpoint.forecast(found, like={"model": model}, only="params", names=names)
-    else:  # adapters may be missing, frozen parameters may not
-        frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
-        checkpoint.forecast(found, like={"model": frozen}, only="params", names=names, extra="ignore")
+    fits = functools.partial(checkpoint.forecast, found, only="params", names=names)
+    with _in_words_of_the_command(path):
+        if model_file.wrt is nnx.Param:
+            fits(like={"model": model}, extra=extra)
+        else:  # adapters may be missing, frozen parameters may not
+            frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
+            fits(like={"model": frozen}, extra="ignore")  # `create_from` knows what the adapters take
+
+
+_SIZES = "choose the recipe that has its sizes: --recipe NAME, or --set model.n_layer=N"
+
+
+@contextlib.contextmanager
+def _in_words_of_the_command(path: Path) -> Iterator[None]:
+    """Raises an error about what a checkpoint holds with the options of `jshard train` in place of Python's."""
+    try:
+        yield
+    except SurplusError as error:
+        raise CheckpointError(
+            error.what,
+            where=error.where,
+            why=error.why,
+            do=f"{_SIZES}\nor skip them, and train another model: --init-from {path} --extra ignore",
+        ) from error
+    except CheckpointError as error:
+        if "`like`" not in error.do:  # it is about the path
+            raise
+        do = f"{_SIZES}\nIts contents: jshard ckpt inspect {path}"
+        raise CheckpointError(error.what, where=error.where, why=error.why, do=do) from error
 
 
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, Names | None]:

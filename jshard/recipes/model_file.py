@@ -45,6 +45,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _compat
+from jshard._paths import expanded
 from jshard.data.worker_pool import MODEL_FILE
 from jshard.engine.weighted import mean_of
 from jshard.errors import FourPartError, ShardingError
@@ -242,7 +243,7 @@ def load_model_file(path: str | Path) -> ModelFile:
     Raises:
         ModelFileError: the file is not valid Python, imports a package that is not installed, or lacks a name.
     """
-    path = model_path(Path(path))
+    path = model_path(expanded(path))
     _check_file(path)
     folder = str(path.resolve().parent)
     if folder not in sys.path:

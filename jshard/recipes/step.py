@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard._text import counted
 from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
 from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
@@ -310,7 +311,7 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
     ]
     if elsewhere:
         raise AnnotationError(
-            f"{len(elsewhere)} arrays of the state are not on the mesh of the run.",
+            f"Not on the mesh of the run: {counted(len(elsewhere), 'array')} of the state.",
             where=elsewhere,
             why=f"the mesh has {len(devices)} devices: {dict(mesh.shape)}.",
             do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",

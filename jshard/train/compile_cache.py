@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 from jshard import _compat
+from jshard._paths import expanded
 
 _SUFFIX, _MOST_BYTES, _SUM_BYTES = ".program", 4 << 30, 32
 _FOLDER, _LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
@@ -39,7 +40,7 @@ def keep_programs(beside: Path, given: str) -> str:
     if given == "none":
         jax.config.update(_FOLDER, None)
         return "compiled programs are not stored (--compile-cache none)"
-    folder = (beside / ".compiled" if given == "beside" else Path(given)) / _machine()
+    folder = (beside / ".compiled" if given == "beside" else expanded(given)) / _machine()
     try:
         _make_private(folder)
     except OSError as error:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import jax
 
 from jshard._live import LiveLine
+from jshard._paths import expanded
 from jshard._processes import is_primary
 from jshard._text import duration, human_bytes, loss_text
 from jshard.errors import ShardingError
@@ -244,7 +245,7 @@ class StepProfile:
         say: Callable[[str], object] = print,
     ) -> None:
         self.steps, self.is_recording = steps, False
-        self._out, self._program, self._say = Path(out), program, say
+        self._out, self._program, self._say = expanded(out), program, say
         self._span = f"steps-{steps[0]}-{steps[-1]}"
 
     def begin(self) -> None:

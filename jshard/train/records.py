@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jshard._paths import expanded
 from jshard.errors import RunError, ShardingError
 
 
@@ -120,7 +121,7 @@ class Jsonl:
     """
 
     def __init__(self, path: str | Path, *, resume_after: int | None = None) -> None:
-        self._path = Path(path)
+        self._path = expanded(path)
         with _explained_errors(self._path):
             if resume_after is None:
                 _create(self._path)
@@ -168,7 +169,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def iterate_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of `read_metrics`, one by one."""
-    return (record for _, record in _records(Path(path)))
+    return (record for _, record in _records(expanded(path)))
 
 
 def _number(value: Any) -> int | float | None:
@@ -258,7 +259,7 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     points: dict[str, list[tuple[int, float]]] = {key: [] for key, *_ in _CURVES}
-    for _, line in _records(Path(metrics_path)):
+    for _, line in _records(expanded(metrics_path)):
         for key in points.keys() & line.keys():
             points[key].append((line["step"], math.nan if line[key] is None else line[key]))
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -270,4 +271,4 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    FigureCanvasAgg(figure).print_png(str(png_path))
+    FigureCanvasAgg(figure).print_png(str(expanded(png_path)))

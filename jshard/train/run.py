@@ -19,10 +19,13 @@ from jax.sharding import Mesh
 
 from jshard import launch
 from jshard._live import at_work
+from jshard._paths import expanded
 from jshard._processes import is_primary
+from jshard._text import counted
 from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
+from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.engine.layer_stacks import as_traced
 from jshard.errors import FourPartError, RunError
@@ -79,6 +82,7 @@ def run_recipe(
     compiler_options: Mapping[str, Any] | None = None,
     expect: ExpectedStep | None = None,
     init_from: Path | None = None,
+    extra: Extra = "error",
     keep_in_memory: int | None = None,
     programs: str | None = None,
     watch: launch.StallWatch | None = None,
@@ -107,6 +111,8 @@ def run_recipe(
         expect: the expected properties of the compiled step; see `ExpectedStep`.
         init_from: a checkpoint, in a format that `jshard.checkpoint` reads, with the initial parameters of a new run.
             A run that has its own checkpoints continues from these, and does not read it again.
+        extra: what to do with parameters in `init_from` that the model has no place for: "error", or "ignore" to skip
+            them.
         keep_in_memory: steps between two copies of the state to the memory of the supervisors; None for no copies.
         programs: the folder for compiled programs; "beside" for one beside `out`, "none" to always compile. By
             default JAX's own setting.
@@ -122,6 +128,8 @@ def run_recipe(
         RunError: the run has failed; the text names its last checkpoint.
     """
     model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # the data are already read
+    out = expanded(out)
+    init_from = None if init_from is None else expanded(init_from)
     check_recipe(recipe)
     check_batch(recipe, mesh)
     check_names(track)
@@ -132,22 +140,23 @@ def run_recipe(
         expect.check_request(recipe, mesh)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
-    series = place_of((options or {}).get("checkpoints") or Path(out) / OF_A_RUN)
+    series = place_of((options or {}).get("checkpoints") or out / OF_A_RUN)
     if init_from is not None and not (resume and steps_in(series)):
-        check_source(model_file, recipe, mesh, init_from)
+        check_source(model_file, recipe, mesh, init_from, extra=extra)
     say = say if is_primary() else (lambda line: None)
     copies = None
     if keep_in_memory is not None:
         copies = MemoryCopies(keep_in_memory, abstract_state(model_file, recipe, mesh), say)
     if recipe.num_steps <= recipe.warmup_steps and type(recipe).schedule is Recipe.schedule:
         room = f"--set warmup_steps={recipe.num_steps // 10} leaves room for the cosine"
-        say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {recipe.num_steps} steps; {room}.")
+        steps = counted(recipe.num_steps, "step")
+        say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {steps}; {room}.")
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
         if programs is not None:
-            say(keep_programs(Path(out).parent, programs))
+            say(keep_programs(out.parent, programs))
         stop = StopSignal()
         job = _Job(
             model_file=model_file,
@@ -155,7 +164,7 @@ def run_recipe(
             mesh=mesh,
             data=data,
             folder=folder,
-            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies),
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies, extra=extra),
             say=say,
             stop=stop,
             watch=watch,
@@ -207,7 +216,9 @@ class _Job:
                     else:
                         fitted = Fitted(start_step)
                         asked = f"{self.recipe.num_steps} were requested; --steps {2 * start_step} continues it."
-                        self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
+                        self.say(
+                            f"nothing is left to train: {counted(start_step, 'step is', 'steps are')} done, and {asked}"
+                        )
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
             self.folder.ended("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")

@@ -14,6 +14,8 @@ from jshard import launch
 from jshard._live import at_work
 from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.errors import DamagedError
+from jshard.checkpoint.restoring import Extra
 from jshard.recipes.building import create, create_from, new_model, restore
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
@@ -42,12 +44,14 @@ class RunCheckpoints:
         say: Callable[[str], object],
         *,
         copies: MemoryCopies | None = None,
+        extra: Extra = "error",
     ) -> None:
         self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._val_losses: dict[int, float] = {}  # the last one, by step
         self._newest: Place | None = None  # known without reading the disk
         self._copies, self._is_from_memory = copies, False
+        self._extra: Extra = extra  # what to do with initial parameters that the model has no place for
         self.is_begun = False
 
     def __enter__(self) -> RunCheckpoints:
@@ -86,7 +90,7 @@ class RunCheckpoints:
         try:
             state = restore(self._model_file, self._recipe, self._mesh, self._series, latest)
         except CheckpointError as error:
-            if latest not in self._series.steps():  # not visible to this process
+            if isinstance(error, DamagedError) or latest not in self._series.steps():  # not visible to this process
                 raise
             raise CheckpointError(
                 error.what,
@@ -111,7 +115,7 @@ class RunCheckpoints:
         if start_step:
             return restore(*where, self._series, start_step)[0], f"as in {self._path(start_step)}"
         if init_from is not None:
-            return create_from(*where, init_from)[0], f"as in {init_from}"
+            return create_from(*where, init_from, extra=self._extra)[0], f"as in {init_from}"
         return new_model(*where), f"as initialised by {self._model_file.path}"
 
     def worth(self, done: int, val_loss: float) -> None:
@@ -176,7 +180,7 @@ class RunCheckpoints:
             with at_work("initialising the parameters", say=self._say, stream=stream):
                 begun = create(self._model_file, self._recipe, self._mesh)
         else:
-            begun = create_from(self._model_file, self._recipe, self._mesh, init_from)
+            begun = create_from(self._model_file, self._recipe, self._mesh, init_from, extra=self._extra)
             self._say(f"parameters of {init_from}")
         self.is_begun = True
         return begun

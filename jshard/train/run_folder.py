@@ -27,6 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
+from jshard._paths import expanded
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import place_of
 from jshard.errors import FourPartError, RunError, ShardingError
@@ -88,7 +89,7 @@ class RunFolder:
             ShardingError: the folder cannot be used for this run; nothing in it was changed.
             RunError: a live run holds it, or the disk failed.
         """
-        folder = cls(Path(path), record, resume=resume)
+        folder = cls(expanded(path), record, resume=resume)
         token = secrets.token_hex(8)
         with contextlib.ExitStack() as undo:
             undo.callback(folder.close)
@@ -185,23 +186,23 @@ class RunFolder:
     @staticmethod
     def record(path: str | Path) -> dict[str, Any]:
         """The contents of run.json in a folder."""
-        return _read(Path(path))
+        return _read(expanded(path))
 
     @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
         """The options of the last start of the run in a folder."""
-        return _read(Path(path))["options"]
+        return _read(expanded(path))["options"]
 
     @staticmethod
     def last_mesh(path: str | Path) -> dict[str, int]:
         """The mesh degrees of the last start of the run in a folder; empty without a start."""
-        starts = _read(Path(path))["starts"]
+        starts = _read(expanded(path))["starts"]
         return dict(starts[-1]["mesh"]) if starts else {}
 
     @staticmethod
     def holds_run(path: str | Path) -> bool:
         """Whether a run was started in a folder."""
-        return os.path.lexists(Path(path) / _RECORD)
+        return os.path.lexists(expanded(path) / _RECORD)
 
     @staticmethod
     def check_vacant(path: str | Path) -> None:
@@ -211,15 +212,15 @@ class RunFolder:
             ShardingError: it has a run or other files.
             RunError: a live run holds it.
         """
-        RunLock.check_free(Path(path) / _LOCK)
-        _check_empty(Path(path))
+        RunLock.check_free(expanded(path) / _LOCK)
+        _check_empty(expanded(path))
 
     @staticmethod
     def free_name(parent: str | Path, stem: str) -> Path:
         """`parent/stem`, or the first of `stem-2`, `stem-3` and so on that does not exist."""
-        path, number = Path(parent, stem), 2
+        path, number = expanded(parent) / stem, 2
         while os.path.lexists(path):
-            path, number = Path(parent, f"{stem}-{number}"), number + 1
+            path, number = expanded(parent) / f"{stem}-{number}", number + 1
         return path
 
     @staticmethod
@@ -227,7 +228,7 @@ class RunFolder:
         """The run of that name with the highest number; None if there is none."""
         found = [
             (int(match[1] or 1), path.parent)
-            for path in Path(parent).glob(f"*/{_RECORD}")
+            for path in expanded(parent).glob(f"*/{_RECORD}")
             if (match := re.fullmatch(re.escape(stem) + r"(?:-([1-9][0-9]*))?", path.parent.name))
         ]
         return max(found)[1] if found else None

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard._text import duration
+from jshard._text import counted, duration
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
 from jshard.train.records import iterate_metrics
@@ -273,10 +273,9 @@ def describe_attempts(attempts: Sequence[Attempt]) -> str:
     productive_s = sum(attempt.get("productive_s", 0.0) for attempt in attempts)
     lost = sum(attempt.get("steps_lost", 0) for attempt in attempts)
     lost_s = sum(attempt.get("seconds_lost", 0.0) for attempt in attempts)
-    return (
-        f"ETTR {ettr(attempts) or 0:.1%}: {duration(productive_s)} of steps that count, {len(attempts)} attempts; "
-        f"{lost} steps ({duration(lost_s)}) were lost"
-    )
+    count = counted(len(attempts), "attempt")
+    lost_steps = counted(lost, f"step ({duration(lost_s)}) was lost", f"steps ({duration(lost_s)}) were lost")
+    return f"ETTR {ettr(attempts) or 0:.1%}: {duration(productive_s)} of steps that count, {count}; {lost_steps}"
 
 
 def _close_lost(attempt: Attempt, lines: _Lines, known: Mapping[str, Any]) -> None:

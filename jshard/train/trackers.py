@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jshard._paths import expanded
 from jshard.errors import RunError, ShardingError
 from jshard.train.records import Tracker
 
@@ -42,8 +43,9 @@ class TensorBoard:
         package = _import("tensorboard")
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
         self._flushed_s = time.monotonic()
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._writer = package.RecordWriter(str(Path(folder, _event_file(Path(folder)))))
+        folder = expanded(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = package.RecordWriter(str(folder / _event_file(folder)))
         self._write(file_version="brain.Event:2")
         if resume_after is not None:
             start = self._event.SessionLog(status=self._event.SessionLog.START)
@@ -98,14 +100,14 @@ class WeightsAndBiases:
         resume_after: int | None = None,
     ) -> None:
         self._wandb = wandb = _import("wandb")
-        self._folder = Path(folder)
+        self._folder = expanded(folder)
         try:
             self._run = wandb.init(
                 project=project,
                 name=name,
                 config=dict(config),
-                dir=str(folder),
-                id=_run_id(Path(folder, "wandb", "run_id"), resume_after is not None),
+                dir=str(self._folder),
+                id=_run_id(self._folder / "wandb" / "run_id", resume_after is not None),
                 resume="allow",
                 settings=wandb.Settings(console="off", finish_timeout=_WANDB_FINISH_S),
             )
@@ -176,7 +178,7 @@ def open_trackers(
         ShardingError: a name is unknown, or its package is not installed; nothing was opened then.
         RunError: W&B refuses the run.
     """
-    names, out = tuple(names), Path(out)
+    names, out = tuple(names), expanded(out)
     check_names(names)
     trackers: list[Tracker] = []
     if "wandb" in names:

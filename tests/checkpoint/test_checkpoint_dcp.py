@@ -311,7 +311,7 @@ def test_what_is_written_is_read_as_it_was(written):
     assert found == {name.replace("/", "."): value for name, value in WRITTEN_VALUES.items()}
     with pytest.raises(CheckpointError, match="such files already exist"):
         dcp.write_dcp(written, Held(WRITTEN))
-    with pytest.raises(CheckpointError, match=r"(?s)not support the dtypes of 1 arrays.*x  int4"):
+    with pytest.raises(CheckpointError, match=r"(?s)not support the dtypes of 1 array.*x  int4"):
         dcp.write_dcp(written.parent / "x", Held({"x": np.zeros(2, jnp.int4)}))
 
 

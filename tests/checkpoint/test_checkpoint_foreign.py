@@ -183,7 +183,7 @@ def test_a_value_of_dcp_is_unpickled_when_it_is_asked_for(tmp_path):
     rename = {"model": ""}
     with pytest.warns(CheckpointWarning, match="3 stored leaves are skipped:\n  step\n  bad\n  list"):
         check(js.checkpoint.restore(tmp_path / "c", {"model": like()}, rename=rename, extra="ignore")["model"])
-    with pytest.raises(CheckpointError, match=r"bad  stored \(\)  wanted nothing"):
+    with pytest.raises(CheckpointError, match="bad  stored a value  wanted nothing"):
         js.checkpoint.restore(tmp_path / "c", {"model": like()})
     with pytest.raises(CheckpointError, match="names something that may run code"):
         js.checkpoint.restore(tmp_path / "c", {**like(), "bad": 0})
@@ -195,7 +195,7 @@ def test_two_names_of_one_path_are_told_apart_by_the_user(tmp_path):
     write_safetensors(tmp_path / "c", Held({"layer.w": W, "layer/w": W}))
     with pytest.raises(CheckpointError, match=r"layer.w  and layer/w: layer/w"):
         js.checkpoint.restore(tmp_path / "c", {"layer": {"w": jnp.asarray(W)}})
-    with pytest.warns(CheckpointWarning, match="1 stored leaves are skipped:\n  layer/w"):
+    with pytest.warns(CheckpointWarning, match="1 stored leaf is skipped:\n  layer/w"):
         restored = js.checkpoint.restore(tmp_path / "c", {"m": {"w": W * 0}}, names={"w": "layer.w"}, extra="ignore")
     np.testing.assert_array_equal(restored["m"]["w"], W)
 

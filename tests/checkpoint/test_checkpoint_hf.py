@@ -161,7 +161,7 @@ def test_names_that_do_not_fit_are_told():
         Stored("fused.weight", parts=3, transpose=True)
     with pytest.raises(CheckpointError, match="qkv cannot be cut into 3 arrays"):
         ForeignSource(Held({"qkv": numbered((6, 17))}), LLAMA)
-    with pytest.raises(CheckpointError, match="1 leaves have no name in the other format") as caught:
+    with pytest.raises(CheckpointError, match="1 leaf has no name in the other format") as caught:
         ForeignSource(Held({"norm": numbered((6,)), "opt_state/mu": numbered((6,))}), LLAMA)
     assert caught.value.where == ("opt_state/mu",)
 

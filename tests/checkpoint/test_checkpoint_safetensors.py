@@ -90,7 +90,7 @@ def test_nothing_is_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeyp
 
 
 def test_what_cannot_be_written_is_told_before(tmp_path):
-    with pytest.raises(CheckpointError, match=r"not support the dtypes of 1 arrays.\n  where: w  complex128"):
+    with pytest.raises(CheckpointError, match=r"not support the dtypes of 1 array.\n  where: w  complex128"):
         write_safetensors(tmp_path / "c", Held({"w": W.astype(np.complex128), "x": W}))
     assert not (tmp_path / "c").exists()
     source = Held({"w": W})
@@ -236,7 +236,7 @@ def test_without_an_index_missing_files_are_seen_by_their_numbers(tmp_path):
     (folder / INDEX).unlink()
     assert set(SafetensorsSource(folder).leaves) == {"a", "b"}
     (folder / FILES[0]).unlink()
-    with pytest.raises(RunError, match=f"1 of 2 files are there; missing: {FILES[0]}"):
+    with pytest.raises(RunError, match=f"there: 1 of 2 files; missing: {FILES[0]}"):
         SafetensorsSource(folder)
     assert set(SafetensorsSource(folder / FILES[1]).leaves) == {"b"}  # one file that is asked for
 

@@ -78,7 +78,7 @@ def test_a_member_of_an_enum_is_stored_as_its_value_and_restored_as_the_member(t
 
 def test_an_enum_whose_value_is_no_data_is_refused_when_it_is_saved(tmp_path):
     odd = enum.Enum("odd", {"A": (1, 2)})
-    with pytest.raises(CheckpointError, match=r"1 leaves are not data\.\n  where: phase  a odd"):
+    with pytest.raises(CheckpointError, match=r"1 leaf is not data\.\n  where: phase  a odd"):
         js.checkpoint.save(tmp_path / "c", {"phase": odd.A})
 
 
@@ -168,7 +168,7 @@ def test_dict_like_nodes_without_keys_are_restored_by_key(tmp_path, make):
     inner = inner.items_ if isinstance(inner, Table) else vars(inner)
     assert get("a").tolist() == [2.0, 2.0] and get("b").tolist() == [1.0, 1.0]
     assert inner["x"].tolist() == [0.0] * 3 and inner["y"].tolist() == [1.0] * 3
-    with pytest.raises(CheckpointError, match=r"1 leaves differ|2 leaves differ"):
+    with pytest.raises(CheckpointError, match=r"1 leaf differs|2 leaves differ"):
         js.checkpoint.restore(tmp_path / "c", like={"state": [make({**values, "b2": values["b"]})]})
 
 
@@ -287,7 +287,7 @@ KINDS = {
 def test_values_of_other_kinds_are_refused_as_arrays_of_them_are(tmp_path, name):
     value, like = KINDS[name]
     js.checkpoint.save(tmp_path / "c", {"x": value})
-    with pytest.raises(CheckpointError, match=r"does not fit: 1 leaves differ(.|\n)*x  stored"):
+    with pytest.raises(CheckpointError, match=r"does not fit: 1 leaf differs(.|\n)*x  stored"):
         js.checkpoint.restore(tmp_path / "c", like={"x": like})
 
 

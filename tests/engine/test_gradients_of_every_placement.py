@@ -21,7 +21,7 @@ from flax import nnx
 import jshard as js
 from jshard.linen.layout import unboxed
 from tests.parity import flat, worst
-from tests.wide import wide
+from tests.wide import slow, wide
 
 TOLERANCE = 2e-6  # of the largest element of the gradient
 WIDTH = 4
@@ -232,11 +232,22 @@ MESHES = {
     "1": {"fsdp": 1, "devices": 1},
 }
 ALWAYS = [("nnx", "2x1x4", "one"), ("linen", "2x2x2", "last")]
-OTHERS = [case for kind in KINDS for name in MESHES for mode in MODES if (case := (kind, name, mode)) not in ALWAYS]
+# Each mesh in one mode for each kind of model, so that each mesh and each mode are tried twice or more.
+WIDE = [
+    (kind, mesh, list(MODES)[(number + shift) % len(MODES)])
+    for shift, kind in enumerate(KINDS)
+    for number, mesh in enumerate(MESHES)
+]
+EVERY = [(kind, mesh, mode) for kind in KINDS for mesh in MESHES for mode in MODES]
+
+
+def cases() -> list[Any]:
+    others = [case for case in EVERY if case not in ALWAYS]
+    return [*ALWAYS, *(wide(*case) if case in WIDE else slow(*case) for case in others)]
 
 
 @pytest.mark.filterwarnings("ignore:.*replicated, because no dim divides")
-@pytest.mark.parametrize(("kind", "mesh", "mode"), [*ALWAYS, *(wide(*case) for case in OTHERS)])
+@pytest.mark.parametrize(("kind", "mesh", "mode"), cases())
 def test_gradients_are_those_of_one_device(kind, mesh, mode):
     degrees = dict(MESHES[mesh])
     devices = jax.devices()[: degrees.pop("devices", 8)]

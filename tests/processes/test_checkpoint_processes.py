@@ -116,7 +116,7 @@ def what_fails_in_one_process(folder):
         assert found["local"] and found["alone"] and found["equal"] and not found["afterwards"]
         assert found["kept"] == []  # no save leaves anything in the service that the processes share
         assert "  where: key  on process 0 and process 1\n" in found["other values"]["text"]
-        assert "1 leaves are not data.\n  where: f  a builtin_function" in found["no data"]["text"]
+        assert "1 leaf is not data.\n  where: f  a builtin_function" in found["no data"]["text"]
         assert {found[name]["type"] for name in ("other values", "no data")} == {"CheckpointError"}
         for name in ("_prepare", "__init__", "save_async"):
             assert found[name]["type"] == "RunError"

@@ -239,7 +239,7 @@ def test_an_array_on_other_devices_is_refused_before_compilation(mesh):
     model, optimizer, batch = normed(mesh)
     elsewhere = jax.devices()[5]
     model.linear.kernel = nnx.Param(jax.device_put(np.ones((4, 8), np.float32), elsewhere))
-    with pytest.raises(AnnotationError, match="1 arrays of the state are not on the mesh") as caught:
+    with pytest.raises(AnnotationError, match="Not on the mesh of the run: 1 array of the state") as caught:
         TrainStep(refuse_to_trace, model, optimizer, batch)
     assert caught.value.where == (f"model/linear/kernel  on {elsewhere}",)
     assert "2 devices" in caught.value.why

@@ -10,6 +10,7 @@ Example:
 
 from pathlib import Path
 
+from jshard._paths import expanded
 from jshard.checkpoint.formats.dcp import METADATA as _METADATA
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
 from jshard.checkpoint.formats.dcp import write_dcp as write_dcp
@@ -21,22 +22,28 @@ from jshard.checkpoint.formats.source import ArraySource as ArraySource
 from jshard.checkpoint.formats.source import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.source import NamedSource as NamedSource
 from jshard.checkpoint.formats.source import Stored as Stored
+from jshard.checkpoint.formats.torch_file import TorchSource as TorchSource
+from jshard.checkpoint.formats.torch_file import is_torch_file as _is_torch_file
 from jshard.checkpoint.formats.zero import ZeroSource as ZeroSource
 from jshard.checkpoint.formats.zero import zero_folder as _zero_folder
 
+Foreign = DcpSource | SafetensorsSource | ZeroSource | TorchSource
 
-def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | ZeroSource | None:
+
+def foreign_source(path: str | Path) -> Foreign | None:
     """Opens a checkpoint of another library.
 
     Returns None if the path has no checkpoint of a known format. Raises `CheckpointError` if it cannot be read or its
     pickle names something that is not allowed, and `RunError` if it is damaged.
     """
-    path = Path(path)
+    path = expanded(path)
     if (path / _METADATA).is_file():
         return DcpSource(path)
     if _is_safetensors(path):
         return SafetensorsSource(path)
-    return ZeroSource(path) if path.is_dir() and _zero_folder(path) else None
+    if path.is_dir() and _zero_folder(path):
+        return ZeroSource(path)
+    return TorchSource(path) if _is_torch_file(path) else None
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -20,6 +20,8 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
+from jshard._paths import expanded
+from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import torch_pickle
 from jshard.checkpoint.formats.source import (
@@ -232,7 +234,9 @@ def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     if gone := [begin for begin in begins if (name, begin) not in places]:
         raise damaged(path / METADATA, f"it has no location for the chunks {gone[:3]} of {name}.")
     if len(set(begins)) < len(begins) or sum(math.prod(size) for _, size in corners) != math.prod(shape):
-        raise damaged(path / METADATA, f"{len(begins)} chunks do not make up {name} of shape {shape}.")
+        raise damaged(
+            path / METADATA, f"{counted(len(begins), 'chunk does', 'chunks do')} not make up {name} of shape {shape}."
+        )
     leaf = stored_array(shape, dtype)
     return _Tensor(path, name, leaf, {b: places[name, b] for b in begins}, [size for _, size in corners])
 
@@ -265,7 +269,7 @@ def write_dcp(
     Slashes in names become dots. One chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last:
     without it there is no checkpoint.
     """
-    folder, values = Path(folder).absolute(), values or {}
+    folder, values = expanded(folder).absolute(), values or {}
     names = [name.replace("/", ".") for name in (*source.leaves, *values)]
     check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, _TORCH_NAMES)
     with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):

@@ -15,7 +15,9 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.checkpoint.errors import CheckpointError
+from jshard._paths import expanded
+from jshard._text import counted
+from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.checkpoint.formats.source import (
     ArraySource,
     Box,
@@ -30,7 +32,7 @@ from jshard.checkpoint.formats.source import (
     whole,
 )
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.errors import RunError, printable
+from jshard.errors import printable
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = SUFFIX + ".index.json"
@@ -75,11 +77,11 @@ class SafetensorsSource:
             self._regions = _all_regions(_files_without_index(self.path))
             _check_numbers(self.path, {region.path.name for region in self._regions.values()})
         else:
-            index = _read_index(index_file)
+            index = read_index(index_file)
             if index_file != self.path:
                 self.notes = _notes_on_files_beside(index_file, index)
             self._regions = _all_regions(index_file.parent / file for file in sorted(set(index.values())))
-            _check_index(index_file, index, self._regions)
+            check_index(index_file, index, self._regions)
         self.leaves: Mapping[str, StoredLeaf] = {
             name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
@@ -143,7 +145,7 @@ def _check_numbers(path: Path, files: Iterable[str]) -> None:
         missing = (number for number in range(first, first + count) if number not in present)
         names = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in itertools.islice(missing, 3)]
         if names:
-            raise damaged(path, f"{len(present)} of {count} files are there; missing: {', '.join(names)}")
+            raise damaged(path, f"there: {len(present)} of {counted(count, 'file')}; missing: {', '.join(names)}")
 
 
 def _notes_on_files_beside(index_file: Path, index: Mapping[str, str]) -> tuple[str, ...]:
@@ -160,7 +162,7 @@ def _notes_on_files_beside(index_file: Path, index: Mapping[str, str]) -> tuple[
     return (printable(f"read are the files that {index_file.name} names, and not {names}."),)
 
 
-def _check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
+def check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
     """Raises `RunError` unless the files hold exactly the arrays that the index names, each in its file."""
     lost = [f"{name}  is not in {file}" for name, file in index.items() if name not in regions]
     moved = [
@@ -178,15 +180,17 @@ def _check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[st
     do = "download or copy the whole folder again."
     if not lost:
         do += f"\nOr, if the files are right, read them without the index: rm {index_file}"
-    raise RunError(
-        f"The files of the checkpoint do not fit its index: {len(lost) + len(moved) + len(unnamed)} arrays differ.",
+    differing = counted(len(lost) + len(moved) + len(unnamed), "array differs", "arrays differ")
+    raise DamagedError(
+        f"The files of the checkpoint do not fit its index: {differing}.",
         where=[str(index_file), *lost, *moved, *unnamed],
         why="the index and the files are of different checkpoints, or a file is damaged.",
         do=do,
     )
 
 
-def _read_index(path: Path) -> Mapping[str, str]:
+def read_index(path: Path) -> Mapping[str, str]:
+    """The file of each array, by the index beside the files."""
     try:
         index = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -260,7 +264,7 @@ def _regions(path: Path, header: Mapping[str, Any], start: int) -> dict[str, Fil
     unknown = [f"{name}  {entry.get('dtype')}" for name, entry in header.items() if _dtype(entry) is None]
     if unknown:
         raise CheckpointError(
-            f"The checkpoint holds {len(unknown)} arrays of a dtype that cannot be read.",
+            f"The checkpoint holds {counted(len(unknown), 'array')} of a dtype that cannot be read.",
             where=[str(path), *unknown],
             why=f"known dtypes: {', '.join(DTYPES)}.",
             do="convert them with the library that wrote them.",
@@ -322,7 +326,7 @@ def write_safetensors(
     One array is in memory at a time; one larger than the file size gets its own file. Existing files are never
     replaced. `beside` has the texts of further files, by name.
     """
-    folder, leaves = Path(folder).absolute(), source.leaves
+    folder, leaves = expanded(folder).absolute(), source.leaves
     there = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX), *filter(Path.exists, map(folder.joinpath, beside))]
     check_export("safetensors", sorted(there), source, list(leaves), _NAMES)
     shards = _shards(leaves, max_shard_bytes)

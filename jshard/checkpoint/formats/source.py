@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from jshard.checkpoint.errors import CheckpointError, mend, reason
+from jshard._text import counted
+from jshard.checkpoint.errors import CheckpointError, DamagedError, mend, reason
 from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import StoredLeaf
@@ -110,9 +111,9 @@ def existing(path: str | Path, kind: str) -> Path:
     return path
 
 
-def damaged(path: Path, why: str) -> RunError:
+def damaged(path: Path, why: str) -> DamagedError:
     """The error for a file that violates its format."""
-    return RunError(
+    return DamagedError(
         "A file of the checkpoint is damaged.", where=str(path), why=printable(why), do="download or copy it again."
     )
 
@@ -127,7 +128,7 @@ def check_export(
     unknown = [f"{name}  {leaf.dtype}" for name, leaf in source.leaves.items() if np.dtype(leaf.dtype) not in known]
     if unknown:
         raise CheckpointError(
-            f"{kind} does not support the dtypes of {len(unknown)} arrays.",
+            f"{kind} does not support the dtypes of {counted(len(unknown), 'array')}.",
             where=unknown,
             why=f"it supports {', '.join(map(str, known))}.",
             do="leave them out, or cast them to one of these.",
@@ -329,9 +330,9 @@ class ForeignSource:
         nameless = [path for path in source.leaves if path not in names]
         if nameless:
             raise CheckpointError(
-                f"{len(nameless)} leaves have no name in the other format.",
+                f"{counted(len(nameless), 'leaf has', 'leaves have')} no name in the other format.",
                 where=nameless,
-                why=f"the table of names has {len(names)} leaves, but not these.",
+                why=f"the table of names has {counted(len(names), 'leaf')}, but not these.",
                 do="export only the parameters, or add the names to the table, hf_names(config) of the model file.",
             )
         self.leaves: dict[str, StoredLeaf] = {}
@@ -455,6 +456,11 @@ def _permuted(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
 
 
 def _is_buffer(name: str, leaf: StoredLeaf) -> bool:
-    """The causal mask and its fill value, which older GPT-2 files contain beside the parameters."""
-    mask = name.endswith("attn.bias") and len(leaf.shape) == 4
-    return mask or (name.endswith("attn.masked_bias") and leaf.shape == ())
+    """What PyTorch stores beside the parameters though it follows from the sizes.
+
+    The causal mask of older GPT-2 files, and its fill value; the frequencies of rotary positions of older Llama files.
+    """
+    is_mask = name.endswith("attn.bias") and len(leaf.shape) == 4
+    is_fill = name.endswith("attn.masked_bias") and leaf.shape == ()
+    is_frequencies = name.endswith("rotary_emb.inv_freq") and len(leaf.shape) == 1
+    return is_mask or is_fill or is_frequencies

@@ -13,7 +13,7 @@ import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard._text import human_bytes
+from jshard._text import counted, human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.comparing import listing, verify
 from jshard.checkpoint.errors import CheckpointError
@@ -109,7 +109,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
         path = str(local_path(args.out))
         print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
     else:
-        print(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
+        print(f"{args.out}: {counted(count, 'leaf')}, {human_bytes(num_bytes, 1)}")
 
 
 # `jshard ckpt import FOREIGN OUT`: converts a checkpoint saved by another library.
@@ -129,6 +129,8 @@ class ImportArgs(_ModelArgs):
     ZeRO-3, or Orbax."""
     out: tyro.conf.Positional[Path]
     """A new folder."""
+    extra: Literal["error", "ignore"] = "error"
+    """What to do with arrays that --model has no place for, such as more layers: refuse, or leave them out."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """The mesh whose shards it is split into, e.g. fsdp=64; any other can restore it, too (default: 8 devices)."""
 
@@ -166,17 +168,29 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
         found = Part(ours, {name: (name, None) for name in ours.arrays})
     named = NamedSource(found, model.names())
     bad = [f"{path}  {', '.join(names)} is not there" for path, names in named.absent.items()]
-    bad += [f"{name}  has no counterpart in the model" for name in named.unused]
+    do = ""
+    if args.extra == "error":
+        bad += [f"{name}  has no counterpart in the model" for name in named.unused]
+        if not named.absent:
+            do = ";\n--extra ignore  # leaves them out: another model is then imported"
     if bad:
-        raise _other_model(args, len(named.leaves) + len(named.absent), "differ", bad)
+        raise _other_model(args, len(named.leaves) + len(named.absent), "differs", "differ", bad, do)
+    if named.unused:
+        remark(
+            f"{counted(len(named.unused), 'array is', 'arrays are')} left out: {', '.join(named.unused[:3])}"
+            + ", ..." * (len(named.unused) > 3)
+        )
     return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
 
 
-def _other_model(args: ImportArgs | ExportArgs, count: int, what: str, lines: Sequence[str], do: str = "") -> Exception:
+def _other_model(
+    args: ImportArgs | ExportArgs, count: int, one: str, many: str, lines: Sequence[str], do: str = ""
+) -> Exception:
+    """The error for leaves, a line each, of which one "is missing" or many "are missing"."""
     return ShardingError(
-        f"The checkpoint is not of this model: {len(lines)} leaves {what}.",
+        f"The checkpoint is not of this model: {counted(len(lines), f'leaf {one}', f'leaves {many}')}.",
         where=[str(args.path), *lines],
-        why=f"hf_names of {args.model} lists {count} leaves.",
+        why=f"hf_names of {args.model} lists {counted(count, 'leaf')}.",
         do=f"choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N{do or '.'}",
     )
 
@@ -264,7 +278,7 @@ def run_export(argv: Sequence[str]) -> int:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
         names = ", ".join(file.name for file in files)
-        print(f"{args.out}: {len(source.leaves)} arrays, {human_bytes(total, 1)}: {names}")
+        print(f"{args.out}: {counted(len(source.leaves), 'array')}, {human_bytes(total, 1)}: {names}")
     return 0
 
 
@@ -273,7 +287,7 @@ def _check_good(ours: Opened) -> None:
         verdict = verify(ours.path, on_read=note)
     if not verdict.is_good:
         raise RunError(
-            f"The checkpoint is damaged: {len(verdict.findings)} findings.",
+            f"The checkpoint is damaged: {counted(len(verdict.findings), 'finding')}.",
             where=[str(ours.path), *(f"{x.leaf or x.file or 'it'}  {x.why}" for x in verdict.findings)],
             why="what is exported would not be what was saved.",
             do="export another one; --no-verify exports what is there.",
@@ -283,10 +297,10 @@ def _check_good(ours: Opened) -> None:
 def _named(args: ExportArgs, source: Part, names: Names) -> ArraySource:
     missing = ["/".join(filter(None, (args.part, path))) for path in names if path not in source.leaves]
     if missing:
-        raise _other_model(args, len(names), "are missing", missing)
+        raise _other_model(args, len(names), "is missing", "are missing", missing)
     if source.left_over and args.extra == "error":
         do = ";\n--extra ignore  # leaves out what would not be written"
-        raise _other_model(args, len(names), "are left over", source.left_over, do)
+        raise _other_model(args, len(names), "is left over", "are left over", source.left_over, do)
     return ForeignSource(source, names)
 
 

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._text import folded_names, human_bytes, name_pattern
+from jshard._text import counted, folded_names, human_bytes, name_pattern
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.comparing import (
@@ -110,7 +110,8 @@ def run_inspect(argv: Sequence[str]) -> int:
     args = parse(InspectArgs, argv, command="jshard ckpt inspect")
     opened = open_checkpoint(checkpoint_at(args.path, args.step))
     begin = args.below.rstrip("/")
-    shown = {p: leaf for p, leaf in opened.leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
+    leaves = opened.described()
+    shown = {p: leaf for p, leaf in leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
     if not shown:
         begins = sorted({printable(path.split("/")[0]) for path in opened.leaves})
         raise ShardingError(
@@ -136,10 +137,10 @@ def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | No
             add_row(table, indented, *(cells if node.is_array else ("", node.kind, "", "")), chunk)
         else:
             below = _leaves.flat(node).values()
-            cells = _count(count * len(below)), "", human_bytes(count * _bytes(below), 1)
+            cells = counted(count * len(below), "leaf"), "", human_bytes(count * _bytes(below), 1)
             add_row(table, indented + "/", *cells, "", "")
     path, *lines = map(printable, _head(opened))
-    sums = Text(f"{_count(len(shown))}, {human_bytes(_bytes(shown.values()), 1)}")
+    sums = Text(f"{counted(len(shown), 'leaf')}, {human_bytes(_bytes(shown.values()), 1)}")
     return Group(whole_line(path), *map(Text, lines), table, sums)
 
 
@@ -150,7 +151,7 @@ def _head(opened: Opened) -> Iterator[str]:
         yield "jshard did not write it: there are no sums to verify it by."
         return
     step = "" if manifest.step is None else f"step {manifest.step}, "
-    processes = "1 process" if manifest.processes == 1 else f"{manifest.processes} processes"
+    processes = counted(manifest.processes, "process")
     yield f"{step}saved {_moment(manifest.saved_at)} by {processes} on {_mesh_text(manifest.mesh) or '1 device'}"
     yield ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
     if manifest.metrics:
@@ -184,10 +185,6 @@ def _form(node: Any) -> Any:
     if isinstance(node, StoredLeaf):
         return dataclasses.replace(node, sums=None)
     return {key: _form(child) for key, child in node.items()}
-
-
-def _count(number: int) -> str:
-    return f"{number} leaf" if number == 1 else f"{number} leaves"
 
 
 def _bytes(leaves: Iterable[StoredLeaf]) -> int:
@@ -228,11 +225,15 @@ def run_verify(argv: Sequence[str]) -> int:
     args = parse(VerifyArgs, argv, command="jshard ckpt verify")
     entries = listing(args.path if args.all else checkpoint_at(args.path, args.step)).entries
     verdicts = []
-    with progress("verify", sum(entry.num_bytes for entry in entries)) as note:
-        for entry in entries:
-            verdicts.append(verify(entry.path, on_read=note) if entry.is_complete else _incomplete(entry))
-            if not args.json:
-                show(_verdict_text(verdicts[-1]))
+    for entry in entries:
+        if entry.is_complete:
+            with progress(f"verify {entry.path.name}", entry.num_bytes) as note:
+                verdict = verify(entry.path, on_read=note)
+        else:
+            verdict = _incomplete(entry)
+        verdicts.append(verdict)
+        if not args.json:  # after the bar: a line printed beside it stays glued to it
+            show(_verdict_text(verdict))
     if args.json:
         asdict = dataclasses.asdict
         print(as_json([asdict(one) | {"path": str(one.path), "is_good": one.is_good} for one in verdicts]))
@@ -245,10 +246,13 @@ def _incomplete(entry: ListedCheckpoint) -> Verdict:
 
 
 def _verdict_text(verdict: Verdict) -> str | FittedTable:
-    read = f"{verdict.num_leaves} leaves, {human_bytes(verdict.num_bytes, 1)}, {verdict.num_files} files"
+    leaves, files = counted(verdict.num_leaves, "leaf"), counted(verdict.num_files, "file")
+    size = human_bytes(verdict.num_bytes, 1)
     if verdict.is_good and not verdict.num_files:
+        read = f"{leaves}, {size}"
         return f"{verdict.path}: all can be read ({read}). jshard did not write it: it has no sums to compare with."
     if verdict.is_good:
+        read = f"{leaves}, {size}, {files}"
         return f"{verdict.path}: good, all files are there and all sums are those of the save ({read})."
     table = made_table(f"{verdict.path}: DAMAGED", "leaf", "file", "what is wrong")
     for finding in verdict.findings:
@@ -298,7 +302,7 @@ def _differences_table(paths: Sequence[Place], found: Sequence[LeafDiff], args: 
     counts = collections.Counter(leaf.kind for leaf in found)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     lines = [whole_line(f"a: {paths[0]}"), whole_line(f"b: {paths[1]}")]
-    lines.append(Text(f"{len(found)} leaves: {summary or 'none'}"))
+    lines.append(Text(f"{counted(len(found), 'leaf')}: {summary or 'none'}"))
     if args.no_values:
         lines[-1].append(" (no values were read: equal means that sums, or at least shapes, are)")
     shown = [leaf for leaf in found if args.all or leaf.kind != "equal"]

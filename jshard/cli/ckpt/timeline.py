@@ -13,7 +13,7 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._text import duration, human_bytes
+from jshard._text import counted, duration, human_bytes
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.lookup import series_at
@@ -167,7 +167,7 @@ class _Report(Printed):
         what = f"{shown.kind.capitalize()} of step {shown.step}"
         if not shown.rows:
             return f"{what}: failed"
-        count = "1 process" if len(shown.rows) == 1 else f"{len(shown.rows)} processes"
+        count = counted(len(shown.rows), "process")
         return f"{what}: {count}, {duration(shown.total_s)}, {human_bytes(shown.num_bytes, 1)}"
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
+from jshard._paths import expanded
 from jshard.errors import RunError, ShardingError
 from jshard.inspect.profile.events import (
     DeviceEvents,
@@ -47,7 +48,7 @@ def process_folder(span: str, process: int) -> Path:
 
 def find_profile(path: str | os.PathLike[str]) -> ProfileFiles:
     """The newest profile in a folder, or the given file."""
-    path = Path(path)
+    path = expanded(path)
     if path.is_file():
         if not path.name.endswith(_SUFFIX):
             raise _no_profile(path, f"its name does not end in {_SUFFIX}.")

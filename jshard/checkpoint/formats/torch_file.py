@@ -1,0 +1,118 @@
+"""Files of `torch.save`, as Transformers wrote them before safetensors: read box by box, and without PyTorch.
+
+Read are a single file, and in a folder `pytorch_model.bin` or the files that its index names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats.safetensors import check_index, read_index
+from jshard.checkpoint.formats.source import Box, FileRegion, existing, read_region, stored_array
+from jshard.checkpoint.formats.torch_pickle import Archive
+from jshard.checkpoint.manifest import StoredLeaf
+
+NAME = "pytorch_model.bin"
+INDEX = f"{NAME}.index.json"
+_SUFFIXES = (".bin", ".pt", ".pth")
+_OF_RANKS = re.compile(r".*_states\.pt")  # of DeepSpeed: parts of arrays
+_ZIP = b"PK\x03\x04"
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether there is such a file, or a folder with one; the file may be of another program."""
+    if path.is_file():
+        return path.name == INDEX or (path.name.endswith(_SUFFIXES) and not _OF_RANKS.fullmatch(path.name))
+    return (path / NAME).is_file() or (path / INDEX).is_file()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plain:
+    """A value in a file that is not an array."""
+
+    content: Any
+
+    def value(self) -> Any:
+        return self.content
+
+
+class TorchSource:
+    """The tensors of files of `torch.save`, and the numbers and strings beside them.
+
+    The keys of nested dicts and lists are joined by dots: `model.layers.0.weight`.
+
+    Attributes:
+        path: as given.
+        leaves: every tensor by its name.
+        values: everything else by its name.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = existing(path, "PyTorch")
+        index_file = self.path if self.path.is_file() else self.path / INDEX
+        self.values: dict[str, _Plain] = {}
+        self._regions: dict[str, FileRegion] = {}
+        if index_file.name == INDEX and index_file.is_file():
+            index = read_index(index_file)
+            for file in sorted(set(index.values())):
+                self._add(index_file.parent / file)
+            check_index(index_file, index, self._regions)
+        else:
+            self._add(self.path if self.path.is_file() else self.path / NAME)
+        self.leaves: Mapping[str, StoredLeaf] = {
+            name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
+        }
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A box of a tensor, as a new array; thread-safe."""
+        return read_region(self._regions[name], box)
+
+    def _add(self, file: Path) -> None:
+        _check_is_archive(file)
+        content = Archive(file, 0, file.stat().st_size).regions({})
+        if not isinstance(content, dict):
+            raise CheckpointError(
+                "The file holds no parameters by name.",
+                where=str(file),
+                why=f"it holds a single value, {type(content).__name__}; parameters are in a dict, model.state_dict().",
+                do="torch.save(model.state_dict(), path)",
+            )
+        for name, item in _flat(content):
+            if isinstance(item, FileRegion):
+                self._regions[name] = item
+            else:
+                self.values[name] = _Plain(item)
+
+
+def _check_is_archive(file: Path) -> None:
+    with file.open("rb") as stream:
+        head = stream.read(len(_ZIP))
+    if head == _ZIP:
+        return
+    raise CheckpointError(
+        "The file is not an archive of torch.save.",
+        where=str(file),
+        why=f"it begins with {head!r}, not with {_ZIP!r}: it is of another program, or of PyTorch before 1.6.",
+        do="save it again with PyTorch, without code in it:\n"
+        f"python -c \"import torch; p = {str(file)!r}; torch.save(torch.load(p, weights_only=True), p + '.pt')\"",
+    )
+
+
+def _flat(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and values in nested dicts and lists, by their keys."""
+    items: Any = ()
+    if isinstance(content, dict):
+        items = content.items()
+    elif isinstance(content, list | tuple) and not isinstance(content, FileRegion):
+        items = enumerate(content)
+    else:
+        yield name, content
+    for key, item in items:
+        yield from _flat(item, f"{name}.{key}" if name else str(key))
