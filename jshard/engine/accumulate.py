@@ -315,14 +315,14 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         means = jax.tree.map(MeanShares.of(weight_before, weight).joint, sums, to_device(grads))
         return (total + value * nonzero(weight), means, state, weight_before + weight), aux
 
-    copy_sums = [
-        jnp.zeros_like(x, placement.reduce_dtype) for x, placement in zip(copies, params_once.placements, strict=True)
-    ]
-    zeros = (_zero_sums(loss.params, param_placements), copy_sums)
+    param_sums = _zero_sums(loss.params, param_placements)
+    copy_sums = []
+    for x, placement in zip(copies, params_once.placements, strict=True):
+        copy_sums.append(jnp.zeros_like(x, placement.reduce_dtype))
     first = jax.tree.map(lambda x: x[0], parts)
     (value, (_, _, weight)), _ = jax.eval_shape(grad, loss.params, copies, loss.state, first)
     no_weight = None if weight is None else jnp.zeros((), weight.dtype)
-    begin = (jnp.zeros((), value.dtype), zeros, loss.state, no_weight)
+    begin = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
     (total, (grads, copy_sums), state, weight), aux = lax.scan(step, begin, parts)
     if once:
         leaves, tree = jax.tree.flatten(grads)
