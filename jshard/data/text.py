@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jshard._files import UnsafeFileError, read_bytes
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
 
@@ -144,6 +145,9 @@ def _pieces(text_bytes: bytes) -> Iterator[str]:
         start = end
 
 
+_TOKENIZER_BYTES = 1 << 30
+
+
 def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
     """The contents of the file, and its tokenizer."""
     what, why, do = (
@@ -154,8 +158,10 @@ def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
     try:
         import tokenizers
 
-        content = path.read_bytes()
+        content = read_bytes(path, _TOKENIZER_BYTES)
         return content, tokenizers.Tokenizer.from_buffer(content)
+    except UnsafeFileError:
+        raise
     except OSError as error:
         why, cause = f"{(error.strerror or repr(error)).lower()}.", error
     except ImportError as error:
