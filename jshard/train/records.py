@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jshard._files import UnsafeFileError, open_in_place, open_new, open_regular, parse_json, replacing
-from jshard.errors import RunError, ShardingError
+from jshard._files import open_in_place, open_new, open_regular, parse_json, replacing
+from jshard.errors import RunError, ShardingError, UnsafeFileError
 
 
 class Tracker(Protocol):
