@@ -292,7 +292,7 @@ def test_a_damaged_checkpoint_is_an_error_in_four_parts_or_reads_alike(name, tmp
 def test_hundreds_of_damaged_checkpoints(name, tmp_path):
     kind = KINDS[name]
     kind.write(tmp_path / "c")
-    fuzz(kind, tmp_path / "c", seed=1, count=40 if name == "orbax" else 400)
+    fuzz(kind, tmp_path / "c", seed=1, count=30 if name == "orbax" else 250)
 
 
 # Pickles that are made to take memory or time.
@@ -306,7 +306,7 @@ def doubled(count: int) -> bytes:
     return steps + b"h" + bytes([count])
 
 
-DEEP = b"K\x01" + b"\x85" * 1_000_000
+DEEP = b"K\x01" + b"\x85" * 200_000
 LONG_LIST = b"](" + b"N" * 100_000 + b"eq\x000"
 SIZE = b"ctorch\nSize\nq\x010"
 ENCODE = b"c_codecs\nencode\nq\x010"
@@ -334,7 +334,7 @@ BOMBS = {
     "a dict of itself": b"\x80\x02}q\x00K\x01h\x00s.",
     "an integer of a million digits as a key": b"\x80\x02}\x8b" + struct.pack("<i", 10**6) + b"\x7f" * 10**6 + b"Ns.",
     "a decimal of a million digits": b"\x80\x02L" + b"7" * 10**6 + b"L\n.",
-    "many folders of marks": b"\x80\x02" + b"(" * 10**6 + b".",
+    "many marks": b"\x80\x02" + b"(" * 200_000 + b".",
     "nothing": b"",
 }
 
