@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jshard._files import read_bytes
 from jshard._paths import expanded
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
+from jshard.errors import UnsafeFileError
 
 # Possible names of the token between texts in a tokenizer file, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -145,6 +147,9 @@ def _pieces(text_bytes: bytes) -> Iterator[str]:
         start = end
 
 
+_TOKENIZER_BYTES = 1 << 30
+
+
 def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
     """The contents of the file, and its tokenizer."""
     what, why, do = (
@@ -155,8 +160,10 @@ def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
     try:
         import tokenizers
 
-        content = path.read_bytes()
+        content = read_bytes(path, _TOKENIZER_BYTES)
         return content, tokenizers.Tokenizer.from_buffer(content)
+    except UnsafeFileError:
+        raise
     except OSError as error:
         why, cause = f"{(error.strerror or repr(error)).lower()}.", error
     except ImportError as error:
