@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 import tyro
 
 from jshard import launch
+from jshard._files import check_may_write
 from jshard._live import fitted
 from jshard.cli._config import with_config
-from jshard.errors import MeshError, ShardingError
+from jshard.errors import MeshError, RunError, ShardingError
 
 if TYPE_CHECKING:
     from jshard.plans.mesh import AnyMesh
@@ -109,19 +110,35 @@ def _default(label: str) -> str:
 
 
 def check_writable(path: Path | None, *, option: str) -> None:
-    """Refuses a file to write whose folder does not exist."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ShardingError(
-            "The file cannot be written.",
-            where=f"{option} {path}",
-            why=f"there is no folder {path.absolute().parent}.",
-            do=f"mkdir -p {path.parent}",
-        )
+    """Refuses a file that could not be written, before the work for it: its folder is missing, or not the user's."""
+    if path is None:
+        return
+    folder, do = path.absolute().parent, f"{option} FILE, in a folder that you may write."
+    why = None
+    if not os.path.lexists(folder):
+        why, do = f"there is no folder {folder}.", f"mkdir -p {shlex.quote(str(path.parent))}"
+    elif path.is_dir():
+        why, do = "it is a folder.", f"{option} {shlex.quote(str(path / 'report'))}  # a file in it"
+    else:
+        try:
+            check_may_write(path)
+        except OSError as error:
+            why = f"{error.strerror}: {error.filename}."
+    if why is not None:
+        raise ShardingError("The file cannot be written.", where=f"{option} {path}", why=why, do=do)
 
 
 def write(path: Path, text: str) -> None:
     """Writes a file in addition to the answer, and reports it."""
-    path.write_text(text)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise RunError(
+            "The file could not be written.",
+            where=str(path),
+            why=f"{error.strerror}.",
+            do="make room, or name a file on another disk.",
+        ) from error
     remark(f"written: {path}")
 
 

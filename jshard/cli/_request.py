@@ -119,8 +119,11 @@ def request_of(args: TrainArgs) -> Request:
         stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
         _check_origin(args, stored or {}, out)
         args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
+    is_written = not (args.dry_run or args.print_config or args.resume)
     if out is not None and not args.resume:
         RunFolder.check_vacant(out)  # now: the data may take minutes to read
+    elif is_written:
+        RunFolder.check_vacant(RunFolder.free_name(_RUNS, model_file.path.stem))
     is_begun = args.init_from is not None and _has_checkpoints(out, args.checkpoints)
     if args.init_from is not None and not is_begun and not place_of(args.init_from).exists():
         raise no_checkpoint(args.init_from)
