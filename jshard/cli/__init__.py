@@ -13,9 +13,11 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jshard import __version__, _compat
 from jshard._live import at_work, fitted
@@ -33,10 +35,7 @@ COMMANDS = {
     "tune": "find the best kernel settings beside a model's collectives: measured, or ranked without a GPU",
 }
 
-_USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(
-    f"  {name:<11}{summary}" for name, summary in COMMANDS.items()
-)
-_USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. --version prints the version."
+_NOTE = "--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. --version prints the version."
 
 _DEBUG = "JSHARD_DEBUG"
 _PACKAGES = "tyro", "grain", "matplotlib"  # of the extra "train"
@@ -94,7 +93,7 @@ def _debug_in_environment(debug: bool) -> Iterator[None]:
 
 def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help") or list(argv) == ["help"]:
-        print(_USAGE, file=sys.stdout if argv else sys.stderr)
+        print(usage("jshard", COMMANDS, _NOTE), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name, *rest = argv if argv[0] != "help" else [*argv[1:], "--help"]
     if name in ("version", "--version"):
@@ -184,6 +183,27 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
         )
     with loading():
         return importlib.import_module(f"jshard.cli.{name}").run
+
+
+def usage(program: str, commands: Mapping[str, str], note: str) -> str:
+    """The help of a program with commands, wrapped between words like that of the commands themselves.
+
+    Args:
+        program: its name.
+        commands: a summary of each command.
+        note: a last sentence.
+    """
+    columns = shutil.get_terminal_size().columns
+    margin = max(map(len, commands)) + 4
+
+    def wrapped(text: str, indent: int) -> str:
+        return textwrap.fill(
+            text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+
+    head = wrapped(f"usage: {program} COMMAND [ARGUMENTS], or {program} COMMAND --help", 7)
+    lines = [wrapped(f"  {name}".ljust(margin) + summary, margin) for name, summary in commands.items()]
+    return "\n".join([head, "", "commands:", *lines, "", wrapped(note, 0)])
 
 
 def no_command(program: str, name: str, rest: Sequence[str], commands: Iterable[str]) -> ShardingError:

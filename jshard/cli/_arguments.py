@@ -47,7 +47,9 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     twice is a `ShardingError`; the parser alone would take the last.
     """
     hints = _shown(cls)
-    argv = with_config(argv, hints) if "config" in hints else argv
+    if "config" in hints:
+        # One file serves every command: an option that another command has is left out here.
+        argv = with_config(argv, hints, known={*hints, *typing.get_type_hints(TrainArgs)})
     appends = {name for name, hint in hints.items() if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())}
     words = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
     for name, count in collections.Counter(words).items():
@@ -245,6 +247,13 @@ class RecipeArgs:
     set: Settings = ()
     """Override a value of the recipe; repeatable: --set learning_rate=1e-3 --set model.n_layer=4. --print-config
     of `jshard train` shows the keys."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A run as JSON or TOML, as printed by --print-config of `jshard train`, or a part of it; options given here take
+    precedence."""
+    steps: Count | None = None
+    """Optimizer steps, instead of the recipe's."""
+    seed: Count | None = None
+    """Seed of parameters, dropout and sample order, instead of the recipe's."""
     unit: Settings = ()
     """Override a setting of the annotation's units: --unit remat=full --unit prefetch=2
     --unit reshard_after_forward=false."""
@@ -267,12 +276,6 @@ class TrainArgs(RecipeArgs):
     was lost (the same command with --resume continues), 1 the run failed, 130 stopped by Ctrl-C.
     """
 
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A run as JSON or TOML, as printed by --print-config, or a part of it; options given here take precedence."""
-    steps: Count | None = None
-    """Optimizer steps, instead of the recipe's."""
-    seed: Count | None = None
-    """Seed of parameters, dropout and sample order, instead of the recipe's."""
     auto: bool = False
     """Choose how to split the devices, what to keep and what to recompute, and the number of microbatches. Measured
     steps of a few configurations correct the estimates, and the choice is stored."""

@@ -59,6 +59,14 @@ class Request:
         return tuple(name for name in available() if name == "tensorboard") if asked is None else asked
 
     @property
+    def settings(self) -> tuple[str, ...]:
+        """All settings that differ from the recipe of the model file, from whatever option or file."""
+        own = [
+            f"{key}={getattr(self.args, name)}" for name, key in _KEYS.items() if getattr(self.args, name) is not None
+        ]
+        return (*self.args.set, *own)
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options that determine what is trained."""
         absolute = {  # a run may be resumed from another folder
