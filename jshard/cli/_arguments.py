@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 import math
 import os
@@ -17,7 +19,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
@@ -41,10 +43,13 @@ Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(me
 
 
 def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
-    """The arguments as an object of a dataclass; for help or bad arguments, prints a message and exits.
+    """The arguments as an object of a dataclass; for help, prints it and exits.
 
     A field without a default is the command's positional file; every other field is an option. An option given
-    twice is a `ShardingError`; the parser alone would take the last.
+    twice is an error, too; the parser alone would take the last.
+
+    Raises:
+        ShardingError: the arguments cannot be read.
     """
     hints = _shown(cls)
     if "config" in hints:
@@ -64,7 +69,61 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     # tyro joins lines, except those that begin with a space, and wraps none.
     wrapped = textwrap.TextWrapper(shutil.get_terminal_size().columns, initial_indent=" ", subsequent_indent=" ").fill
     text = "\n".join(wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
-    return tyro.cli(cls, prog=command, description=text, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+    printed = io.StringIO()
+    try:
+        with _wide(not {"-h", "--help"} & set(argv)), contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                cls, prog=command, description=text, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,)
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ShardingError(
+            "The arguments cannot be read.",
+            where=shlex.join([*command.split(), *argv]),
+            why=_parsers_words(printed.getvalue()),
+            do=f"{command} --help  # lists them all",
+        ) from None
+
+
+@contextlib.contextmanager
+def _wide(is_wide: bool) -> Iterator[None]:
+    """A context in which tyro does not break the lines of its messages."""
+    before = os.environ.get("COLUMNS")
+    if is_wide:
+        os.environ["COLUMNS"] = "2000"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["COLUMNS"] = before
+        elif is_wide:
+            del os.environ["COLUMNS"]
+
+
+_RULE = re.compile(r"[\W_]*")  # a line of the box without a word
+_NO_NUMBER = re.compile(r"Error parsing (\S+): .*(base 10|convert string to float): (.+)")
+_NO_CHOICE = re.compile(r"invalid choice (.+) for argument '(.+)'. Expected one of \((.*)\)")
+
+
+def _parsers_words(printed: str) -> str:
+    """Why tyro refuses the arguments, in one line, without its box and its own types."""
+    _title, *lines = printed.splitlines()
+    words: list[str] = []
+    for line in lines:
+        content = line.strip("\u2502| ")
+        if content.startswith(("For full helptext", "Argument helptext")):
+            break
+        if not _RULE.fullmatch(content):
+            words += content.split()
+    text = " ".join(words).rstrip(".").replace(" Perhaps you meant:", ". Perhaps you meant:")
+    if number := _NO_NUMBER.match(text):
+        kind = "a whole number" if number[2] == "base 10" else "a number"
+        return f"{number[1]} takes {kind}, not {number[3]}."
+    if choice := _NO_CHOICE.match(text):
+        choices = sorted(set(re.findall(r"'(.+?)'", choice[3])) - {"None"})
+        return f"{choice[2]} takes one of {', '.join(choices)}, not {choice[1]}."
+    return f"{text}."
 
 
 @functools.cache

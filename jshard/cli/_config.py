@@ -65,7 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
             why = 'it must be a table of options, with a table of settings as "recipe".'
     except OSError as error:
-        config, why = {}, f"{(error.strerror or repr(error)).lower()}."
+        config, why = {}, "it is a folder." if path.is_dir() else f"{(error.strerror or repr(error)).lower()}."
     except ValueError as error:
         config, why = {}, f"it is not {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}."
     if why:

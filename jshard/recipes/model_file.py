@@ -230,7 +230,7 @@ def load_model_file(path: str | Path) -> ModelFile:
     """Runs a model file and collects its names.
 
     As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; loading a
-    file twice gives two modules. Errors raised by the file propagate unchanged.
+    file twice gives two modules.
 
     Args:
         path: a Python file, or the name of a model included in jshard, such as "gpt"; a file of that name in the
@@ -240,7 +240,8 @@ def load_model_file(path: str | Path) -> ModelFile:
         Its names, checked as far as possible without calling them.
 
     Raises:
-        ModelFileError: the file is not valid Python, imports a package that is not installed, or lacks a name.
+        ModelFileError: the file is not valid Python, raises an error, imports a package that is not installed, or lacks
+            a name.
     """
     path = model_path(Path(path))
     _check_file(path)
@@ -255,6 +256,8 @@ def _check_file(path: Path) -> None:
     try:
         if path.is_dir():
             why = "it is a folder."
+        elif path.exists() and not path.is_file():
+            why = "it is not a file."
         elif not path.is_file():
             why = f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
         elif ".py" not in (path.suffix, path.resolve().suffix):
@@ -287,15 +290,14 @@ def _module(path: Path) -> types.ModuleType:
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
-        plain = _file_error(error, path)
-        if plain is None:
+        if isinstance(error, FourPartError | KeyboardInterrupt):
             raise
-        raise plain from error
+        raise _file_error(error, path) from error
     return module
 
 
-def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
-    """The four-part error if it explains more than a traceback; else None."""
+def _file_error(error: BaseException, path: Path) -> ModelFileError:
+    """The error for a model file that raised an error, or ended the program, while its names were collected."""
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",
@@ -312,7 +314,12 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
             do = f"correct the name, or install a version of {top} that has it."
         what = f"The model file imports {error.name!r}, which is not there."
         return ModelFileError(what, where=place_in(path, error), why=why, do=do)
-    return None
+    return ModelFileError(
+        "The model file raises an error.",
+        where=place_in(path, error),
+        why=f"{type(error).__name__}: {error}",
+        do=f"correct it; python {shlex.quote(str(path))} shows the same.",
+    )
 
 
 def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
