@@ -39,7 +39,7 @@ _NOTE = "--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. -
 
 _DEBUG = "JSHARD_DEBUG"
 _PACKAGES = "tyro", "grain", "matplotlib"  # of the extra "train"
-_JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # in the note that JAX adds where it shortens a traceback
+_SHORTENED = "JAX_TRACEBACK_FILTERING", "grain_py_traceback_filtering"  # in notes that a traceback was shortened
 
 # XLA:CPU aborts the process when simulated devices reach a collective too late, as on a busy machine.
 _XLA_CPU_FLAGS = (
@@ -114,12 +114,13 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
         return 1
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error = _out_of_memory(error, argv)
+    error = _of_model_file(error) or error
     is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
         if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
             traceback.print_exception(error)  # needed for an error in the user's file or in ours
         if isinstance(error, FourPartError):
-            notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
+            notes = [note for note in getattr(error, "__notes__", ()) if not any(name in note for name in _SHORTENED)]
             print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
@@ -149,6 +150,30 @@ def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
     )
     plain.__cause__ = error
     plain.__notes__ = getattr(error, "__notes__", [])  # how to continue
+    return plain
+
+
+def _of_model_file(error: BaseException) -> RunError | None:
+    """The four-part form of an error that the user's model file raised; None for any other."""
+    from jshard.data.worker_pool import MODEL_FILE  # here: it imports numpy
+
+    if isinstance(error, FourPartError) or not isinstance(error, Exception):
+        return None
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [(frame.f_code, line) for module, frame, line in frames if module.startswith(MODEL_FILE)]
+    is_ours = frames and frames[-1][0].startswith("jshard.")  # a fault of the library, which its traceback shows
+    if not own or is_ours:
+        return None
+    plain = RunError(
+        "The model file raised an error.",
+        where=[f"{code.co_filename}, line {line}, in {code.co_name}" for code, line in own],
+        why=f"{type(error).__name__}: {error}",
+        do="correct it; --debug shows the whole traceback.",
+    )
+    plain.__cause__ = error
+    plain.__notes__ = getattr(error, "__notes__", [])
     return plain
 
 

@@ -86,10 +86,29 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, A
     def run(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         found: Any = loss_fn(model, batch)
         loss, metrics = cast(tuple[Any, Any], found if isinstance(found, tuple) and len(found) == 2 else (found, {}))
+        _check_loss(loss_fn, loss)
         _check_metrics(loss_fn, metrics)
         return loss, dict(metrics)
 
     return run
+
+
+def _check_loss(loss_fn: LossFn, loss: Any) -> None:
+    value = mean_of(loss)
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: x is None)
+    if len(leaves) == 1 and leaves[0] is value and value is not None:
+        form = jax.eval_shape(jnp.asarray, value)
+        if form.shape == () and jnp.issubdtype(form.dtype, jnp.floating):
+            return
+        why = f"it returns {form.dtype}{list(form.shape)}, and a gradient needs one real number in floating point."
+    else:
+        why = f"it returns {_kind(loss)}, and a gradient needs one real number in floating point."
+    raise ModelFileError(
+        "The loss is not a number.",
+        where=getattr(loss_fn, "__qualname__", repr(loss_fn)),
+        why=why,
+        do="return losses.mean()  # over the batch; or return losses.mean(), metrics",
+    )
 
 
 def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
@@ -327,7 +346,7 @@ def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
     return ModelFileError(
         "The model refuses the batches of the recipe.",
         where=place_in(path, error),
-        why=f"{error}.",
+        why=f"{str(error).rstrip('.')}.",
         do="change the recipe, for example --set sequence_length=...; --debug shows the traceback.",
     )
 
@@ -362,7 +381,7 @@ def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
 
 
 def _pick(module: Any, path: Path) -> ModelFile:
-    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]
+    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]  # no recipe is none, too
     if missing:
         raise ModelFileError(
             f"The model file lacks {', '.join(missing)}.",

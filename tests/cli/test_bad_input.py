@@ -62,6 +62,22 @@ FILES = {
     "wrong_kinds.py": "RECIPES = ['tiny']\nbuild = 3\nannotate = print\n",
     "import.py": "import os\nimport flux_capacitor\n",
     "raises.py": "import os\nos.environ['NOT_THERE']\n",
+    "build_raises.py": MODEL + "def build(config, rngs):\n    return {}['layers']\n",
+    "losses.py": MODEL + "def loss_fn(model, batch):\n    return model(batch['inputs']).mean((1, 2))\n",
+    "no_loss.py": MODEL + "def loss_fn(model, batch):\n    model(batch['inputs'])\n",
+    "no_optimizer.py": MODEL
+    + """
+import dataclasses
+from tests import micro_gpt
+first = next(iter(micro_gpt.RECIPES))
+class NoOptimizer(type(micro_gpt.RECIPES[first]())):
+    def optimizer(self):
+        return None
+def recipe():
+    known = micro_gpt.RECIPES[first]()
+    return NoOptimizer(**{f.name: getattr(known, f.name) for f in dataclasses.fields(known)})
+RECIPES = {first: recipe}
+""",
     "ends.py": "raise SystemExit(0)\n",
     "bad_recipe.py": MODEL + "RECIPES = {'micro': lambda: 1 / 0}\n",
     "linen.py": "from tests.micro_linen import RECIPES, build\ndef annotate(model, mesh): ...\n",
@@ -104,6 +120,10 @@ CASES: dict[str, str | tuple[str, int]] = {
     "model: raises an error": "train raises.py",
     "model: ends the program": "train ends.py",
     "model: a folder": "train pictures",
+    "model: build raises an error": ("train build_raises.py --data text.txt", 1),
+    "model: a loss for every example": "train losses.py --data text.txt",
+    "model: no loss": "train no_loss.py --data text.txt",
+    "model: no optimizer": "train no_optimizer.py --data text.txt",
     "model: a recipe that fails": "train bad_recipe.py",
     "model: a recipe that is none": "train not_a_recipe.py",
     "model: a Linen module, not annotated": "train linen.py --dry-run",

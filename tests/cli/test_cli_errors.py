@@ -82,7 +82,7 @@ def test_debug_is_for_the_shell_around_the_command_and_its_processes(ends_with):
         (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),  # one that is not stdout
     ],
 )
-def test_an_error_of_the_users_file_keeps_its_traceback(ends_with, error, text):
+def test_an_error_that_is_not_of_the_model_file_keeps_its_traceback(ends_with, error, text):
     code, _, printed = ends_with(error)
     assert code == 1 and printed.startswith("Traceback") and printed.endswith(f"{text}\n")
 
