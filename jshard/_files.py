@@ -23,4 +23,6 @@ def check_may_write(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
     needed = os.W_OK | os.X_OK if existing.is_dir() else os.W_OK
     if not os.access(existing, needed):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
+        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_read_only else errno.EACCES
+        raise OSError(number, os.strerror(number), str(existing))

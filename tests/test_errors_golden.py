@@ -492,6 +492,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "shard_init: large replicated": lambda: js.shard_init(Cube, shard),
     "plan: root forgotten": forget_the_root,
     "plan: parameter after the annotation": lambda: js.plan(with_a_new_parameter()),
+    "shard_optimizer: no transformation": lambda: js.shard_optimizer(annotated(), None),
     "shard_optimizer: abstract mesh": lambda: js.shard_optimizer(
         shard(linear(), mesh=js.mesh(devices=64)), optax.sgd(1.0)
     ),
