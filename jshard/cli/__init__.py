@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import importlib.util
 import os
@@ -61,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in argv if argument != "--debug"]
     with _debug_in_environment(len(arguments) < len(argv)):
         try:
-            return _run(arguments)
+            code = _run(arguments)
+            with contextlib.suppress(BrokenPipeError):
+                print(end="", flush=True)  # now: a full disk is an error of the command
+            return code
         except SystemExit:  # of the parser: it has printed its message, or the help
             raise
         except BaseException as error:
@@ -114,7 +118,7 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
         return 1
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error = _out_of_memory(error, argv)
-    error = _of_model_file(error) or error
+    error = _of_model_file(error) or _of_the_system(error) or error
     is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
         if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
@@ -177,6 +181,21 @@ def _of_model_file(error: BaseException) -> RunError | None:
     return plain
 
 
+def _of_the_system(error: BaseException) -> RunError | None:
+    """The four-part form of an error of a disk or file; None for any other."""
+    if not isinstance(error, OSError) or isinstance(error, FourPartError | ConnectionError) or error.strerror is None:
+        return None
+    plain = RunError(
+        "A file could not be read or written.",
+        where=str(error.filename or "standard output, or a file without a name"),
+        why=f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}).",
+        do="make room on the disk, or name another file; --debug shows where it failed.",
+    )
+    plain.__cause__ = error
+    plain.__notes__ = getattr(error, "__notes__", [])
+    return plain
+
+
 def _nobody_reads() -> bool:
     """Whether stdout is a pipe closed by its reader, as in `jshard ... | head`."""
     try:
@@ -189,8 +208,8 @@ def _nobody_reads() -> bool:
 def _flush_stdout() -> None:
     """Flushes stdout, so that a closed pipe is detected here and not at Python's exit."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+        print(end="", flush=True)
+    except OSError:  # also of a full disk, which was reported
         with contextlib.suppress(OSError):  # stdout is not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

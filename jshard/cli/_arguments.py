@@ -71,7 +71,11 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     text = "\n".join(wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
     printed = io.StringIO()
     try:
-        with _wide(not {"-h", "--help"} & set(argv)), contextlib.redirect_stderr(printed):
+        with (
+            _wide(not {"-h", "--help"} & set(argv)),
+            contextlib.redirect_stdout(sys.stdout or printed),  # None if it is closed, which tyro does not expect
+            contextlib.redirect_stderr(printed),
+        ):
             return tyro.cli(
                 cls, prog=command, description=text, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,)
             )
@@ -101,7 +105,7 @@ def _wide(is_wide: bool) -> Iterator[None]:
             del os.environ["COLUMNS"]
 
 
-_RULE = re.compile(r"[\W_]*")  # a line of the box without a word
+_RULE = re.compile(r"[\W_]*")  # a line of the box, without letters
 _NO_NUMBER = re.compile(r"Error parsing (\S+): .*(base 10|convert string to float): (.+)")
 _NO_CHOICE = re.compile(r"invalid choice (.+) for argument '(.+)'. Expected one of \((.*)\)")
 
