@@ -17,20 +17,28 @@ _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names 
 NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
 
 
-def with_config(argv: Sequence[str], options: Collection[str]) -> list[str]:
-    """The arguments, completed from the file in `--config`; `options` are all that exist."""
+def with_config(argv: Sequence[str], options: Collection[str], *, known: Collection[str]) -> list[str]:
+    """The arguments, completed from the file in `--config`.
+
+    Args:
+        argv: the arguments.
+        options: all that the command has.
+        known: all that a file may name. Those that the command does not have are left out.
+    """
     path = next((_value(argv, i) for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
     if path is None:
         return list(argv)
     config = read_config(expanded(path))
-    check_keys(config, {*_OPTIONS, "recipe", "versions", *options} - (NOT_IN_FILES - {"recipe"}), f"--config {path}")
+    check_keys(config, {*_OPTIONS, "recipe", "versions", *known} - (NOT_IN_FILES - {"recipe"}), f"--config {path}")
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
     has_model = argv[0][:1] != "-"
     model = argv[:1] if has_model else [str(config["model_file"])] if "model_file" in config else []
     words = []
     for key, value in config.items():
-        option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
-        if key not in ("model_file", "recipe", "versions") and option not in given:
+        name = _OPTIONS.get(key, key)
+        option = f"--{name.replace('_', '-')}"
+        is_option = key not in ("model_file", "recipe", "versions") and name in options
+        if is_option and option not in given:
             words += _words(option, value)
     return [*model, *words, *argv[has_model:]]
 
@@ -58,7 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
             why = 'it must be a table of options, with a table of settings as "recipe".'
     except OSError as error:
-        config, why = {}, f"{(error.strerror or repr(error)).lower()}."
+        config, why = {}, "it is a folder." if path.is_dir() else f"{(error.strerror or repr(error)).lower()}."
     except ValueError as error:
         config, why = {}, f"it is not {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}."
     if why:

@@ -59,6 +59,14 @@ class Request:
         return tuple(name for name in available() if name == "tensorboard") if asked is None else asked
 
     @property
+    def settings(self) -> tuple[str, ...]:
+        """All settings that differ from the recipe of the model file, from whatever option or file."""
+        own = [
+            f"{key}={getattr(self.args, name)}" for name, key in _KEYS.items() if getattr(self.args, name) is not None
+        ]
+        return (*self.args.set, *own)
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options that determine what is trained."""
         absolute = {  # a run may be resumed from another folder
@@ -119,8 +127,11 @@ def request_of(args: TrainArgs) -> Request:
         stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
         _check_origin(args, stored or {}, out)
         args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
+    is_written = not (args.dry_run or args.print_config or args.resume)
     if out is not None and not args.resume:
         RunFolder.check_vacant(out)  # now: the data may take minutes to read
+    elif is_written:
+        RunFolder.check_vacant(RunFolder.free_name(_RUNS, model_file.path.stem))
     is_begun = args.init_from is not None and _has_checkpoints(out, args.checkpoints)
     if args.init_from is not None and not is_begun and not place_of(args.init_from).exists():
         raise no_checkpoint(args.init_from)

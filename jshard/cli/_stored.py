@@ -79,6 +79,14 @@ class RunArgs:
 _SKIP = "or skip them, and use another model: --extra ignore"
 
 
+def _why_no_run(path: Path) -> str:
+    if path.is_dir():
+        return "it has no run.json."
+    if path.exists():
+        return "it is not a folder."
+    return f"no such folder, seen from {Path.cwd()}."
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredRun:
     """The request of a run, as recorded in its folder.
@@ -104,7 +112,7 @@ class StoredRun:
             raise ShardingError(
                 "There is no run.",
                 where=str(path),
-                why="it has no run.json." if path.is_dir() else f"no such folder, seen from {Path.cwd()}.",
+                why=_why_no_run(path),
                 do="name the folder that `jshard train` wrote: runs/gpt-tiny",
             )
         record = RunFolder.record(path)

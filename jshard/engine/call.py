@@ -1,5 +1,6 @@
 """A method call on a module as a function of arrays: split, merged again, and its changes written back."""
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -185,6 +186,8 @@ class Before:
         before, made_anew = self.attributes, (str, bytes, int, float, complex)  # such may be equal and another object
         same = lambda a, b: a is b or (type(a) is type(b) and isinstance(a, made_anew) and a == b)
         if lost := [p for p, x in attributes.items() if p not in before or not same(before[p], x)]:
+            if built := self._built(live):
+                raise _built_inside([f"{where}: {text}" for text in built])
             raise CallError(
                 "A plain attribute was written inside the call.",
                 where=[f"{where}: {dotted(path[1:])}" for path in lost],
@@ -192,6 +195,31 @@ class Before:
                 do="self.count = nnx.Variable(jnp.zeros((), int))  # keep it in a variable",
             )
         return [(p, v) for p, v in variables if not _same(v.get_raw_value(), self.values.get(p))]
+
+    def _built(self, live: Live) -> list[str]:
+        """The modules that the method built: for each attribute that holds some, its path, their number and class."""
+        # What holds something was there before. An attribute that was None was no module.
+        known = {path[:length] for path in (*self.values, *self.attributes) for length in range(len(path))}
+        classes = collections.defaultdict[Path, list[str]](list)
+        for path, x in walk(live.graph):
+            if isinstance(x, nnx.Module) and not isinstance(x, nnx.List | nnx.Dict) and path not in known:
+                outermost = next(path[:length] for length in range(len(path) + 1) if path[:length] not in known)
+                classes[outermost].append(plain_class(x).__name__)
+        return [f"{dotted(path[1:])}  {names[0]}{_and_more(names)}" for path, names in classes.items()]
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _built_inside(places: Sequence[str]) -> CallError:
+    return CallError(
+        "Layers were built inside the call.",
+        where=places,
+        why="the call runs on a copy of the module, which is then dropped, and js.fully_shard has not seen them: their"
+        " parameters would neither be sharded nor trained.",
+        do="model(x)  # once, the plain model, before js.fully_shard; for js.shard_init, where the model is built",
+    )
 
 
 def _parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:
@@ -301,7 +329,8 @@ class NnxCall:
             raise _parameter_written(
                 unlike,
                 why="it is new, or has another shape than before the call.",
-                do="make every parameter in the model's __init__, in the form that the call gives it",
+                do="make every parameter in the model's __init__, in the form that the call gives it; or, if the first"
+                " call makes it:\nmodel(x)  # once, the plain model, before js.fully_shard",
             )
         return leaves, [*state, *in_arguments, *old, *new]
 

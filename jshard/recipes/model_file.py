@@ -87,10 +87,29 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, A
     def run(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         found: Any = loss_fn(model, batch)
         loss, metrics = cast(tuple[Any, Any], found if isinstance(found, tuple) and len(found) == 2 else (found, {}))
+        _check_loss(loss_fn, loss)
         _check_metrics(loss_fn, metrics)
         return loss, dict(metrics)
 
     return run
+
+
+def _check_loss(loss_fn: LossFn, loss: Any) -> None:
+    value = mean_of(loss)
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: x is None)
+    if len(leaves) == 1 and leaves[0] is value and value is not None:
+        form = jax.eval_shape(jnp.asarray, value)
+        if form.shape == () and jnp.issubdtype(form.dtype, jnp.floating):
+            return
+        why = f"it returns {form.dtype}{list(form.shape)}, and a gradient needs one real number in floating point."
+    else:
+        why = f"it returns {_kind(loss)}, and a gradient needs one real number in floating point."
+    raise ModelFileError(
+        "The loss is not a number.",
+        where=getattr(loss_fn, "__qualname__", repr(loss_fn)),
+        why=why,
+        do="return losses.mean()  # over the batch; or return losses.mean(), metrics",
+    )
 
 
 def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
@@ -231,7 +250,7 @@ def load_model_file(path: str | Path) -> ModelFile:
     """Runs a model file and collects its names.
 
     As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; loading a
-    file twice gives two modules. Errors raised by the file propagate unchanged.
+    file twice gives two modules.
 
     Args:
         path: a Python file, or the name of a model included in jshard, such as "gpt"; a file of that name in the
@@ -241,7 +260,8 @@ def load_model_file(path: str | Path) -> ModelFile:
         Its names, checked as far as possible without calling them.
 
     Raises:
-        ModelFileError: the file is not valid Python, imports a package that is not installed, or lacks a name.
+        ModelFileError: the file is not valid Python, raises an error, imports a package that is not installed, or lacks
+            a name.
     """
     path = model_path(expanded(path))
     _check_file(path)
@@ -256,6 +276,8 @@ def _check_file(path: Path) -> None:
     try:
         if path.is_dir():
             why = "it is a folder."
+        elif path.exists() and not path.is_file():
+            why = "it is not a file."
         elif not path.is_file():
             why = f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
         elif ".py" not in (path.suffix, path.resolve().suffix):
@@ -288,15 +310,14 @@ def _module(path: Path) -> types.ModuleType:
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
-        plain = _file_error(error, path)
-        if plain is None:
+        if isinstance(error, FourPartError | KeyboardInterrupt):
             raise
-        raise plain from error
+        raise _file_error(error, path) from error
     return module
 
 
-def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
-    """The four-part error if it explains more than a traceback; else None."""
+def _file_error(error: BaseException, path: Path) -> ModelFileError:
+    """The error for a model file that raised an error, or ended the program, while its names were collected."""
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",
@@ -313,7 +334,12 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
             do = f"correct the name, or install a version of {top} that has it."
         what = f"The model file imports {error.name!r}, which is not there."
         return ModelFileError(what, where=place_in(path, error), why=why, do=do)
-    return None
+    return ModelFileError(
+        "The model file raises an error.",
+        where=place_in(path, error),
+        why=f"{type(error).__name__}: {error}",
+        do=f"correct it; python {shlex.quote(str(path))} shows the same.",
+    )
 
 
 def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
@@ -321,7 +347,7 @@ def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
     return ModelFileError(
         "The model refuses the batches of the recipe.",
         where=place_in(path, error),
-        why=f"{error}.",
+        why=f"{str(error).rstrip('.')}.",
         do="change the recipe, for example --set sequence_length=...; --debug shows the traceback.",
     )
 
@@ -356,7 +382,7 @@ def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
 
 
 def _pick(module: Any, path: Path) -> ModelFile:
-    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]
+    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]  # no recipe is none, too
     if missing:
         raise ModelFileError(
             f"The model file lacks {', '.join(missing)}.",

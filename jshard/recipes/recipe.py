@@ -164,6 +164,7 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
     """Raises one `RecipeError` for all invalid numbers; `options` are the options of some keys."""
     problems = [*_counts(recipe)] or [*_together(recipe)]  # the second uses numbers checked by the first
     if not problems:
+        _check_optimizer(recipe)
         return
     keys, whys, values = zip(*problems, strict=True)
     raise RecipeError(
@@ -175,6 +176,18 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
             for key, value in zip(keys, values, strict=True)
         )
         + "\nor the same in the model file.",
+    )
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer()
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return
+    raise RecipeError(
+        "The optimizer of the recipe is not one of Optax.",
+        where=f"{type(recipe).__name__}.optimizer",
+        why=f"it returns {'None' if optimizer is None else f'a {type(optimizer).__name__}'}.",
+        do="return optax.adamw(self.schedule())",
     )
 
 

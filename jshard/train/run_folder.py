@@ -27,7 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
-from jshard._files import is_draft, read_json, write_text
+from jshard._files import check_may_write, is_draft, read_json, write_text
 from jshard._paths import expanded
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import place_of
@@ -44,6 +44,7 @@ from jshard.train.run_record import (
     describe_attempts,
     end_attempt,
     ettr,
+    paused_s,
 )
 
 _RECORD, _LOCK = "run.json", ".lock"
@@ -102,7 +103,7 @@ class RunFolder:
                     error = caught
             report = {"token": token, "notices": folder.notices, "batch_sizes": folder._batch_sizes}
             report |= {"asked": {"resume": resume, **record.said()}, "host": socket.gethostname()}
-            reports = _processes.all_or_none("folder of the run", report, error, failed=_of_first)
+            reports = _processes.all_or_none("folder of the run", report, error, failed=first_failure)
             if folder.is_primary and not resume:
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
             hosts = [report["host"] for report in reports]
@@ -158,10 +159,10 @@ class RunFolder:
         if self._attempts:
             self._note(attempt_ready(self._attempts))
 
-    def ended(self, cause: str) -> None:
-        """Records in run.json how this start ended."""
+    def ended(self, cause: str, *, on_request: bool = False) -> None:
+        """Records in run.json how this start ended, and whether that was asked for."""
         if self._attempts:
-            self._note(end_attempt(self._attempts, self.metrics, cause=cause))
+            self._note(end_attempt(self._attempts, self.metrics, cause=cause, on_request=on_request))
 
     def said_of_attempts(self) -> str | None:
         """A summary of the attempts of the run, in a line; None for a single one."""
@@ -170,7 +171,8 @@ class RunFolder:
     def _note(self, found: list[Attempt]) -> None:
         self._attempts = found
         with _writing(self.path):
-            _write(self.path, _read(self.path) | {"attempts": found, "ettr": ettr(found)})
+            ratio = {"ettr": ettr(found), "paused_s": paused_s(found)}
+            _write(self.path, _read(self.path) | {"attempts": found} | ratio)
 
     def close(self) -> None:
         """Releases the folder."""
@@ -207,14 +209,17 @@ class RunFolder:
 
     @staticmethod
     def check_vacant(path: str | Path) -> None:
-        """Checks that a new run may use a folder: that it is absent or empty.
+        """Checks that a new run may use a folder: that it is absent or empty, and can be written.
 
         Raises:
-            ShardingError: it has a run or other files.
+            ShardingError: it has a run or other files, or may not be written.
             RunError: a live run holds it.
         """
-        RunLock.check_free(expanded(path) / _LOCK)
-        _check_empty(expanded(path))
+        path = expanded(path)
+        RunLock.check_free(path / _LOCK)
+        _check_empty(path)
+        with _writing(path):
+            check_may_write(path)
 
     @staticmethod
     def free_name(parent: str | Path, stem: str) -> Path:
@@ -271,7 +276,7 @@ class RunFolder:
         return sees
 
 
-def _of_first(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+def first_failure(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
     """An error of the first process stops all, with the same text."""
     parts = failures[min(failures)]
     kind = ShardingError if parts["is_request"] else RunError

@@ -4,8 +4,11 @@ For each attempt run.json has its begin and end, the cause, what it lost, and th
 ratio of Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
 (arXiv:2410.21680), productive time over the wall-clock time since the run began. An attempt is productive from the
 moment its first step may begin (parameters exist, the step is compiled) to the record of the last step that the run has
-kept; evaluations and saves between steps are included. Start-up, repeated steps, and the time between attempts are not.
-Time before somebody resumed the run is also wall-clock time.
+kept; evaluations and saves between steps are included. Start-up, repeated steps, and the time from a failure to the
+next attempt are not: that time is lost, however late somebody resumed the run.
+
+A pause is no lost time: the time from an attempt that ended on request (all its steps are done, or a signal stopped it
+and it saved) to the next one. It is left out of the wall-clock time and recorded beside the ratio.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import itertools
 import os
 import socket
 import time
@@ -22,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard._files import open_in_place, read_text
-from jshard._text import counted, duration
+from jshard._text import clock_text, counted, duration
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
 from jshard.train.records import iterate_metrics
@@ -249,11 +253,18 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
     return [*before, {"begin": _moment(_began_s()), "ready": None, "end": None, "first_step": step, "last_step": step}]
 
 
-def end_attempt(attempts: Sequence[Attempt], metrics: Path, *, cause: str) -> list[Attempt]:
-    """Records that the last attempt ended by itself."""
+def end_attempt(attempts: Sequence[Attempt], metrics: Path, *, cause: str, on_request: bool = False) -> list[Attempt]:
+    """Records that the last attempt ended by itself.
+
+    Args:
+        attempts: all attempts.
+        metrics: the record of their steps.
+        cause: why it ended.
+        on_request: whether that was asked for. The time until the next attempt is then a pause.
+    """
     *before, last = [dict(attempt) for attempt in attempts]
     _close(last, _lines(metrics), time.time(), cause)
-    return [*before, last]
+    return [*before, last | {"on_request": on_request}]
 
 
 def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
@@ -262,22 +273,47 @@ def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def ettr(attempts: Sequence[Attempt]) -> float | None:
-    """Productive time over the time from the first start to now, or to the end of the last attempt."""
+    """Productive time over the time since the first start, to now or to the end of the last attempt, without pauses."""
     if not attempts:
         return None
-    last = attempts[-1]["end"]
-    wall_s = (time.time() if last is None else _seconds(last)) - _seconds(attempts[0]["begin"])
-    return sum(attempt.get("productive_s", 0.0) for attempt in attempts) / wall_s if wall_s > 0 else None
+    running_s = _wall_s(attempts) - paused_s(attempts)
+    return _all_productive_s(attempts) / running_s if running_s > 0 else None
+
+
+def paused_s(attempts: Sequence[Attempt]) -> float:
+    """The time between attempts that ended on request and the next ones."""
+    total_s = 0.0
+    for attempt, following in itertools.pairwise(attempts):
+        if attempt.get("on_request"):
+            # Clocks of two machines differ.
+            total_s += max(_seconds(following["begin"]) - _seconds(attempt["end"]), 0.0)
+    return round(total_s, 3)
 
 
 def describe_attempts(attempts: Sequence[Attempt]) -> str:
     """One line for a run of several attempts."""
-    productive_s = sum(attempt.get("productive_s", 0.0) for attempt in attempts)
     lost = sum(attempt.get("steps_lost", 0) for attempt in attempts)
     lost_s = sum(attempt.get("seconds_lost", 0.0) for attempt in attempts)
-    count = counted(len(attempts), "attempt")
+    wall_s, pause_s = _wall_s(attempts), paused_s(attempts)
+    attempts_text = counted(len(attempts), "attempt")
     lost_steps = counted(lost, f"step ({duration(lost_s)}) was lost", f"steps ({duration(lost_s)}) were lost")
-    return f"ETTR {ettr(attempts) or 0:.1%}: {duration(productive_s)} of steps that count, {count}; {lost_steps}"
+    line = (
+        f"ETTR {ettr(attempts) or 0:.1%}: {duration(_all_productive_s(attempts))} of steps that count in "
+        f"{duration(wall_s - pause_s)}, {attempts_text}; {lost_steps}"
+    )
+    if pause_s == 0:
+        return line
+    return f"{line}; {clock_text(pause_s)} between stops on request and the next start are not counted"
+
+
+def _wall_s(attempts: Sequence[Attempt]) -> float:
+    end = attempts[-1]["end"]
+    end_s = time.time() if end is None else _seconds(end)
+    return end_s - _seconds(attempts[0]["begin"])
+
+
+def _all_productive_s(attempts: Sequence[Attempt]) -> float:
+    return sum(attempt.get("productive_s", 0.0) for attempt in attempts)
 
 
 def _close_lost(attempt: Attempt, lines: _Lines, known: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import html
 import importlib
 import importlib.util
@@ -25,6 +26,7 @@ _FLUSH_EVERY_S = 10.0
 # A run that is asked to stop has 30 seconds, and the upload is not the most important task in them.
 _WANDB_FINISH_S = 15.0
 _RUN_ID_BYTES = 1024
+_WANDB_STAYS_HERE = ("offline", "disabled", "dryrun")
 
 
 class TensorBoard:
@@ -162,6 +164,20 @@ def check_names(names: Iterable[str]) -> None:
         _import(name)
 
 
+def check_login(names: Iterable[str]) -> None:
+    """Refuses a tracker whose service does not know the user, before anything is written or compiled.
+
+    On a terminal W&B asks for the key, now and not once the step is compiled. Call it in the process that opens the
+    trackers: the others need no login.
+
+    Raises:
+        ShardingError: the service refuses the login.
+    """
+    is_sent = os.environ.get("WANDB_MODE", "online") not in _WANDB_STAYS_HERE
+    if "wandb" in names and is_sent:
+        _log_in(_import("wandb"))
+
+
 def open_trackers(
     names: Iterable[str],
     *,
@@ -219,6 +235,19 @@ def _import(name: str) -> Any:
             do=f"pip install 'jshard[{name}]'",
         )
     return importlib.import_module(package)
+
+
+@functools.cache  # the command checks before it reads the data, and `run_recipe` for those who call it
+def _log_in(wandb: Any) -> None:
+    try:
+        wandb.login(verify=True)
+    except Exception as error:
+        raise ShardingError(
+            "Weights & Biases does not know who you are.",
+            where="--track wandb",
+            why=f"{type(error).__name__}: {error}",
+            do="wandb login  # or export WANDB_API_KEY=...; WANDB_MODE=offline keeps the record here",
+        ) from error
 
 
 def _run_id(path: Path, resumed: bool) -> str:

@@ -273,6 +273,13 @@ def test_a_record_that_cannot_be_read_is_not_overwritten(tmp_path, text):
 # Names.
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ShardingError, match="cannot be written") as error:
+        RunFolder.check_vacant(tmp_path / "file" / "runs" / "gpt")
+    assert "Not a directory" in error.value.why
+
+
 def test_names(tmp_path):
     assert RunFolder.free_name(tmp_path / "runs", "gpt") == tmp_path / "runs" / "gpt"
     assert RunFolder.newest(tmp_path / "runs", "gpt") is None
