@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import secrets
@@ -26,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
+from jshard._parsing import parse_json
 from jshard._text import human_bytes
 from jshard.errors import FourPartError, ShardingError
 
@@ -111,14 +111,6 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) ->
 def read_json(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) -> Any:
     """Returns the JSON value in a small file; raises as `read_text`, and `ValueError` if it is not JSON."""
     return parse_json(read_bytes(path, most_bytes))
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Returns a JSON value; raises `ValueError` if it is none, or if it is nested too deeply to be read."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def open_in_place(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
