@@ -113,6 +113,20 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) ->
     return parse_json(read_bytes(path, most_bytes))
 
 
+def read_named(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) -> bytes:
+    """Returns the contents of a small file that the user named: it may be a pipe, `<(command)`, but not endless.
+
+    Raises:
+        UnsafeFileError: it has more bytes than that.
+        OSError: it does not exist, or cannot be read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        content = _read_up_to(file, most_bytes + 1)
+    if len(content) > most_bytes:
+        raise _too_large(path, len(content), most_bytes)
+    return content
+
+
 def open_in_place(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Opens a file that keeps its contents while it is written, such as a lock; returns its number.
 

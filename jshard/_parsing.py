@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -22,8 +23,10 @@ T = TypeVar("T")
 
 # Deeper values could be parsed, but not walked: a recursive function takes one or more frames per level.
 _MOST_LEVELS = 100
-# The time of `tomllib` grows with the square of the parts of a dotted key.
 _MOST_TOML_BYTES = 1 << 16
+# Time and memory of `tomllib` grow with the square of the parts of a key: 30000 of them take gigabytes.
+_KEY_PART = r"""(?:(?<![\w-])[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MOST_LEVELS}}}")
 _INT_BITS = 63  # larger integers fit neither an array's index nor a float
 
 
@@ -59,11 +62,14 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
     if len(raw) > _MOST_TOML_BYTES:
         raise FormError(f"it is longer than {_MOST_TOML_BYTES} bytes, the most that is read as TOML")
     try:
-        value = tomllib.loads(_decoded(raw))
+        text = _decoded(raw)
+        value = None if _LONG_KEY.search(text) else tomllib.loads(text)
     except RecursionError:
-        raise FormError(_TOO_DEEP) from None
+        value = None
     except ValueError as error:
         raise FormError(f"it is not TOML: {_said(error)}") from error
+    if value is None:
+        raise FormError(_TOO_DEEP)
     _check_levels(value)
     return value
 
@@ -137,7 +143,7 @@ def _fault_of_mapping(value: Any, kind: Any, where: str) -> str | None:
     if not isinstance(value, dict):
         return _other(value, where, "a table")
     for key, item in value.items():
-        if not _is_text(key):
+        if not is_text(key):
             return _other(key, f"a key of {where or 'it'}", "a text")
         fault = _fault(item, kind, _below(where, key))
         if fault is not None:
@@ -165,23 +171,25 @@ def _hints(kind: Any) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether it is an integer of 64 bits, and no bool."""
     return type(value) is int and value.bit_length() <= _INT_BITS
 
 
-def _is_float(value: Any) -> bool:
-    return _is_int(value) or (type(value) is float and math.isfinite(value))
+def is_number(value: Any) -> bool:
+    """Whether it is an integer of 64 bits or a finite float."""
+    return is_int(value) or (type(value) is float and math.isfinite(value))
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether it is a text that can be written to a file, and name one: without halves of surrogates and zeros."""
     return isinstance(value, str) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 _PLAIN: Mapping[Any, tuple[Any, str]] = {
-    int: (_is_int, "a whole number"),
-    float: (_is_float, "a finite number"),
-    str: (_is_text, "a text"),
+    int: (is_int, "a whole number"),
+    float: (is_number, "a finite number"),
+    str: (is_text, "a text"),
     bool: (lambda value: isinstance(value, bool), "true or false"),
     types.NoneType: (lambda value: value is None, "null"),
 }
@@ -195,7 +203,7 @@ def shown(value: Any) -> str:
     """A value of a file in a message: short, and without characters that a terminal would obey."""
     if isinstance(value, dict | list):
         return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
-    if isinstance(value, int) and not _is_int(value) and not isinstance(value, bool):
+    if isinstance(value, int) and not is_int(value) and not isinstance(value, bool):
         return f"an integer of {value.bit_length()} bits"
     text = printable(repr(value))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import jax
 from jax.experimental import topologies
 
 from jshard import _compat
+from jshard._parsing import shown
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
@@ -25,6 +27,9 @@ from jshard.kernels.backend import TracedDevice, planned_for
 
 CUDNN = 9, 10
 """The cuDNN version assumed for a GPU that is not present."""
+
+_EXTENT = re.compile(r"0*[1-9][0-9]{0,9}", re.ASCII)
+_MOST_DEVICES = 1_000_000  # all lists of devices are in memory
 
 _HOPPER = 9  # compute capability
 _CUDNN_ASSUMED = f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is assumed, as JAX's own check needs a GPU."
@@ -83,9 +88,16 @@ def parse_topology(text: str) -> Topology:
         raise _unknown(text, name)
     parts = shape.split("x")
     wanted = (2, 3) if device.platform == "gpu" else (device.dims,)
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) not in wanted:
+    if not all(map(_EXTENT.fullmatch, parts)) or len(parts) not in wanted:
         raise _unreadable(text, device, shape)
     extents = tuple(map(int, parts))
+    if math.prod(extents) > _MOST_DEVICES:
+        raise TopologyError(
+            "The topology has too many devices.",
+            where=f"--topology {text}",
+            why=f"it has {math.prod(extents):,}; the most that can be planned for are {_MOST_DEVICES:,}.",
+            do=f"--topology {_example(device)}",
+        )
     if device.platform == "gpu":
         extents = (1,) * (3 - len(extents)) + extents
         if extents[-1] > device.fast_group:
@@ -220,7 +232,7 @@ def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
     return TopologyError(
         "The topology cannot be read.",
         where=f"--topology {text}",
-        why=f"{device.name}: must be followed by {form}, integers from 1, not {shape or 'nothing'!r}.",
+        why=f"{device.name}: must be followed by {form}, integers from 1, not {shown(shape) if shape else 'nothing'}.",
         do=f"--topology {_example(device)}",
     )
 
