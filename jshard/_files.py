@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import secrets
@@ -60,23 +61,28 @@ class UnsafeFileError(ShardingError, OSError):
         return self.args[0]
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
     """Opens a file for reading, without a buffer; a link is followed, and must lead to a regular file.
 
     Raises:
         UnsafeFileError: it is a FIFO, a folder, a device or a socket.
         OSError: it does not exist, or may not be read.
     """
-    return os.fdopen(open_number(path), "rb", buffering=0)
+    return io.FileIO(open_number(path), "rb")
 
 
-def open_number(path: str | os.PathLike[str]) -> int:
-    """Opens a file as `open_regular`, and returns its number, which the caller closes."""
+def open_number(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+    """Opens a file as `open_regular`, and returns its number, which the caller closes; `follow=False` refuses links."""
+    flags = _READ | _NO_WAIT
+    if not follow:
+        flags |= os.O_NOFOLLOW
     try:
-        number = os.open(path, _READ | _NO_WAIT)
+        number = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device without a driver
             raise _not_regular(path, os.stat(path).st_mode) from error
+        if error.errno == errno.ELOOP and not follow:
+            raise _not_regular(path, os.lstat(path).st_mode) from error
         raise
     try:
         _check_regular(path, os.fstat(number))
@@ -86,14 +92,20 @@ def open_number(path: str | os.PathLike[str]) -> int:
     return number
 
 
-def read_bytes(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) -> bytes:
+def read_bytes(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES, *, follow: bool = True) -> bytes:
     """Returns the contents of a small file.
+
+    Args:
+        path: the file.
+        most_bytes: a larger file is refused, whatever size it claims to have.
+        follow: whether to follow a link. Not for what is sent elsewhere, such as a sample to a tracker: the link may
+            point to any file of the user.
 
     Raises:
         UnsafeFileError: it is not a regular file, or has more bytes than that.
         OSError: it does not exist, or cannot be read.
     """
-    with open_regular(path) as file:
+    with io.FileIO(open_number(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise _too_large(path, size, most_bytes)
@@ -200,9 +212,26 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
+def check_regular_files(folder: Path) -> None:
+    """Checks that a folder holds only files and folders, for a library that opens them by itself.
+
+    Raises:
+        UnsafeFileError: one is a FIFO, a socket or a device, or a link to one: the library would wait for ever.
+        OSError: a folder in it cannot be read.
+    """
+    folders = [folder] if folder.is_dir() else []
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry))
+                elif not entry.is_file() and os.path.exists(entry) and not entry.is_dir():
+                    raise _not_regular(entry.path, entry.stat().st_mode)
+
+
 def is_inside(relative: object) -> bool:
     """Whether a path that a file names stays below the folder of that file: relative, and without `..`."""
-    if not isinstance(relative, str) or "\\" in relative or "\0" in relative:
+    if not isinstance(relative, str) or "\0" in relative:
         return False
     parts = PurePosixPath(relative).parts
     return bool(parts) and not relative.startswith("/") and ".." not in parts
@@ -213,7 +242,7 @@ def is_draft(name: str, of: str) -> bool:
     return re.fullmatch(rf"\.{re.escape(of)}\.[0-9a-f]{{8}}\.tmp", name) is not None
 
 
-def _read_up_to(file: BinaryIO, most_bytes: int) -> bytes:
+def _read_up_to(file: io.FileIO, most_bytes: int) -> bytes:
     parts: list[bytes] = []
     left = most_bytes
     while left:

@@ -96,6 +96,32 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
     return value
 
 
+def check_texts(value: Any) -> None:
+    """Raises a FormError if a text in a value, or a key, cannot be written to a file or name one."""
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, dict):
+            rest += [*each, *each.values()]
+        elif isinstance(each, list):
+            rest += each
+        elif isinstance(each, str) and not is_text(each):
+            raise FormError(f"{shown(each)} is not a text")
+
+
+def whole_number(text: str) -> int:
+    """The number in decimal digits, as options have them; a ValueError if it is none, or has more than 18 digits.
+
+    `str.isdecimal` and `int` also take the digits of other alphabets, and `int` fails on thousands of digits with a
+    text of its own.
+    """
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f"{shown(text)} is not a whole number of at most 18 digits")
+    return int(text)
+
+
+_WHOLE = re.compile(r"[-+]?[0-9]{1,18}", re.ASCII)
+
 # The form of a value. `_fault` returns the first fault as text: a union tries each of its kinds.
 
 

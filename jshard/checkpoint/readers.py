@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._files import check_regular_files
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
@@ -35,6 +36,7 @@ class OrbaxCheckpoint(Opened):
     def __init__(self, path: Path, manifest: Manifest | None, *, verify: bool = True) -> None:
         self.path, self.manifest, self._verify = path, manifest, verify
         self._names: dict[str, str] = {}  # stored names that differ from the paths
+        self._check_files()
         self.leaves = self._from_orbax() if self.manifest is None else self.manifest.leaves
         self._whole = functools.lru_cache(maxsize=2)(lambda name: self.load({name: self.leaves[name].on_host()})[name])
 
@@ -70,6 +72,12 @@ class OrbaxCheckpoint(Opened):
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`; the most recently read leaves are cached whole."""
         return np.array(self._whole(name)[box])
+
+    def _check_files(self) -> None:
+        try:
+            check_regular_files(self.path)
+        except OSError as error:
+            raise unreadable(self.path, reason(error)) from error
 
     def _stored_name(self, path: str) -> str:
         """The Orbax path of a leaf; other programs do not escape dots and slashes in keys."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -25,6 +26,7 @@ import tyro
 
 from jshard import launch
 from jshard._live import fitted
+from jshard._parsing import whole_number
 from jshard.cli._config import with_config
 from jshard.errors import MeshError, ShardingError
 
@@ -145,14 +147,17 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, degree = part.partition("=")
-        if not degree.removeprefix("-").isdecimal() or axis in sizes:
+        number = None
+        with contextlib.suppress(ValueError):
+            number = whole_number(degree)
+        if number is None or axis in sizes:
             raise MeshError(
                 "The mesh cannot be read.",
                 where=f"--mesh {text}",
                 why=f"{part!r} is not axis=degree, or repeats an axis.",
                 do="--mesh fsdp=-1  # all devices; several axes: replica=2,fsdp=4",
             )
-        sizes[axis] = int(degree)
+        sizes[axis] = number
     return sizes
 
 
@@ -202,7 +207,7 @@ def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
 
 def parse_steps(text: str, *, option: str) -> range:
     """The step numbers in `A:B`: those after step A, up to and including step B."""
-    found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,18})\s*:\s*([0-9]{1,18})\s*", text)
     why, meant = (
         "the form is A:B, two whole numbers: the steps after step A, up to step B.",
         "10:15  # steps 11 to 15",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard._files import UnsafeFileError, read_named
+from jshard._parsing import check_texts, is_number, parse_json, parse_toml, shown
 from jshard.errors import ShardingError
 
 _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
@@ -30,7 +30,7 @@ def with_config(argv: Sequence[str], options: Collection[str]) -> list[str]:
     for key, value in config.items():
         option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
         if key not in ("model_file", "recipe", "versions") and option not in given:
-            words += _words(option, value)
+            words += _words(option, value, path)
     return [*model, *words, *argv[has_model:]]
 
 
@@ -39,9 +39,11 @@ def _value(argv: Sequence[str], place: int) -> str | None:
     return value if equals else next(iter(argv[place + 1 : place + 2]), None)
 
 
-def _words(option: str, value: Any) -> list[str]:
+def _words(option: str, value: Any, path: Path) -> list[str]:
     if value is None:
         return []
+    if any(str(one).startswith("-") and not is_number(one) for one in (value if isinstance(value, list) else [value])):
+        raise _unreadable(path, f"{option.removeprefix('--')} is {shown(value)}, which would be read as an option.")
     if isinstance(value, Mapping):  # degrees of a mesh
         value = ",".join(f"{axis}={degree}" for axis, degree in value.items())
     values = list(map(str, value)) if isinstance(value, list) else [str(value)]
@@ -50,20 +52,24 @@ def _words(option: str, value: Any) -> list[str]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The file, as a tree of dicts."""
-    why = ""
     try:
-        text = path.read_text()
-        config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
-            why = 'it must be a table of options, with a table of settings as "recipe".'
+        raw = read_named(path)
+        config = parse_toml(raw) if path.suffix == ".toml" else parse_json(raw)
+        check_texts(config)
+    except UnsafeFileError:
+        raise
     except OSError as error:
-        config, why = {}, f"{(error.strerror or repr(error)).lower()}."
+        raise _unreadable(path, f"{(error.strerror or repr(error)).lower()}.") from error
     except ValueError as error:
-        config, why = {}, f"it is not {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}."
-    if why:
-        do = "jshard train gpt --print-config > gpt.json  # writes such a file"
-        raise ShardingError("The configuration cannot be read.", where=f"--config {path}", why=why, do=do)
+        raise _unreadable(path, f"{error}.") from error
+    if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
+        raise _unreadable(path, 'it must be a table of options, with a table of settings as "recipe".')
     return config
+
+
+def _unreadable(path: Path, why: str) -> ShardingError:
+    do = "jshard train gpt --print-config > gpt.json  # writes such a file"
+    return ShardingError("The configuration cannot be read.", where=f"--config {path}", why=why, do=do)
 
 
 def check_keys(found: Collection[str], known: Collection[str], where: str) -> None:

@@ -8,7 +8,6 @@ import difflib
 import importlib.util
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from jshard import _compat
-from jshard._parsing import shown
+from jshard._parsing import shown, whole_number
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
@@ -28,7 +27,6 @@ from jshard.kernels.backend import TracedDevice, planned_for
 CUDNN = 9, 10
 """The cuDNN version assumed for a GPU that is not present."""
 
-_EXTENT = re.compile(r"0*[1-9][0-9]{0,9}", re.ASCII)
 _MOST_DEVICES = 1_000_000  # all lists of devices are in memory
 
 _HOPPER = 9  # compute capability
@@ -88,9 +86,12 @@ def parse_topology(text: str) -> Topology:
         raise _unknown(text, name)
     parts = shape.split("x")
     wanted = (2, 3) if device.platform == "gpu" else (device.dims,)
-    if not all(map(_EXTENT.fullmatch, parts)) or len(parts) not in wanted:
+    try:
+        extents = tuple(map(whole_number, parts))
+    except ValueError as error:
+        raise _unreadable(text, device, shape) from error
+    if len(extents) not in wanted or min(extents) < 1:
         raise _unreadable(text, device, shape)
-    extents = tuple(map(int, parts))
     if math.prod(extents) > _MOST_DEVICES:
         raise TopologyError(
             "The topology has too many devices.",

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jshard._files import read_bytes
+from jshard._files import UnsafeFileError, read_bytes
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
-from jshard.errors import FourPartError
 
 # Possible names of the token between texts in a tokenizer file, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -165,8 +164,8 @@ def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
             do="pip install 'jshard[hf]', or leave out the tokenizer to train on bytes.",
         ) from error
     try:
-        content = read_bytes(path, _MOST_TOKENIZER_BYTES)
-    except FourPartError:
+        content = read_bytes(path, _TOKENIZER_BYTES)
+    except UnsafeFileError:
         raise
     except OSError as error:
         raise DataError(
@@ -180,7 +179,7 @@ def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
 
 
 _INT32_IDS = 2**31
-_MOST_TOKENIZER_BYTES = 1 << 30
+_TOKENIZER_BYTES = 1 << 30
 _GIVE_ITS_OWN = "give the tokenizer.json of the model (not tokenizer_config.json, vocab.json or merges.txt)."
 
 

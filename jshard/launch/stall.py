@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard import _stacks
+from jshard._files import write_text
 from jshard.errors import RunError
 from jshard.launch.cluster import RESUME, check_seconds
 
@@ -94,7 +95,7 @@ def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None)
         text = "\n".join(f"{one.name}, {phase}\n{one.text}" for one in (own, *(one for _, one in workers)) if one)
         with contextlib.suppress(OSError):  # a full disk: the report has the important place
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, name).write_text(text)
+            write_text(Path(folder, name), text)
     return Stand(
         phase=phase,
         marks=int(noted.get("marks", 0)),

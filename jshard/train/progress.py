@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import jax
 
+from jshard._files import write_text
 from jshard._live import LiveLine
 from jshard._processes import is_primary
 from jshard._text import duration, human_bytes, loss_text
@@ -272,7 +273,7 @@ class StepProfile:
             jax.profiler.stop_trace()
             if is_primary():
                 folder = self._out / PROFILE / self._span
-                (folder / PROGRAM).write_text(self._program() or "")
+                write_text(folder / PROGRAM, self._program() or "")
                 self._say(f"profile: {folder}; shown by: jshard trace {self._out}")
         except _FAILURES as error:
             self._give_up(error)

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import launch
+from jshard._files import write_text
 from jshard._live import at_work
 from jshard._processes import is_primary
 from jshard.api.gradients import loss_scale_of
@@ -373,7 +374,7 @@ class _Job:
         if folder.is_primary:
             try:
                 if sample is not None:
-                    (folder.path / "sample.txt").write_text(sample + "\n")
+                    write_text(folder.path / "sample.txt", sample + "\n")
                 plot_loss(folder.metrics, folder.path / "loss.png")
             except (OSError, RunError) as error:  # without them the run is still complete
                 self.say(f"sample.txt or loss.png could not be written: {error}")

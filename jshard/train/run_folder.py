@@ -27,6 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
+from jshard._files import UnsafeFileError, is_draft, read_json, write_text
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import place_of
 from jshard.errors import FourPartError, RunError, ShardingError
@@ -44,7 +45,7 @@ from jshard.train.run_record import (
     ettr,
 )
 
-_RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
+_RECORD, _LOCK = "run.json", ".lock"
 _NEEDED = ("recipe", "data", "options", "versions", "starts")
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LETS_GO_S = 120.0
@@ -280,7 +281,7 @@ def _check_empty(path: Path) -> None:
     if not os.path.lexists(path):
         return
     with _writing(path):
-        names = sorted(set(os.listdir(path)) - {_LOCK, _DRAFT})
+        names = sorted(name for name in os.listdir(path) if name != _LOCK and not is_draft(name, _RECORD))
     if _RECORD in names:
         raise ShardingError(
             "The folder holds another run.",
@@ -312,7 +313,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The contents of run.json."""
     file = path / _RECORD
     try:
-        stored = json.loads(file.read_text())
+        stored = read_json(file)
         missing = [key for key in _NEEDED if key not in stored]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
@@ -323,6 +324,8 @@ def _read(path: Path) -> dict[str, Any]:
             why="it has no run.json." if path.is_dir() else "no such folder.",
             do="name the folder of a run, or leave out --resume to start one.",
         ) from error
+    except UnsafeFileError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise ShardingError(
             "The record of the run cannot be read.",
@@ -344,13 +347,8 @@ def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
     """Writes run.json atomically."""
-    draft = path / _DRAFT
-    with draft.open("w") as file:
-        json.dump(record, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path / _RECORD)
+    text = json.dumps(record, indent=2, allow_nan=False)
+    write_text(path / _RECORD, f"{text}\n")
 
 
 @contextlib.contextmanager
@@ -358,6 +356,8 @@ def _writing(path: Path) -> Iterator[None]:
     """Raises an error of the operating system in four parts: an unsuitable folder, or a failed disk."""
     try:
         yield
+    except UnsafeFileError:
+        raise
     except OSError as error:
         why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:

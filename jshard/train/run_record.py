@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard._files import open_in_place, read_text
 from jshard._text import duration
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
@@ -132,6 +133,7 @@ def _data_text(data: Mapping[str, str]) -> str:
 
 # One live run per folder: a lock that ends with the process that holds it.
 
+_LOCK_BYTES = 4096  # more than the file holds: a host name has at most 255
 # Errors of network file systems mounted without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -151,11 +153,11 @@ class RunLock:
 
     Raises:
         RunError: a live process holds it.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is a link: the lock is written in place.
     """
 
     def __init__(self, path: Path, token: str = "") -> None:
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file: int | None = open_in_place(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self.is_held = _locked(self._file, fcntl.LOCK_EX, path)
             os.ftruncate(self._file, 0)
@@ -175,8 +177,8 @@ class RunLock:
     def token(path: Path) -> str | None:
         """The word that the holder wrote; None if it cannot be read."""
         try:
-            lines = path.read_text().split("\n")
-        except OSError:
+            lines = read_text(path, _LOCK_BYTES).split("\n")
+        except (OSError, ValueError):
             return None
         return lines[1] if len(lines) > 1 else None
 
@@ -186,7 +188,7 @@ class RunLock:
         until_s = time.monotonic() + wait_s
         while True:
             try:
-                file = os.open(path, os.O_RDONLY)
+                file = open_in_place(path, os.O_RDONLY)
             except OSError:
                 return  # missing, or not readable: a later step reports it
             try:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jshard._files import read_bytes, write_text
 from jshard.errors import RunError, ShardingError
 from jshard.train.records import Tracker
 
@@ -22,6 +23,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 _FLUSH_EVERY_S = 10.0
 # A run that is asked to stop has 30 seconds, and the upload is not the most important task in them.
 _WANDB_FINISH_S = 15.0
+_RUN_ID_BYTES = 1024
 
 
 class TensorBoard:
@@ -126,10 +128,12 @@ class WeightsAndBiases:
         """Sends loss.png and sample.txt, and waits up to 15 seconds; `wandb sync` sends the rest."""
         plot, sample = self._folder / "loss.png", self._folder / "sample.txt"
         found = {}
-        if plot.exists():
+        # These leave the machine: a link in a folder from elsewhere could name any file of the user.
+        if plot.is_file() and not plot.is_symlink():
             found["loss_plot"] = self._wandb.Image(str(plot))
-        if sample.exists():
-            found["sample"] = self._wandb.Html(f"<pre>{html.escape(sample.read_text())}</pre>")
+        if sample.is_file() and not sample.is_symlink():
+            text = read_bytes(sample, follow=False).decode(errors="replace")
+            found["sample"] = self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
         try:
             if found:
                 self._run.log(found)
@@ -217,8 +221,8 @@ def _import(name: str) -> Any:
 
 def _run_id(path: Path, resumed: bool) -> str:
     if resumed and path.exists():
-        return path.read_text().strip()
+        return read_bytes(path, _RUN_ID_BYTES, follow=False).decode(errors="replace").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
     run_id = uuid.uuid4().hex[:8]
-    path.write_text(run_id + "\n")
+    write_text(path, run_id + "\n")
     return run_id

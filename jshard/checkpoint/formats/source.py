@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import math
+import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError, mend, reason
 from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.lookup import local_path
@@ -88,13 +90,15 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
     """
     limits = bounds(box, region.shape)
     shape = tuple(max(stop - start, 0) for start, stop in limits)
-    out = np.empty(shape, region.dtype) if out is None else out
+    if out is None:
+        out = np.empty(shape, region.dtype)
     if 0 in shape:
         return out
     first = sum(start * step for (start, _), step in zip(limits, region.strides, strict=True))
     part = region._replace(offset=region.offset + first, shape=shape)
     try:
-        mapped = np.memmap(part.path, np.uint8, mode="r", offset=part.offset, shape=(part.span_bytes,))
+        with open_regular(part.path) as file:
+            mapped = np.memmap(file, np.uint8, mode="r", offset=part.offset, shape=(part.span_bytes,))
     except (OSError, ValueError) as error:  # numpy's errors for a file that has become too short
         raise damaged(part.path, str(error)) from error
     np.copyto(out, np.ndarray(part.shape, part.dtype, buffer=mapped, strides=part.strides))
@@ -143,7 +147,8 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
 
     Raises `RunError` if that fails; no file is then left.
     """
-    drafts = [folder / f".{name}.unfinished" for name in names]
+    token = secrets.token_hex(4)  # nothing that is in the folder already has these names
+    drafts = [folder / f".{name}.{token}.unfinished" for name in names]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield drafts
