@@ -7,6 +7,7 @@ a RecursionError of nested lists, a KeyError or a TypeError of a value that is n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -75,12 +76,12 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
 
 
 def checked(value: Any, kind: type[T], where: str = "") -> T:
-    """The value, if it has the form of a type.
+    """The value, if it has the form of a type; it is not converted, so that a dataclass is still a dict.
 
     Args:
         value: made of JSON's types.
-        kind: a TypedDict, which allows further keys; `dict[str, X]`, `list[X]`, `tuple[X, Y]`; unions, `Literal`, int,
-            float (which takes an int), str, bool, None, Any.
+        kind: a TypedDict, which allows further keys; a dataclass, which allows no others; `dict[str, X]`, `list[X]`,
+            `tuple[X, Y]`; unions, `Literal`, int, float (which takes an int), str, bool, None, Any.
         where: the place of the value, for the error.
 
     Raises:
@@ -96,8 +97,16 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
     return value
 
 
-def check_texts(value: Any) -> None:
-    """Raises a FormError if a text in a value, or a key, cannot be written to a file or name one."""
+def check_writable_values(value: Any, *, finite: bool) -> None:
+    """Checks what a value is made of, wherever it is: parts of it whose form is not known will be written, too.
+
+    Args:
+        value: made of JSON's types.
+        finite: whether numbers must be finite; JSON has no others, TOML has.
+
+    Raises:
+        FormError: a text or a key cannot be written to a file or name one, or a number is not finite.
+    """
     rest = [value]
     while rest:
         each = rest.pop()
@@ -107,6 +116,8 @@ def check_texts(value: Any) -> None:
             rest += each
         elif isinstance(each, str) and not is_text(each):
             raise FormError(f"{shown(each)} is not a text")
+        elif finite and isinstance(each, float) and not math.isfinite(each):
+            raise FormError(f"{each} is not a finite number")
 
 
 def whole_number(text: str) -> int:
@@ -136,9 +147,13 @@ def _fault(value: Any, kind: Any, where: str) -> str | None:
         return None if is_one else _other(value, where, f"one of {', '.join(map(repr, args))}")
     if typing.is_typeddict(kind):
         return _fault_of_table(value, kind, where)
+    if dataclasses.is_dataclass(kind):
+        return _fault_of_fields(value, kind, where)
     if origin in (dict, Mapping):
         return _fault_of_mapping(value, args[1], where)
     if origin in (list, Sequence):
+        return _fault_of_items(value, args[0], where)
+    if origin is tuple and args[-1] is ...:
         return _fault_of_items(value, args[0], where)
     if origin is tuple:
         return _fault_of_tuple(value, args, where)
@@ -151,7 +166,9 @@ def _fault_of_union(value: Any, kinds: Sequence[Any], where: str) -> str | None:
     if None in faults:
         return None
     # The fault that is deepest in the value is that of the kind that was meant.
-    return max((fault for fault in faults if fault is not None), key=lambda fault: fault.partition(" is ")[0].count("."))
+    return max(
+        (fault for fault in faults if fault is not None), key=lambda fault: fault.partition(" is ")[0].count(".")
+    )
 
 
 def _fault_of_table(value: Any, kind: Any, where: str) -> str | None:
@@ -163,6 +180,26 @@ def _fault_of_table(value: Any, kind: Any, where: str) -> str | None:
     hints = _hints(kind)
     faults = (_fault(value[key], hints[key], _below(where, key)) for key in hints if key in value)
     return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault_of_fields(value: Any, kind: Any, where: str) -> str | None:
+    """The fault of a table that is to become a dataclass: unlike a TypedDict it has no further keys."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if not isinstance(value, dict):
+        return _other(value, where, "a table")
+    unknown = [key for key in value if key not in fields]
+    if unknown:
+        return f"{where or 'it'} has the unknown key {shown(unknown[0])}"
+    missing = [name for name, field in fields.items() if name not in value and _is_needed(field)]
+    if missing:
+        return f"{where or 'it'} lacks {', '.join(missing)}"
+    hints = _hints(kind)
+    faults = (_fault(item, hints[key], _below(where, key)) for key, item in value.items())
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _fault_of_mapping(value: Any, kind: Any, where: str) -> str | None:

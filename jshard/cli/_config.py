@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard._files import UnsafeFileError, read_named
-from jshard._parsing import check_texts, is_number, parse_json, parse_toml, shown
+from jshard._parsing import check_writable_values, is_number, parse_json, parse_toml, shown
 from jshard.errors import ShardingError
 
 _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
@@ -55,7 +55,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         raw = read_named(path)
         config = parse_toml(raw) if path.suffix == ".toml" else parse_json(raw)
-        check_texts(config)
+        check_writable_values(config, finite=False)
     except UnsafeFileError:
         raise
     except OSError as error:

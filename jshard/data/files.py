@@ -198,7 +198,9 @@ def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
         return
     numbers = [number for number, text in enumerate(texts) if end in text]
     if numbers:
-        do = "--tokenizer tokenizer.json  # has an end of text that is no byte; or remove the zero bytes from the texts."
+        do = (
+            "--tokenizer tokenizer.json  # has an end of text that is no byte; or remove the zero bytes from the texts."
+        )
         if path.name.lower().endswith(_JSON_LINES) and path.suffix.lower() != ".gz":
             clean = shlex.quote(str(path.with_stem(f"{path.stem}-clean")))
             do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
@@ -423,7 +425,7 @@ class TokenFile:
         place = int(np.argmax((ids < 0) | (ids >= limit)))
         do = "another --dtype, or the --tokenizer that made the file, if text is read beside it."
         largest = int(ids.max())
-        if self.vocab_size is not None and 0 <= ids.min() and largest < _INT32_IDS:
+        if self.vocab_size is not None and ids.min() >= 0 and largest < _INT32_IDS:
             do = f"--set model.vocab_size={largest + 1}\nor {do}"
         return DataError(
             "A token id is beyond the vocabulary.",
