@@ -163,12 +163,8 @@ def _fault(value: Any, kind: Any, where: str) -> str | None:
 
 def _fault_of_union(value: Any, kinds: Sequence[Any], where: str) -> str | None:
     faults = [_fault(value, kind, where) for kind in kinds]
-    if None in faults:
-        return None
-    # The fault that is deepest in the value is that of the kind that was meant.
-    return max(
-        (fault for fault in faults if fault is not None), key=lambda fault: fault.partition(" is ")[0].count(".")
-    )
+    # The first kind is the one that was meant: the others say only that it may be left out.
+    return None if None in faults else faults[0]
 
 
 def _fault_of_table(value: Any, kind: Any, where: str) -> str | None:
