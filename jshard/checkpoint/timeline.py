@@ -275,11 +275,9 @@ _MOST_S = 1e11  # seconds, also of a moment: some thousand years; sums of larger
 def _timeline(record: Mapping[str, Any]) -> Timeline:
     """The operation of a line; a ValueError if it is not one."""
     timeline = _timeline_of(checked(record, _StoredOperation))
-    times_s = (
-        timeline.began_at,
-        timeline.blocked_s or 0.0,
-        *(time_s for row in timeline.rows for time_s in _times(row)),
-    )
+    times_s = [timeline.began_at, timeline.blocked_s or 0.0]
+    for row in timeline.rows:
+        times_s += _times(row)
     if not all(abs(time_s) < _MOST_S for time_s in times_s):
         raise ValueError("it has a time of thousands of years")
     return timeline

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard._files import UnsafeFileError, read_named
-from jshard._parsing import check_writable_values, is_number, parse_json, parse_toml, shown
+from jshard._parsing import check_writable_values, parse_json, parse_toml, shown
 from jshard.errors import ShardingError
 
 _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
@@ -30,7 +30,7 @@ def with_config(argv: Sequence[str], options: Collection[str]) -> list[str]:
     for key, value in config.items():
         option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
         if key not in ("model_file", "recipe", "versions") and option not in given:
-            words += _words(option, value, path)
+            words += _words(option, value, f"--config {path}")
     return [*model, *words, *argv[has_model:]]
 
 
@@ -39,19 +39,22 @@ def _value(argv: Sequence[str], place: int) -> str | None:
     return value if equals else next(iter(argv[place + 1 : place + 2]), None)
 
 
-def _words(option: str, value: Any, path: Path) -> list[str]:
+def _words(option: str, value: Any, where: str) -> list[str]:
     if value is None:
         return []
-    if any(str(one).startswith("-") and not is_number(one) for one in (value if isinstance(value, list) else [value])):
-        raise _unreadable(path, f"{option.removeprefix('--')} is {shown(value)}, which would be read as an option.")
     if isinstance(value, Mapping):  # degrees of a mesh
         value = ",".join(f"{axis}={degree}" for axis, degree in value.items())
-    values = list(map(str, value)) if isinstance(value, list) else [str(value)]
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, str) and item.startswith("-"):
+            raise _unreadable(where, f"{option.removeprefix('--')} is {shown(item)}, which would be read as an option.")
+    values = list(map(str, items))
     return [word for one in values for word in (option, one)] if option == "--unit" else [option, *values]
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The file, as a tree of dicts."""
+    where = f"--config {path}"
     try:
         raw = read_named(path)
         config = parse_toml(raw) if path.suffix == ".toml" else parse_json(raw)
@@ -59,17 +62,17 @@ def read_config(path: Path) -> dict[str, Any]:
     except UnsafeFileError:
         raise
     except OSError as error:
-        raise _unreadable(path, f"{(error.strerror or repr(error)).lower()}.") from error
+        raise _unreadable(where, f"{(error.strerror or repr(error)).lower()}.") from error
     except ValueError as error:
-        raise _unreadable(path, f"{error}.") from error
+        raise _unreadable(where, f"{error}.") from error
     if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
-        raise _unreadable(path, 'it must be a table of options, with a table of settings as "recipe".')
+        raise _unreadable(where, 'it must be a table of options, with a table of settings as "recipe".')
     return config
 
 
-def _unreadable(path: Path, why: str) -> ShardingError:
+def _unreadable(where: str, why: str) -> ShardingError:
     do = "jshard train gpt --print-config > gpt.json  # writes such a file"
-    return ShardingError("The configuration cannot be read.", where=f"--config {path}", why=why, do=do)
+    return ShardingError("The configuration cannot be read.", where=where, why=why, do=do)
 
 
 def check_keys(found: Collection[str], known: Collection[str], where: str) -> None:

@@ -198,9 +198,7 @@ def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
         return
     numbers = [number for number, text in enumerate(texts) if end in text]
     if numbers:
-        do = (
-            "--tokenizer tokenizer.json  # has an end of text that is no byte; or remove the zero bytes from the texts."
-        )
+        do = "--tokenizer tokenizer.json  # its end of text is not a byte; or remove the zero bytes from the texts."
         if path.name.lower().endswith(_JSON_LINES) and path.suffix.lower() != ".gz":
             clean = shlex.quote(str(path.with_stem(f"{path.stem}-clean")))
             do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
@@ -255,7 +253,7 @@ def _documents(path: Path, text_key: str) -> Iterator[bytes] | None:
 
 def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
     with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(_lines(path, file), 1):
+        for number, line in enumerate(_lines(file), 1):
             if not line.strip():
                 continue
             entry, why = None, ""
@@ -275,7 +273,7 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
             yield text.encode(errors="replace")
 
 
-def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
     """The lines of a file; an error for one that is too long, before it takes more memory."""
     while line := file.readline(_MOST_LINE_BYTES + 1):
         if len(line) > _MOST_LINE_BYTES:

@@ -29,9 +29,29 @@ def read(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(file_of(header))
         if index is not None:
             (tmp_path / "model.safetensors.index.json").write_bytes(index)
-        source = OPEN(tmp_path)
+        source = safetensors.SafetensorsSource(tmp_path)
         for name, leaf in source.leaves.items():
             source.read(name, whole(leaf))
         return source
 
     return read
+
+
+def test_headers_and_indices(read):
+    check_all(read, every_fifth)
+
+
+@pytest.mark.wide
+def test_every_change_of_headers_and_indices(read):
+    check_all(read, list)
+    check(json_texts(some_changes(HEADER, seed=31, count=300)), read)
+    check(damaged(json.dumps(HEADER).encode(), seed=32, count=300), read)
+    good = json.dumps(HEADER).encode()
+    check(damaged(json.dumps(INDEX).encode(), seed=33, count=200), lambda raw: read(good, raw))
+
+
+def check_all(read, some):
+    good = json.dumps(HEADER).encode()
+    assert set(read(good).leaves) == {"model.a", "model.b"} == set(read(good, json.dumps(INDEX).encode()).leaves)
+    check([*NO_JSON, *json_texts(some(each_change(HEADER)))], read)
+    check([*NO_JSON, *json_texts(some(each_change(INDEX)))], lambda raw: read(good, raw))

@@ -141,7 +141,8 @@ class _Recipe:
 
 
 class _Mesh:
-    shape = {"fsdp": 8}
+    def __init__(self):
+        self.shape = {"fsdp": 8}
 
 
 GOOD = {
