@@ -26,7 +26,7 @@ import tyro
 
 from jshard import launch
 from jshard._live import fitted
-from jshard._parsing import whole_number
+from jshard._parsing import is_int, is_number, shown, whole_number
 from jshard.cli._config import with_config
 from jshard.errors import MeshError, ShardingError
 
@@ -63,7 +63,23 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     # tyro joins lines, except those that begin with a space, and wraps none.
     wrapped = textwrap.TextWrapper(shutil.get_terminal_size().columns, initial_indent=" ", subsequent_indent=" ").fill
     text = "\n".join(wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
-    return tyro.cli(cls, prog=command, description=text, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+    args = tyro.cli(cls, prog=command, description=text, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+    _check_numbers(args, command)
+    return args
+
+
+def _check_numbers(args: Any, command: str) -> None:
+    """Raises for a number that no clock, array or process can have: comparisons with nan let it pass everywhere."""
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if (isinstance(value, float) and not is_number(value)) or (is_count and not is_int(value)):
+            raise ShardingError(
+                "An option has an unusable number.",
+                where=f"{command} {option}",
+                why=f"it is {shown(value)}; numbers are finite, and whole ones have at most 64 bits.",
+                do=f"{command} --help  # shows what {option} means; or leave it out",
+            )
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jshard.cli import _request
-from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse_mesh, parse_steps
+from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse, parse_mesh, parse_steps
 from jshard.cli._config import with_config
 from jshard.cluster.topology import TopologyError, parse_topology
 from jshard.errors import ShardingError
@@ -241,6 +241,12 @@ def test_a_value_of_a_file_is_no_option():
 def test_a_count_of_a_device_is_at_least_one():
     with pytest.raises(ShardingError, match=r"hbm_bytes(.|\n)*0\.5, and should be a number from 1"):
         device(DEVICE.replace(b"102_625_181_696", b"0.5"))
+
+
+@pytest.mark.parametrize("words", ["--stop-deadline nan", "--peer-timeout inf", "--workers 99999999999999999999"])
+def test_an_option_that_no_clock_and_no_process_can_have_is_refused(words):
+    with pytest.raises(ShardingError, match=r"unusable number(.|\n)*" + words.split()[0]):
+        parse(TrainArgs, ["gpt", *words.split()], command="jshard train")
 
 
 @pytest.mark.parametrize("odd", ODD_VALUES[:-1])
