@@ -28,7 +28,7 @@ from typing import IO, Any, BinaryIO
 
 from jshard._parsing import parse_json
 from jshard._text import human_bytes
-from jshard.errors import FourPartError, ShardingError
+from jshard.errors import FourPartError, UnsafeFileError
 
 METADATA_BYTES = 64 << 20
 """Bound for a file that describes others. JSON takes up to 20 times its size in memory once it is parsed."""
@@ -46,19 +46,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a symbolic link",
 }
-
-
-class UnsafeFileError(ShardingError, OSError):
-    """A file that is not opened, because of what it is. Whoever handles errors of the system handles this one, too."""
-
-    def __init__(self, what: str, *, where: str | tuple[str, ...], why: str, do: str) -> None:
-        super().__init__(what, where=where, why=why, do=do)
-        self.errno = errno.EINVAL
-        self.strerror = why.rstrip(".")
-        self.filename = self.where[0]
-
-    def __str__(self) -> str:  # an OSError with a number would show only that and the file
-        return self.args[0]
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:

@@ -4,11 +4,13 @@
 """
 
 import ast
+import contextlib
 import inspect
 import os
 import pathlib
 import pickle
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -24,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard import _processes, errors
+from jshard import _files, _processes, errors
 from jshard.api.fully_shard import revise
 from jshard.api.gradients import LossScale
 from jshard.engine.created import check_same
@@ -387,6 +389,13 @@ def other_seeds() -> None:
         check_same("shard_init(GPT)", *digests[0])
 
 
+def write_a_file_of_two_names():
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        pathlib.Path("precious").touch()
+        pathlib.Path(".lock").hardlink_to("precious")
+        _files.open_in_place(".lock", os.O_RDWR)
+
+
 ERRORS: dict[str, Callable[[], object]] = {
     "mesh: unknown axis": lambda: js.mesh(data=2),
     "mesh: zero": lambda: js.mesh(fsdp=0),
@@ -534,6 +543,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "processes: no service": lambda: exchanged(
         mock.Mock(key_value_dir_get=mock.Mock(side_effect=RuntimeError("UNAVAILABLE: Socket closed")))
     ),
+    "files: not a regular file": lambda: _files.read_bytes("/dev/zero"),
+    "files: too large": lambda: _files.read_bytes("/proc/self/maps", 10),
+    "files: another name": write_a_file_of_two_names,
 }
 
 

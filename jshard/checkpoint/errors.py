@@ -7,8 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from jshard._files import UnsafeFileError
-from jshard.errors import FourPartError, RunError, ShardingError, causes, printable
+from jshard.errors import FourPartError, RunError, ShardingError, UnsafeFileError, causes, printable
 
 
 class CheckpointError(ShardingError):

@@ -26,14 +26,14 @@ import jax
 import numpy as np
 
 from jshard._compat import set_orbax_deadline
-from jshard._files import UnsafeFileError, open_in_place, read_bytes, read_json
+from jshard._files import open_in_place, read_bytes, read_json
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
-from jshard.errors import RunError, causes
+from jshard.errors import RunError, UnsafeFileError, causes
 
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it last, then renames the folder
 ITEM = "state"

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jshard._files import UnsafeFileError, open_in_place
+from jshard._files import open_in_place
 from jshard._parsing import checked, parse_json
 from jshard.checkpoint.buckets import Place, contents
 from jshard.checkpoint.errors import CheckpointWarning
+from jshard.errors import UnsafeFileError
 
 
 class Phases:

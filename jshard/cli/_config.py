@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard._files import UnsafeFileError, read_named
+from jshard._files import read_named
 from jshard._parsing import check_writable_values, parse_json, parse_toml, shown
-from jshard.errors import ShardingError
+from jshard.errors import ShardingError, UnsafeFileError
 
 _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
 # Options that say what a command does now, or that the keys of "recipe" set.

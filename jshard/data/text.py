@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jshard._files import UnsafeFileError, read_bytes
+from jshard._files import read_bytes
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
+from jshard.errors import UnsafeFileError
 
 # Possible names of the token between texts in a tokenizer file, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

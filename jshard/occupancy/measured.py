@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from jshard import _compat
-from jshard._files import UnsafeFileError, read_bytes
+from jshard._files import read_bytes
 from jshard._parsing import checked, parse_json
 from jshard._processes import all_or_none, is_primary
-from jshard.errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError, UnsafeFileError
 from jshard.kernels.backend import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
 

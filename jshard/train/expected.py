@@ -11,10 +11,10 @@ from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
-from jshard._files import UnsafeFileError, read_named
+from jshard._files import read_named
 from jshard._parsing import checked, parse_json
 from jshard._text import human_bytes
-from jshard.errors import ShardingError
+from jshard.errors import ShardingError, UnsafeFileError
 from jshard.inspect.audit import Audit
 from jshard.inspect.communication import traffic_of
 from jshard.recipes.recipe import Recipe

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jshard._files import UnsafeFileError, open_in_place, open_new, open_regular, parse_json, replacing
-from jshard._parsing import is_int, is_number
-from jshard.errors import RunError, ShardingError
+from jshard._files import open_in_place, open_new, open_regular, replacing
+from jshard._parsing import is_int, is_number, parse_json
+from jshard.errors import RunError, ShardingError, UnsafeFileError
 
 
 class Tracker(Protocol):

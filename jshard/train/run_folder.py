@@ -27,10 +27,10 @@ import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
-from jshard._files import UnsafeFileError, is_draft, read_json, write_text
+from jshard._files import is_draft, read_json, write_text
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import place_of
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError, UnsafeFileError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
 from jshard.train.run_record import (

@@ -12,6 +12,7 @@ import dataclasses
 import io
 import itertools
 import math
+import os
 import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -181,7 +182,7 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
         if not known or not _names_file(relative) or not _are_sizes(numbers):
             raise damaged(file, f"it places {short(name)} in {short(relative)}, at {short(numbers)}.")
         if relative not in sizes:
-            if not (path / relative).is_file():
+            if not os.path.isfile(path / relative):
                 raise damaged(file, f"a file that it names is missing: {(path / relative).name}")
             sizes[relative] = (path / relative).stat().st_size
         if sum(numbers) > sizes[relative]:

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._files import UnsafeFileError, open_new, open_regular, parse_json, read_json
+from jshard._files import open_new, open_regular, read_json
+from jshard._parsing import parse_json
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import (
     ArraySource,
@@ -33,7 +34,7 @@ from jshard.checkpoint.formats.source import (
     whole,
 )
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
-from jshard.errors import RunError, printable
+from jshard.errors import RunError, UnsafeFileError, printable
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = SUFFIX + ".index.json"
@@ -202,7 +203,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
         raise damaged(path, f"its weight_map names something that is not a file beside it: {odd[0]}")
     if not index:
         raise damaged(path, "its weight_map names no array.")
-    gone = sorted({file for file in index.values() if not (path.parent / file).is_file()})
+    gone = sorted({file for file in index.values() if not os.path.isfile(path.parent / file)})
     if gone:
         raise damaged(path, f"files that it names are missing: {', '.join(gone)}")
     return index
