@@ -107,7 +107,7 @@ def read_value(text: str, kind: Any) -> Any:
 
 def _int(text: str) -> int:
     with contextlib.suppress(ValueError):
-        return whole_number(text.replace("_", ""))
+        return int(text)
     number = float(text)  # people write steps as 1e6
     if number.is_integer() and abs(number) < 2**53:
         return int(number)

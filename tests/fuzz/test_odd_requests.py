@@ -16,7 +16,7 @@ from jshard.errors import ShardingError
 from jshard.facts.device_files import read_device
 from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import SettingError, _walk, override, parse_units
-from jshard.recipes.recipe import check_recipe, tree
+from jshard.recipes.recipe import RecipeError, check_recipe, tree
 from tests.fuzz.odd_inputs import (
     NO_JSON,
     ODD_VALUES,
@@ -230,6 +230,11 @@ def test_a_key_of_thousands_of_parts_takes_no_time_and_no_memory():
 def test_a_recipe_whose_own_check_divides_by_zero_is_refused():
     with pytest.raises(SettingError, match=r"model.n_head=0(.|\n)*refuses it: integer modulo by zero"):
         setting("model.n_head=0")
+
+
+def test_a_count_beyond_64_bits_is_refused():
+    with pytest.raises(RecipeError, match=r"batch_size must be at most 2\*\*63 - 1"):
+        setting("batch_size=99999999999999999999")
 
 
 def test_a_value_of_a_file_is_no_option():
