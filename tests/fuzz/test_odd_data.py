@@ -172,7 +172,7 @@ def test_bytes_of_each_kind_are_damaged_by_a_seed(read, tmp_path):
 
 @pytest.mark.wide
 def test_more_bytes_of_each_kind_are_damaged(read, tmp_path):
-    each_kind(read, tmp_path, count=250)
+    each_kind(read, tmp_path, count=150)
     check(json_texts(each_change(TOKENIZER)), lambda raw: encode(read, tmp_path, raw))
     check(json_texts(each_change(DOCUMENT)), lambda raw: read({"web.jsonl": LINES + raw}, "web.jsonl"))
     check(headers(), reader_of(read, "ids.npy", vocab_size=600))

@@ -168,8 +168,8 @@ def test_a_file_with_one_odd_value(tmp_path, kind):
 def test_a_file_with_every_odd_value_with_several_and_with_damage(tmp_path, kind):
     read, good = getattr(Reads(tmp_path), kind), GOOD[kind]
     check(json_texts(each_change(good)), read)
-    check(json_texts(some_changes(good, seed=11, count=400)), read)
-    check(damaged(json.dumps(good).encode(), seed=12, count=400), read)
+    check(json_texts(some_changes(good, seed=11, count=150)), read)
+    check(damaged(json.dumps(good).encode(), seed=12, count=150), read)
 
 
 @pytest.mark.wide
@@ -183,8 +183,8 @@ def test_odd_histories_and_metrics_are_shown(tmp_path, capsys):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged lines are left out with one
-        check(json_texts(some_changes(OPERATION, seed=13, count=60)), shown)
-    check(json_texts(some_changes(METRIC, seed=14, count=20)), reads.plotted)
+        check(json_texts(some_changes(OPERATION, seed=13, count=20)), shown)
+    check(json_texts(some_changes(METRIC, seed=14, count=5)), reads.plotted)
 
 
 # What failed first, by name.

@@ -24,7 +24,6 @@ from tests.fuzz.odd_inputs import (
     check,
     damaged,
     each_change,
-    every_fifth,
     json_texts,
     some_changes,
 )
@@ -204,12 +203,12 @@ def test_every_odd_request():
     check(toml_texts(some_changes(table, seed=21, count=300)), device)
     check(damaged(DEVICE, seed=22, count=300), device)
     keys = [key for key, _ in _walk(gpt()[1])]
-    check(texts("", *(f"{key}=" for key in keys)), setting)
+    check(list(texts("", *(f"{key}=" for key in keys)))[::4], setting)
     good = whole_config()
     for name, written in (("c.json", json_texts), ("c.toml", toml_texts)):
-        check(written(every_fifth(each_change(good))), functools.partial(config, name))
-        check(written(some_changes(good, seed=23, count=100)), functools.partial(config, name))
-    check(damaged(json.dumps(good).encode(), seed=24, count=200), functools.partial(config, "c.json"))
+        check(written(list(each_change(good))[::13]), functools.partial(config, name))
+        check(written(some_changes(good, seed=23, count=50)), functools.partial(config, name))
+    check(damaged(json.dumps(good).encode(), seed=24, count=100), functools.partial(config, "c.json"))
 
 
 # What failed first, by name.
