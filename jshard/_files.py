@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import os
 import re
 import secrets
@@ -27,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
+from jshard._parsing import parse_json
 from jshard._text import human_bytes
 from jshard.errors import FourPartError, UnsafeFileError
 
@@ -112,12 +112,18 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) ->
     return parse_json(read_bytes(path, most_bytes))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Returns a JSON value; raises `ValueError` if it is none, or if it is nested too deeply to be read."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+def read_named(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) -> bytes:
+    """Returns the contents of a small file that the user named: it may be a pipe, `<(command)`, but not endless.
+
+    Raises:
+        UnsafeFileError: it has more bytes than that.
+        OSError: it does not exist, or cannot be read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        content = _read_up_to(file, most_bytes + 1)
+    if len(content) > most_bytes:
+        raise _too_large(path, len(content), most_bytes)
+    return content
 
 
 def open_in_place(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard._files import METADATA_BYTES, is_inside, parse_json, write_text
+from jshard._files import METADATA_BYTES, is_inside, write_text
+from jshard._parsing import parse_json
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.errors import UnsafeFileError

@@ -24,7 +24,8 @@ from typing import Any
 
 import jax
 
-from jshard._files import METADATA_BYTES, parse_json, write_text
+from jshard._files import METADATA_BYTES, write_text
+from jshard._parsing import parse_json
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import timeline as _history

@@ -12,13 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jshard._files import open_in_place, parse_json
+from jshard._files import open_in_place
+from jshard._parsing import checked, parse_json
 from jshard.checkpoint.buckets import Place, contents
 from jshard.checkpoint.errors import CheckpointWarning
 from jshard.errors import UnsafeFileError
@@ -232,21 +233,72 @@ def timelines(folder: Place, say: Callable[[str], object] = _warn) -> list[Timel
     for record in read(folder, say):
         try:
             found.append(_timeline(record))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        except ValueError:
             odd += 1
     if odd:
         say(f"{folder / NAME}: {odd} lines that are not of a save or a restore are left out")
     return found
 
 
+class _StoredProcess(TypedDict):
+    """What `Phases.report` writes."""
+
+    process: int
+    host: str
+    began_at: float
+    bytes: int
+    phases: list[tuple[str, float, float]]
+
+
+class _StoredLayout(TypedDict, total=False):
+    axes: dict[str, int]
+    processes: list[int]
+
+
+class _BegunOperation(TypedDict):
+    kind: Literal["save", "restore"]
+    began_at: float
+
+
+class _StoredOperation(_BegunOperation, total=False):
+    """A line of the history."""
+
+    step: int | None
+    error: str | None
+    blocked_s: float | None
+    mesh: _StoredLayout | None
+    processes: list[_StoredProcess] | None
+
+
+_MOST_S = 1e11  # seconds, also of a moment: some thousand years; sums of larger ones would not be finite
+
+
 def _timeline(record: Mapping[str, Any]) -> Timeline:
+    """The operation of a line; a ValueError if it is not one."""
+    timeline = _timeline_of(checked(record, _StoredOperation))
+    times_s = [timeline.began_at, timeline.blocked_s or 0.0]
+    for row in timeline.rows:
+        times_s += _times(row)
+    if not all(abs(time_s) < _MOST_S for time_s in times_s):
+        raise ValueError("it has a time of thousands of years")
+    return timeline
+
+
+def _times(row: ProcessTimes) -> Iterator[float]:
+    yield row.began_s
+    for _, begin_s, end_s in row.phases:
+        yield begin_s
+        yield end_s
+
+
+def _timeline_of(record: _StoredOperation) -> Timeline:
     processes = record.get("processes") or []
     mesh = record.get("mesh") or {}
     # Which process started first depends on the hosts' clocks; each process's phases use its own clock.
     first = min((row["began_at"] for row in processes), default=record["began_at"])
     blocked_s = record.get("blocked_s")
     return Timeline(
-        kind={"save": "save", "restore": "restore"}[record["kind"]],  # type: ignore[arg-type]
+        kind=record["kind"],
         step=record.get("step"),
         began_at=float(first),
         error=record.get("error"),
@@ -257,7 +309,7 @@ def _timeline(record: Mapping[str, Any]) -> Timeline:
     )
 
 
-def _row(row: Mapping[str, Any], began_s: float) -> ProcessTimes:
+def _row(row: _StoredProcess, began_s: float) -> ProcessTimes:
     phases = tuple((str(name), began_s + begin, began_s + end) for name, begin, end in row["phases"])
     return ProcessTimes(
         process=int(row["process"]),

@@ -28,6 +28,7 @@ import tyro
 from jshard import launch
 from jshard._files import check_may_write
 from jshard._live import fitted
+from jshard._parsing import is_int, is_number, shown, whole_number
 from jshard._paths import expanded
 from jshard.cli._config import with_config
 from jshard.errors import MeshError, RunError, ShardingError
@@ -90,6 +91,7 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
             why=_parsers_words(printed.getvalue()),
             do=f"{command} --help  # lists them all",
         ) from None
+    _check_numbers(parsed, command)
     return _with_paths_expanded(parsed)
 
 
@@ -143,6 +145,20 @@ def _parsers_words(printed: str) -> str:
         choices = sorted(set(re.findall(r"'(.+?)'", choice[3])) - {"None"})
         return f"{choice[2]} takes one of {', '.join(choices)}, not {choice[1]}."
     return f"{text}."
+
+
+def _check_numbers(args: Any, command: str) -> None:
+    """Raises for a number that no clock, array or process can have: comparisons with nan let it pass everywhere."""
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if (isinstance(value, float) and not is_number(value)) or (is_count and not is_int(value)):
+            raise ShardingError(
+                "An option has an unusable number.",
+                where=f"{command} {option}",
+                why=f"it is {shown(value)}; numbers are finite, and whole ones have at most 64 bits.",
+                do=f"{command} --help  # shows what {option} means; or leave it out",
+            )
 
 
 @functools.cache
@@ -242,14 +258,17 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, degree = part.partition("=")
-        if not degree.removeprefix("-").isdecimal() or axis in sizes:
+        number = None
+        with contextlib.suppress(ValueError):
+            number = whole_number(degree)
+        if number is None or axis in sizes:
             raise MeshError(
                 "The mesh cannot be read.",
                 where=f"--mesh {text}",
                 why=f"{part!r} is not axis=degree, or repeats an axis.",
                 do="--mesh fsdp=-1  # all devices; several axes: replica=2,fsdp=4",
             )
-        sizes[axis] = int(degree)
+        sizes[axis] = number
     return sizes
 
 
@@ -299,7 +318,7 @@ def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
 
 def parse_steps(text: str, *, option: str) -> range:
     """The step numbers in `A:B`: those after step A, up to and including step B."""
-    found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,18})\s*:\s*([0-9]{1,18})\s*", text)
     why, meant = (
         "the form is A:B, two whole numbers: the steps after step A, up to step B.",
         "10:15  # steps 11 to 15",

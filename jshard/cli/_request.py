@@ -322,7 +322,12 @@ def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tup
         yield abstract_model(model_file, recipe, mesh), batch
     except FourPartError:
         raise
-    except ValueError as error:  # a model raises it for a request beyond its limits
+    except Exception as error:
+        # A model raises a ValueError for a request beyond its limits. For sizes that it does not check, such as a
+        # vocabulary of 0, the error is that of an operation in it.
+        sets_model = any(_key(setting).startswith("model.") for setting in request.args.set)
+        if not isinstance(error, ValueError) and not sets_model:
+            raise
         raise refuses_batches(model_file.path, error) from error
 
 

@@ -342,12 +342,15 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError:
     )
 
 
-def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
+def refuses_batches(path: Path, error: Exception) -> ModelFileError:
     """The error for a model that raises while its step is traced, as for a sequence that is too long."""
+    why = f"{str(error).rstrip('.')}."
+    if not isinstance(error, ValueError):  # others are from the library that the model calls, and may name only a value
+        why = f"{type(error).__name__}: {error}."
     return ModelFileError(
         "The model refuses the batches of the recipe.",
         where=place_in(path, error),
-        why=f"{str(error).rstrip('.')}.",
+        why=why,
         do="change the recipe, for example --set sequence_length=...; --debug shows the traceback.",
     )
 

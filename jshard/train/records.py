@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jshard._files import open_in_place, open_new, open_regular, parse_json, replacing
+from jshard._files import open_in_place, open_new, open_regular, replacing
+from jshard._parsing import is_int, is_number, parse_json
 from jshard._paths import expanded
 from jshard.errors import RunError, ShardingError, UnsafeFileError
 
@@ -228,7 +229,13 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         record = parse_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    is_step = isinstance(record, dict) and is_int(record.get("step")) and all(map(_is_metric, record.values()))
+    return record if is_step else None
+
+
+def _is_metric(value: Any) -> bool:
+    # null stands for NaN.
+    return value is None or is_number(value)
 
 
 @contextlib.contextmanager

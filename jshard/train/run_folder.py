@@ -41,6 +41,7 @@ from jshard.train.run_record import (
     attempt_ready,
     begin_attempt,
     check_agree,
+    checked_record,
     describe_attempts,
     end_attempt,
     ettr,
@@ -48,7 +49,6 @@ from jshard.train.run_record import (
 )
 
 _RECORD, _LOCK = "run.json", ".lock"
-_NEEDED = ("recipe", "data", "options", "versions", "starts")
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LETS_GO_S = 120.0
 _SHOWN_S = 30.0  # network file systems show the writes of other processes late
@@ -319,10 +319,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The contents of run.json."""
     file = path / _RECORD
     try:
-        stored = read_json(file)
-        missing = [key for key in _NEEDED if key not in stored]
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
+        return checked_record(read_json(file))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ShardingError(
             "There is no run to resume.",
@@ -332,14 +329,13 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except UnsafeFileError:
         raise
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ShardingError(
             "The record of the run cannot be read.",
             where=str(file),
             why=f"{error}.",
             do="restore that file from a copy; the checkpoints are intact, and a new run can start in another --out.",
         ) from error
-    return stored
 
 
 def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -23,9 +23,10 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from jshard._files import open_in_place, read_text
+from jshard._parsing import FormError, check_writable_values, checked, is_number, shown
 from jshard._text import clock_text, counted, duration
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
@@ -112,6 +113,104 @@ def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None
             why="they train one model together, from the same recipe and the same data.",
             do="give every process the same command, the same model file and the same data.",
         )
+
+
+# The form of run.json, which is checked when it is read: the folder may come from elsewhere, or be edited by hand.
+
+
+class StoredData(TypedDict):
+    """What `RunRecord.of` says of the data."""
+
+    description: str
+    fingerprint: str
+
+
+class StoredOptions(TypedDict, total=False):
+    """The options that a resumed run inherits."""
+
+    recipe: str | None
+    set: list[str]
+    unit: list[str]
+    steps: int | None
+    seed: int | None
+    data: list[str]
+    held_out: list[str]
+    text_key: str | None
+    dtype: str | None
+    tokenizer: str | None
+    init_from: str | None
+    checkpoints: str | None
+
+
+class StoredStart(TypedDict):
+    """A start of the run."""
+
+    step: int
+    batch_size: int
+    mesh: dict[str, int]
+    versions: dict[str, str | None]
+
+
+class _BegunAttempt(TypedDict):
+    begin: str
+    ready: str | None
+    end: str | None
+    first_step: int
+    last_step: int
+
+
+class StoredAttempt(_BegunAttempt, total=False):
+    """An attempt; the further keys are those of one that has ended."""
+
+    cause: str
+    productive_s: float
+    steps_lost: int
+    seconds_lost: float
+
+
+class _BegunRun(TypedDict):
+    name: str
+    model_file: str
+    recipe: dict[str, Any]
+    data: StoredData
+    options: StoredOptions
+    versions: dict[str, str | None]
+    starts: list[StoredStart]
+
+
+class StoredRecord(_BegunRun, total=False):
+    """The whole of run.json."""
+
+    attempts: list[StoredAttempt]
+
+
+_OF_AN_END = ("cause", "productive_s", "steps_lost", "seconds_lost")
+
+
+def checked_record(value: Any) -> dict[str, Any]:
+    """The contents of run.json, if they have its form.
+
+    Raises:
+        FormError: they have not.
+    """
+    record = checked(value, StoredRecord)
+    check_writable_values(value, finite=True)
+    for number, attempt in enumerate(record.get("attempts", [])):
+        missing = [key for key in _OF_AN_END if key not in attempt and attempt["end"] is not None]
+        if missing:
+            raise FormError(f"attempts[{number}] has ended, and lacks {', '.join(missing)}")
+        for key in ("begin", "ready", "end"):
+            _check_moment(attempt[key], f"attempts[{number}].{key}")
+    return value
+
+
+def _check_moment(text: str | None, where: str) -> None:
+    if text is None:
+        return
+    try:
+        _seconds(text)
+    except (ValueError, OverflowError) as error:
+        raise FormError(f"{where} is {shown(text)}, not a time") from error
 
 
 NOTHING = object()  # for a missing setting
@@ -352,7 +451,7 @@ def _own(attempt: Attempt, lines: _Lines) -> _Lines:
 
 def _lines(metrics: Path) -> _Lines:
     try:
-        return [(line["time"], line["step"]) for line in iterate_metrics(metrics) if line.get("time") is not None]
+        return [(line["time"], line["step"]) for line in iterate_metrics(metrics) if is_number(line.get("time"))]
     except (OSError, RunError):  # the next reader of the file reports the error
         return []
 

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._files import open_new, open_regular, parse_json, read_json
+from jshard._files import open_new, open_regular, read_json
+from jshard._parsing import parse_json
 from jshard._paths import expanded
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError, DamagedError
