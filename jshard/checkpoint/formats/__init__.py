@@ -18,9 +18,11 @@ from jshard.checkpoint.formats.safetensors import SUFFIX as _SUFFIX
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
 from jshard.checkpoint.formats.source import ArraySource as ArraySource
+from jshard.checkpoint.formats.source import CheckedNames as CheckedNames
 from jshard.checkpoint.formats.source import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.source import NamedSource as NamedSource
 from jshard.checkpoint.formats.source import Stored as Stored
+from jshard.checkpoint.formats.source import check_settings as check_settings
 from jshard.checkpoint.formats.zero import ZeroSource as ZeroSource
 from jshard.checkpoint.formats.zero import zero_folder as _zero_folder
 

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -267,6 +267,28 @@ Names = Mapping[str, str | Stored]
 """From jshard paths, per layer and without the model's name, to what is stored; a string is a `Stored` name."""
 
 
+class CheckedNames(dict[str, str | Stored]):
+    """The names of one model's parameters, and a check of what is stored beside them.
+
+    Several models have parameters of the same names and shapes. Only their settings, in a file beside the weights, say
+    which of them the weights are of.
+
+    Args:
+        names: see `Names`.
+        check: raises if the weights at a path are of another model.
+    """
+
+    def __init__(self, names: Names, check: Callable[[Path], None]) -> None:
+        super().__init__(names)
+        self.check = check
+
+
+def check_settings(path: Path, names: Names | None) -> None:
+    """Raises if the names are of one model, and the settings beside the weights of another."""
+    if isinstance(names, CheckedNames):
+        names.check(path)
+
+
 class NamedSource:
     """A checkpoint of another library, under jshard's paths.
 
@@ -455,6 +477,8 @@ def _permuted(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
 
 
 def _is_buffer(name: str, leaf: StoredLeaf) -> bool:
-    """The causal mask and its fill value, which older GPT-2 files contain beside the parameters."""
+    """What older files contain beside the parameters: GPT-2's causal mask and its fill value, Llama's frequencies."""
+    if name.endswith("self_attn.rotary_emb.inv_freq") and len(leaf.shape) == 1:
+        return True
     mask = name.endswith("attn.bias") and len(leaf.shape) == 4
     return mask or (name.endswith("attn.masked_bias") and leaf.shape == ())
