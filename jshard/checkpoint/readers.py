@@ -104,6 +104,8 @@ class OrbaxCheckpoint(Opened):
 class ForeignCheckpoint(Opened):
     """A checkpoint by another library: leaves under jshard's paths, read box by box."""
 
+    path: Path  # its file or folder
+
     def __init__(
         self, path: Path, source: DcpSource | SafetensorsSource | ZeroSource, names: Names | None = None
     ) -> None:

@@ -127,12 +127,12 @@ def request_of(args: TrainArgs) -> Request:
         raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
     weights = None if is_begun else args.init_from
-    if isinstance(weights, Path):
+    if weights is not None:
         # As settings they are in the run's record: a resumed run has them even if the weights are gone.
         args = dataclasses.replace(args, set=_settings(stored_settings(model_file, recipe, weights), args.set))
     own = {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}
     recipe = override(recipe, [*args.set, *(f"{key}={getattr(args, option)}" for option, key in own.items())])
-    if isinstance(weights, Path) and model_file.hf_types:
+    if weights is not None and model_file.hf_types:
         check(weights, recipe.model, model_file.hf_types)
     check_recipe(recipe, options={key: f"--{option}" for option, key in own.items()})
     profile = parse_steps(args.profile, option="--profile") if args.profile else None

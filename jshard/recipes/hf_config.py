@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from jshard import _compat
 from jshard.checkpoint.formats import CheckedNames, Stored
 from jshard.errors import ShardingError
-from jshard.recipes.hf_families import ANY_FAMILY, FAMILIES, HARMLESS, OFF, AttentionBias, Config, Family, Fixed, Key
+from jshard.recipes.hf_families import ANY_FAMILY, FAMILIES, HARMLESS, OFF, Family
+from jshard.recipes.hf_keys import Config, ConfigKey, Fixed
 
 NAME = "config.json"
 ADAPTER = "adapter_config.json"
@@ -53,9 +54,14 @@ class Row:
     problem: str = ""
 
     @property
+    def short(self) -> str:
+        """Its value as JSON, cut if it is long."""
+        return _short(self.value)
+
+    @property
     def text(self) -> str:
-        """The key, its value as JSON, and the problem."""
-        return f"{self.name}: {_short(self.value)}  {self.problem}"
+        """The key, its value and the problem."""
+        return f"{self.name}: {self.short}  {self.problem}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Reading:
     """
 
     family: Family | None
-    values: Mapping[Key, Any]
+    values: Mapping[ConfigKey, Any]
     rows: tuple[Row, ...]
 
     @property
@@ -94,7 +100,7 @@ def read(config: Config, types: Sequence[str]) -> Reading:
         rows = [Row(name, value) for name, value in config.items() if name != "model_type"]
         return Reading(None, {}, (Row("model_type", model_type, problem=why), *rows))
     family = FAMILIES[model_type]
-    values: dict[Key, Any] = {}
+    values: dict[ConfigKey, Any] = {}
     problems: dict[str, str] = {}
     for key in family.keys:
         try:
@@ -271,7 +277,7 @@ def config_json(model: Any, types: Sequence[str]) -> dict[str, Any]:
     for family in map(FAMILIES.__getitem__, types):
         values = {key: key.computed(model) for key in family.keys}
         implied = all(getattr(model, field, OFF.get(field)) == value for field, value in family.implied.items())
-        if not implied or not all(_is_of_table(key, value) for key, value in values.items()):
+        if not implied or not all(key.can_be(value) for key, value in values.items()):
             continue
         result = {"architectures": [family.architectures[0]], "model_type": family.model_type}
         for key, value in values.items():
@@ -282,11 +288,6 @@ def config_json(model: Any, types: Sequence[str]) -> dict[str, Any]:
         return result | {"bos_token_id": None, "eos_token_id": None}  # the tokenizer knows them
     options = ", ".join(f"{name}={getattr(model, name)!r}" for name in OFF if hasattr(model, name))
     raise ValueError(f"none of {', '.join(types)} has together {options}")
-
-
-def _is_of_table(key: Key, value: Any) -> bool:
-    """Whether a key can have this value: a bias of three matrices of four is none of Llama."""
-    return not (isinstance(key, AttentionBias) and isinstance(value, str))
 
 
 def checked_names(names: Mapping[str, str | Stored], model: Any, types: Sequence[str]) -> CheckedNames:
