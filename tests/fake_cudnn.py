@@ -30,7 +30,7 @@ def _scores(q, k, bias, kv_lengths, *, scale, mask_type, variadic_args, sliding_
     if "CAUSAL" in mask_type.name:
         seen &= jnp.broadcast_to(jnp.tril(jnp.ones((T, S), bool)), seen.shape)
     if sliding_window_length:
-        seen &= jnp.triu(jnp.ones((T, S), bool), 1 - sliding_window_length)
+        seen &= jnp.broadcast_to(jnp.triu(jnp.ones((T, S), bool), 1 - sliding_window_length), seen.shape)
     if "PADDING" in mask_type.name:
         seen &= jnp.arange(S)[None, None, None] < kv_lengths[:, None, None, None]
     return jnp.where(seen, scores, -jnp.inf)

@@ -397,9 +397,8 @@ class Fixed:
 
     def check(self, config: Config) -> None:
         """Raises a ValueError for another value."""
-        if self.name in config and self.why and not _is_among(config[self.name], self.only):
-            raise ValueError(self.why)
-        check_only(config, self.name, self.only)
+        if self.name in config and not _is_among(config[self.name], self.only):
+            raise ValueError(self.why or f"is supported as {_listed(self.only)} only")
 
 
 def typed(value: Any, kind: type) -> Any:
@@ -421,5 +420,10 @@ def _is_among(value: Any, values: Iterable[Any]) -> bool:
 def check_only(config: Config, name: str, only: tuple[Any, ...]) -> None:
     """Raises a ValueError if the key is there with another value than these."""
     if name in config and not _is_among(config[name], only):
-        values = " or ".join(json.dumps(value) for value in only if value is not None or len(only) == 1)
-        raise ValueError(f"{name} is supported as {values} only")
+        raise ValueError(f"{name} is supported as {_listed(only)} only")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    """The values as JSON; of several, those that say something."""
+    full = [value for value in values if value not in (None, [], {})]
+    return " or ".join(json.dumps(value) for value in full or values[:1])

@@ -74,7 +74,7 @@ def test_a_setting_that_differs_is_refused_with_both_values(here, capsys):
         ({"model_type": "granite", "residual_multiplier": 0.2}, 'model_type: "granite"'),
         ({"logits_scaling": 8.0}, "logits_scaling: 8.0  is not known here"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized parameters are not read"),
-        ({"hidden_act": "relu"}, 'hidden_act is supported as "silu"'),
+        ({"hidden_act": "relu"}, 'hidden_act: "relu"  is supported as "silu" or "swish" only'),
     ],
 )
 def test_weights_of_another_model_are_refused_before_anything_is_read(keys, line, here, capsys):
