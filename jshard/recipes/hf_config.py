@@ -96,9 +96,8 @@ def read(config: Config, types: Sequence[str]) -> Reading:
     """Reads a config.json for a model that computes these types."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in types:
-        why = f"is another model, whatever the names of its parameters; supported: {', '.join(types)}"
         rows = [Row(name, value) for name, value in config.items() if name != "model_type"]
-        return Reading(None, {}, (Row("model_type", model_type, problem=why), *rows))
+        return Reading(None, {}, (_other_type(model_type, types), *rows))
     family = FAMILIES[model_type]
     values: dict[ConfigKey, Any] = {}
     problems: dict[str, str] = {}
@@ -106,23 +105,39 @@ def read(config: Config, types: Sequence[str]) -> Reading:
         try:
             values[key] = key.stored(config)
         except (ValueError, TypeError, AttributeError) as error:
-            first = next((name for name in key.names if config.get(name) is not None), key.name)
-            problems[first] = str(error)
-    classes = Fixed(name="architectures", only=(None, [], *([name] for name in family.architectures)))
-    fixed = {rule.name: rule for rule in (*ANY_FAMILY, *family.fixed, classes)}
-    for rule in fixed.values():
+            present = next((name for name in key.names if config.get(name) is not None), key.name)
+            problems[present] = str(error)
+    rules = _rules(family)
+    for rule in rules.values():
         try:
             rule.check(config)
         except ValueError as error:
             problems[rule.name] = str(error)
     fields = {name: key.described for key in family.keys for name in key.names}
-    rows = []
-    for name, value in config.items():
-        if name not in fields and name not in fixed and name not in HARMLESS and name != "model_type":
-            problems.setdefault(name, "is not known here, and may change what the model computes")
-        rows.append(Row(name, value, fields.get(name, ""), problems.pop(name, "")))
-    rows += [Row(name, None, problem=problem) for name, problem in problems.items()]
+    known = {"model_type", *fields, *rules, *HARMLESS}
+    for name in config:
+        if name not in known:
+            problems[name] = _UNKNOWN
+    rows = [Row(name, value, fields.get(name, ""), problems.pop(name, "")) for name, value in config.items()]
+    rows += [Row(name, None, problem=problem) for name, problem in problems.items()]  # of absent keys
     return Reading(family, values, tuple(rows))
+
+
+_UNKNOWN = "is not known here, and may change what the model computes"
+
+
+def _other_type(model_type: Any, types: Sequence[str]) -> Row:
+    if model_type is None:
+        problem = "is missing: it says which model the weights are of"
+    else:
+        problem = f"is another model, whatever the names of its parameters; supported: {', '.join(types)}"
+    return Row("model_type", model_type, problem=problem)
+
+
+def _rules(family: Family) -> dict[str, Fixed]:
+    """The keys of a family of which only some values are computed; its own come before those of all families."""
+    classes = Fixed(name="architectures", only=(None, [], *([name] for name in family.architectures)))
+    return {rule.name: rule for rule in (*ANY_FAMILY, *family.fixed, classes)}
 
 
 def config_file(path: Path) -> Path | None:
@@ -225,7 +240,7 @@ def _readable(path: Path, types: Sequence[str]) -> Reading | None:
     problems = reading.problems
     if not problems:
         return reading
-    unknown = [row.name for row in problems if row.problem.startswith("is not known")]
+    unknown = [row.name for row in problems if row.problem == _UNKNOWN]
     do = f"choose weights of one of these types: {', '.join(types)};\nor write a model file that computes this one."
     if len(unknown) == len(problems):
         do += f"\nIf they leave its logits unchanged, remove {', '.join(unknown)} from {file}"

@@ -59,18 +59,18 @@ ANY_FAMILY = (
 # Keys that leave the logits unchanged, whatever their value is.
 HARMLESS = frozenset(
     # Of training: the recipe has its own.
-    "attention_dropout attn_pdrop classifier_dropout dropout_rate embd_pdrop gradient_checkpointing initializer_factor"
-    " initializer_range resid_pdrop"
+    "attention_dropout attn_pdrop classifier_dropout dropout_rate embd_pdrop gradient_checkpointing"
+    " initializer_factor initializer_range resid_pdrop"
     # Of the file, of how it is computed, and of what a call returns.
     " _attn_implementation _attn_implementation_autoset _commit_hash _from_model_config _name_or_path"
     " attn_implementation chunk_size_feed_forward dtype experts_implementation is_decoder is_llama_config"
-    " keys_to_ignore_at_inference name_or_path output_attentions output_hidden_states pretraining_tp"
-    " reorder_and_upcast_attn return_dict tf_legacy_loss torch_dtype torchscript transformers_version unsloth_fixed"
-    " unsloth_version use_bfloat16 use_cache use_return_dict vocab_file"
+    " keys_to_ignore_at_inference name_or_path output_attentions output_hidden_states output_past pretraining_tp"
+    " reorder_and_upcast_attn return_dict tf_legacy_loss torch_dtype torchscript transformers.js_config"
+    " transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict vocab_file"
     # Of tokens and of heads of other tasks; `architectures` says whether there is one.
-    " bos_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id prefix tokenizer_class"
-    " finetuning_task id2label label2id n_ctx num_labels problem_type summary_activation summary_first_dropout"
-    " summary_proj_to_labels summary_type summary_use_proj task_specific_params"
+    " _num_labels bos_token_id decoder_start_token_id eos_token_id finetuning_task id2label label2id n_ctx n_positions"
+    " n_special num_labels pad_token_id predict_special_tokens prefix problem_type sep_token_id summary_activation"
+    " summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class"
     # Of generation.
     " assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty"
     " do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff"

@@ -145,11 +145,12 @@ def _config_table(reading: Reading) -> Group:
     """The keys that a recipe reads or refuses, and a line with the others."""
     table = made_table("", "config.json", "value", "recipe")
     harmless = []
+    without_field = "" if reading.family is None else "supported"
     for row in reading.rows:
         if not row.field and not row.problem and row.name in HARMLESS:
             harmless.append(row.name)
             continue
-        add_row(table, *map(printable, (row.name, row.short, row.problem or row.field)))
+        add_row(table, *map(printable, (row.name, row.short, row.problem or row.field or without_field)))
     lines = []
     if harmless:
         lines.append(f"without effect on the logits: {', '.join(harmless)}")
