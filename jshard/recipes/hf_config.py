@@ -186,7 +186,7 @@ def check(path: Path, model: Any, types: Sequence[str]) -> None:
     if not different:
         return
     raise HFConfigError(
-        f"The recipe and {NAME} differ in {len(different)} settings.",
+        f"The settings of the recipe and of {NAME} differ.",
         where=[str(config_file(path)), *different],
         why="with other settings the same weights are another model.",
         do=f"leave out the --set of these keys: --init-from and ckpt import take them from {NAME}.\n"

@@ -182,7 +182,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             model_type="t5",
-            architectures=("T5ForConditionalGeneration", "T5Model"),
+            architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"),
             keys=(
                 ConfigKey(name="vocab_size", field="vocab_size", default=32_128),
                 _T5_LAYERS,

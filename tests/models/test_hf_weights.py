@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.recipes.building import check_source
 from jshard.recipes.hf_config import HFConfigError, check, config_json, filled, read, settings_of
 from jshard.recipes.hf_families import FAMILIES
 from tests.hf_folders import ORIGINAL, config_of, logits, write_folder
@@ -163,6 +164,13 @@ def test_a_model_file_that_does_not_say_what_it_computes_gets_a_warning(tmp_path
     names.check(tmp_path)  # without a config.json there is nothing to compare
     with pytest.warns(UserWarning, match=r"(?s)config\.json is not compared.*llama\.py has no hf_types"):
         names.check(saved(tmp_path / "hf", config_of("llama")))
+
+
+def test_a_model_file_without_names_gets_the_warning_too(tmp_path):
+    write_folder(tmp_path / "hf", config_of("llama", rms_norm_eps=1e-5))
+    file = dataclasses.replace(js.train.load_model_file("llama"), hf_types=(), hf_names=None)
+    with pytest.warns(UserWarning, match=r"config\.json is not compared"), pytest.raises(js.checkpoint.CheckpointError):
+        check_source(file, tiny("llama"), js.mesh(), tmp_path / "hf")
 
 
 def test_a_model_without_a_field_is_refused_unless_the_file_has_it_off(tmp_path):
