@@ -18,7 +18,7 @@ from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
-from jshard.checkpoint.formats import Foreign, NamedSource, SafetensorsSource, foreign_source
+from jshard.checkpoint.formats import Foreign, NamedSource, SafetensorsSource, check_settings, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
@@ -106,6 +106,8 @@ class OrbaxCheckpoint(Opened):
 class ForeignCheckpoint(Opened):
     """A checkpoint by another library: leaves under jshard's paths, read box by box."""
 
+    path: Path  # its file or folder
+
     def __init__(self, path: Path, source: Foreign, names: Names | None = None) -> None:
         self.path = path
         self.notes = source.notes if isinstance(source, SafetensorsSource) else ()
@@ -183,7 +185,10 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
     if path.name == FOLDER and is_packed(path.parent):
         raise no_checkpoint(path)
     source = foreign_source(path)
-    return own_checkpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
+    if source is None:
+        return own_checkpoint(path, verify=verify)
+    check_settings(path, names)
+    return ForeignCheckpoint(path, source, names)
 
 
 def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:

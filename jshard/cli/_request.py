@@ -25,6 +25,7 @@ from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
 from jshard.plans.mesh import AnyMesh
 from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.hf_config import check, settings_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override, parse_units
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe, tree, versions
@@ -136,14 +137,29 @@ def request_of(args: TrainArgs) -> Request:
     if args.init_from is not None and not is_begun and not place_of(args.init_from).exists():
         raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
+    weights = None if is_begun else args.init_from
+    if weights is not None:
+        # As settings they are in the run's record: a resumed run has them even if the weights are gone.
+        args = dataclasses.replace(args, set=_settings(stored_settings(model_file, recipe, weights), args.set))
     own = {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}
     recipe = override(recipe, [*args.set, *(f"{key}={getattr(args, option)}" for option, key in own.items())])
+    if weights is not None and model_file.hf_types:
+        check(weights, recipe.model, model_file.hf_types)
     check_recipe(recipe, options={key: f"--{option}" for option, key in own.items()})
     profile = parse_steps(args.profile, option="--profile") if args.profile else None
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
     model_file = model_file.with_units(parse_units(args.unit))
     return Request(args, given, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
+
+
+def stored_settings(model_file: ModelFile, recipe: Recipe, path: Path) -> list[str]:
+    """The settings of a recipe that the config.json of Hugging Face's weights makes; none without such a file."""
+    if not model_file.hf_types:
+        return []
+    keys = leaves(tree(recipe))
+    values = {f"model.{name}": value for name, value in settings_of(path, model_file.hf_types).items()}
+    return [as_setting(key, value) for key, value in values.items() if key in keys]
 
 
 def _without_config(args: TrainArgs, model_file: ModelFile) -> TrainArgs:

@@ -6,7 +6,7 @@ A *model file* is an ordinary Python file. It must define three names:
     build(config, rngs)        the Flax model for `recipe.model`
     annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; for Linen it returns the copy
 
-and may define six more:
+and may define seven more:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar or a `js.WeightedMean`; or (loss, metrics),
                                with a dict of them; without it `next_token_loss`, the cross entropy of `model(inputs)`
@@ -15,6 +15,8 @@ and may define six more:
     flops(recipe)              floating-point operations of a step, and their formula as text, for the MFU
     hf_names(config)           the Hugging Face name of each parameter, for --init-from and `jshard ckpt`
     hf_config(config)          the contents of its config.json for such a model, for `jshard ckpt export`
+    hf_types                   the model types of Hugging Face that it computes, such as ("llama", "mistral"): the
+                               config.json of weights fills the recipe
     wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
                                their paths, such as "*/lora_*"; all by default
 
@@ -46,12 +48,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _compat
 from jshard._paths import expanded
+from jshard.checkpoint.formats import CheckedNames
 from jshard.data.worker_pool import MODEL_FILE
 from jshard.engine.weighted import mean_of
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import as_filter
 from jshard.recipes import model_path, shipped_folder, shipped_models
+from jshard.recipes.hf_config import checked_names, unchecked_names
+from jshard.recipes.hf_families import FAMILIES
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
@@ -174,6 +179,7 @@ class ModelFile:
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: the Hugging Face name of each parameter; None if not defined.
         hf_config: the contents of its config.json; None if not defined.
+        hf_types: the `model_type`s of Hugging Face that it computes.
         wrt: the parameters that are trained, as for `nnx.Optimizer`; the others are frozen.
         units: settings of the units changed on the command line, by name; see `jshard.api.fully_shard.revise`.
     """
@@ -187,6 +193,7 @@ class ModelFile:
     flops: Callable[[Any], tuple[float, str]] | None = None
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
     hf_config: Callable[[Any], Mapping[str, Any]] | None = None
+    hf_types: tuple[str, ...] = ()
     wrt: Any = nnx.Param
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -234,7 +241,7 @@ class ModelFile:
         if self.hf_names is None:
             return None
         try:
-            return self.hf_names(config)
+            names = self.hf_names(config)
         except FourPartError:
             raise
         except ValueError as error:
@@ -243,6 +250,27 @@ class ModelFile:
                 where=place_in(self.path, error),
                 why=f"hf_names raised: {error}.",
                 do="use a config that it supports; or a checkpoint of jshard, whose names are the model's own.",
+            ) from error
+        if isinstance(names, CheckedNames):
+            return names
+        if self.hf_types:
+            return checked_names(names, config, self.hf_types)
+        return unchecked_names(names, str(self.path))
+
+    def config_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
+        """The result of `hf_config` for a config; None if the file has no such function."""
+        if self.hf_config is None:
+            return None
+        try:
+            return self.hf_config(config)
+        except FourPartError:
+            raise
+        except ValueError as error:
+            raise ModelFileError(
+                "The model of this config has no config.json.",
+                where=place_in(self.path, error),
+                why=f"hf_config raised: {error}.",
+                do="--own-names  # exports it under the model's own names, without a config.json",
             ) from error
 
 
@@ -400,7 +428,8 @@ def _pick(module: Any, path: Path) -> ModelFile:
     named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
     named = {name: value for name, value in named.items() if value is not None}
     wrt = getattr(module, "wrt", nnx.Param)
-    wrong = list(_wrong_kinds(module.RECIPES, named, wrt))
+    hf_types = getattr(module, "hf_types", ())
+    wrong = [*_wrong_kinds(module.RECIPES, named, wrt), *_wrong_types(hf_types)]
     if wrong:
         raise ModelFileError(
             "The model file defines names that cannot be used.",
@@ -408,7 +437,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
             why="\n".join(why for _, why in wrong),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
         )
-    return ModelFile(path=path, recipes=module.RECIPES, wrt=_filter(wrt), **named)
+    return ModelFile(path=path, recipes=module.RECIPES, hf_types=tuple(hf_types), wrt=_filter(wrt), **named)
 
 
 def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[tuple[str, str]]:
@@ -427,6 +456,12 @@ def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[t
         nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError):
         yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
+
+
+def _wrong_types(hf_types: Any) -> Iterator[tuple[str, str]]:
+    is_known = isinstance(hf_types, list | tuple) and all(name in FAMILIES for name in hf_types)
+    if not is_known:
+        yield "hf_types", f"hf_types is {hf_types!r}, not a tuple of names among {', '.join(FAMILIES)}."
 
 
 def _filter(wrt: Any) -> Any:

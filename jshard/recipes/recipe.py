@@ -225,7 +225,7 @@ def _counts(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
             yield key, f"{key} is a {type(value).__name__}, not an int.", int(value) if is_whole else max(least, 1)
         elif value < least:
             yield key, f"{key} must be at least {least}.", least
-        elif value > _MOST:
+        elif int(value) > _MOST:
             yield key, f"{key} must be at most 2**63 - 1, as arrays count in 64 bits.", max(least, 1)
     if recipe.loss_scale not in LOSS_SCALES:
         yield "loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto"

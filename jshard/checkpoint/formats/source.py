@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -271,6 +271,28 @@ def _check_order(path: str, stored: Stored, shapes: Mapping[str, tuple[int, ...]
 
 Names = Mapping[str, str | Stored]
 """From jshard paths, per layer and without the model's name, to what is stored; a string is a `Stored` name."""
+
+
+class CheckedNames(dict[str, str | Stored]):
+    """The names of one model's parameters, and a check of what is stored beside them.
+
+    Several models have parameters of the same names and shapes. Only their settings, in a file beside the weights, say
+    which of them the weights are of.
+
+    Args:
+        names: see `Names`.
+        check: raises if the weights at a path are of another model.
+    """
+
+    def __init__(self, names: Names, check: Callable[[Path], None]) -> None:
+        super().__init__(names)
+        self.check = check
+
+
+def check_settings(path: Path, names: Names | None) -> None:
+    """Raises if the names are of one model, and the settings beside the weights of another."""
+    if isinstance(names, CheckedNames):
+        names.check(path)
 
 
 class NamedSource:
