@@ -1,16 +1,9 @@
-"""The place of a process among those of a run: its deadlines, its token, the ports that it opens, and its signals.
-
-A process that connects to the roll call receives a nonce, and answers with a hello whose signature proves that it
-knows the token of the run; the reply proves the same. The token itself is never sent.
-"""
+"""The place of a process among those of a run: its deadlines, its token, the ports that it opens, and its signals."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import hmac
-import json
 import os
 import signal
 import socket
@@ -18,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from jshard.errors import RunError, ShardingError
 
@@ -33,6 +26,7 @@ GOOD = (0, 128 + signal.SIGINT, RESUME)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal was closed
 _REPEAT_S = 1.0
+_BACKLOG = 4096  # all processes of a large run connect at once, and strangers may, too
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_orte_hnp_uri")
 
@@ -145,22 +139,6 @@ def token_of(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> bytes
     return (given or "|".join(["jshard", *(cluster.variables.get(name, "") for name in _JOB)])).encode()
 
 
-def signed(message: Mapping[str, Any], token: bytes, nonce: str) -> dict[str, Any]:
-    """The message with a signature that proves to the creator of the nonce that the sender knows the token."""
-    return {**message, "proof": _proof(message, token, nonce)}
-
-
-def is_signed(message: Mapping[str, Any], token: bytes, nonce: str) -> bool:
-    """Whether a message has the right signature."""
-    body = {name: value for name, value in message.items() if name != "proof"}
-    return hmac.compare_digest(str(message.get("proof", "")).encode(), _proof(body, token, nonce).encode())
-
-
-def _proof(message: Mapping[str, Any], token: bytes, nonce: str) -> str:
-    text = json.dumps(message, sort_keys=True)
-    return hmac.new(token, f"{nonce}|{text}".encode(), hashlib.sha256).hexdigest()
-
-
 # The addresses on which a run listens.
 
 
@@ -226,10 +204,10 @@ def open_port(host: str, port: int = 0) -> socket.socket:
     """A listening socket; on all interfaces for an empty host, at a free port for 0."""
     if host:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     if not socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), backlog=1024)
-    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
 
 
 def roll_call_port(cluster: Cluster) -> int:
