@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jshard import checkpoint, launch
+from jshard._children import module_command
 from jshard.cli._arguments import Count, open_mesh, parse_mesh, simulate_devices
 from jshard.cli._config import as_setting
 from jshard.cli._request import data_of, tokenizer_of
@@ -59,7 +59,7 @@ class RunArgs:
         check_processes(self, cluster)
         processes = self.processes if cluster is None else None
         how = {"processes": processes, "cluster": cluster, "again": shlex.join(line)}
-        return launch.supervise([sys.executable, "-m", *line], **how)
+        return launch.supervise(module_command("jshard", command, *argv), **how)
 
     def open_mesh(self) -> Mesh:
         """The mesh over the present devices; the first use of them."""

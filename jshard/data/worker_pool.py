@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from jshard import _stacks
+from jshard._children import forget_safe_path, safe_path
 from jshard.errors import RunError, ShardingError
 
 if TYPE_CHECKING:
@@ -85,10 +86,12 @@ class _Worker:
         self._pipe, theirs = context.Pipe()
         self._joining = threading.Lock()
         self.process = context.Process(target=_work, args=(theirs, self._name), name=self._name, daemon=True)
-        resource_tracker.ensure_running()  # it would unblock the signals when it starts
+        with safe_path():
+            resource_tracker.ensure_running()  # it would unblock the signals when it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)  # inherited by the worker
         try:
-            self.process.start()
+            with safe_path():
+                self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # the pipe now ends with the process
@@ -158,6 +161,7 @@ def _not_portable(reader: Reader, error: BaseException) -> ShardingError:
 
 def _work(pipe: Connection, name: str) -> None:
     """The main loop of a worker: receives a reader, then sample ids, and sends batches until the pipe ends."""
+    forget_safe_path()
     for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
