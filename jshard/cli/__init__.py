@@ -164,6 +164,8 @@ def _nobody_reads() -> bool:
 
 def _flush_stdout() -> None:
     """Flushes stdout, so that a closed pipe is detected here and not at Python's exit."""
+    if sys.stdout is None:  # closed, in a program that calls `main`
+        return
     try:
         sys.stdout.flush()
     except BrokenPipeError:

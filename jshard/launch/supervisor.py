@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jshard._streams import open_standard_streams
 from jshard.errors import FourPartError, RunError, ShardingError, printable
 from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
@@ -52,6 +53,7 @@ def supervise(
         0 if all completed their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or never came.
     """
+    open_standard_streams()  # the workers inherit them
     deadlines, history = deadlines or Deadlines(), History(left=0 if restarts is None else restarts.most)
     with Signals() as signals, contextlib.ExitStack() as stack:
         is_stopped = lambda: signals.received is not None
