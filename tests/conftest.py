@@ -22,6 +22,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TERM"] = "xterm-256color"
 os.environ.pop("NO_COLOR", None)
 
+# The key of the user who runs the tests stays what it is: see jshard/train/trust.py.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="jshard-tests-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
 import jax
 import pytest
 from jax._src import compilation_cache as private

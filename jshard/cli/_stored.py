@@ -29,6 +29,7 @@ from jshard.recipes.step import HeldModel
 from jshard.train.run import check_vocabulary
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import NOTHING, differences
+from jshard.train.trust import model_of_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,8 @@ class RunArgs:
     """Folder of a run. Its newest checkpoint is read."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
     """Model file, if it has moved since the run."""
+    trust: bool = False
+    """Execute the model file that the run names, although the run was not made by you on this machine."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A Hugging Face tokenizer.json, if it has moved since the run."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
@@ -91,8 +94,17 @@ class StoredRun:
     recipe: Recipe
 
     @classmethod
-    def read(cls, path: Path, *, model: Path | None = None) -> StoredRun:
-        """Reads the record of a run, and its model file or the given one."""
+    def read(
+        cls, path: Path, *, model: Path | None = None, is_trusted: bool = False, command: Sequence[str]
+    ) -> StoredRun:
+        """Reads the record of a run, and its model file or the given one.
+
+        Args:
+            path: its folder.
+            model: the model file; by default the one that the run names.
+            is_trusted: whether that one may be executed if the run is not the user's own.
+            command: the words of the command, for an error.
+        """
         if not RunFolder.holds_run(path):
             raise ShardingError(
                 "There is no run.",
@@ -101,7 +113,9 @@ class StoredRun:
                 do="name the folder that `jshard train` wrote: runs/gpt-tiny",
             )
         record = RunFolder.record(path)
-        file = load_model_file(model or Path(record["model_file"]))
+        if model is None:
+            model = model_of_run(record, is_trusted=is_trusted, where=path, command=command)
+        file = load_model_file(model)
         _, recipe = file.recipe(record["name"] if record["name"] in file.recipes else None)
         found = [(key, then) for key, then, _ in differences(record["recipe"], tree(recipe)) if then is not NOTHING]
         return cls(

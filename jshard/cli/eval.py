@@ -40,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
     args = parse(EvalArgs, argv, command="jshard eval")
     if (code := args.started("eval", argv)) is not None:
         return code
-    stored = StoredRun.read(args.path, model=args.model)
+    command = ["jshard", "eval", *argv]
+    stored = StoredRun.read(args.path, model=args.model, is_trusted=args.trust, command=command)
     model_file, recipe, tokenizer = stored.model_file, stored.recipe, stored.tokenizer_file(args.tokenizer)
     how: dict[str, Any] = {name: stored.options.get(name) for name in ("text_key", "dtype")}
     own, apart = ([Path(path) for path in stored.options.get(name, ())] for name in ("data", "held_out"))

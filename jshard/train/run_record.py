@@ -25,6 +25,7 @@ from jshard._text import duration
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
 from jshard.train.records import iterate_metrics
+from jshard.train.trust import SEAL, sealed
 
 _FIXED = ("model", "sequence_length", "seed")  # with other values it would be another run
 
@@ -62,7 +63,8 @@ class RunRecord:
 
     def as_json(self) -> dict[str, Any]:
         """The record in the form of the file."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return record | {SEAL: sealed(self.model_file)}
 
     def check_continues(self, stored: Mapping[str, Any], *, where: str) -> list[str]:
         """Checks that this run may continue from the checkpoints of a stored one; returns allowed differences as lines.

@@ -41,6 +41,7 @@ from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
 from jshard.train.run_folder import RunFolder
+from jshard.train.trust import UntrustedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,8 +211,10 @@ class ExportArgs(_ModelArgs):
     """Keep the model's own names."""
     no_verify: bool = False
     """Skip reading everything first to verify its checksums."""
+    trust: bool = False
+    """Execute the model file that the run names, although the run was not made by you on this machine."""
 
-    def loaded(self) -> Model | None:
+    def loaded_for(self, argv: Sequence[str]) -> Model | None:
         """The requested model, or that of the run that saved the checkpoint, if it defines other names."""
         if self.own_names and (self.model is not None or self.recipe is not None or self.set):
             raise ShardingError(
@@ -223,13 +226,16 @@ class ExportArgs(_ModelArgs):
         place = self.path.absolute()
         run = next((folder for folder in (place, *place.parents[:2]) if RunFolder.holds_run(folder)), None)
         if run is None or self.recipe is not None or self.set:
-            return super().loaded()
+            return self.loaded()
         if self.own_names or (self.model is None and (self.format, self.part) != ("safetensors", "model")):
             return None
         try:
-            stored = StoredRun.read(run, model=self.model)
+            command = ["jshard", "ckpt", "export", *argv]
+            stored = StoredRun.read(run, model=self.model, is_trusted=self.trust, command=command)
             model = Model(stored.model_file, stored.recipe, stored)
             model.names()
+        except UntrustedError:
+            raise
         except ShardingError as error:
             if self.model is not None:
                 raise
@@ -241,7 +247,7 @@ class ExportArgs(_ModelArgs):
 def run_export(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt export`."""
     args = parse(ExportArgs, argv, command="jshard ckpt export")
-    model = args.loaded()
+    model = args.loaded_for(argv)
     args = args if model is None else dataclasses.replace(args, model=model.file.path)
     path = checkpoint_at(args.path)
     ours = own_checkpoint(path)
