@@ -11,9 +11,11 @@ def run() -> None:
     # Here, not above: `python -m` has the working folder in sys.path until now.
     from jshard._streams import escape_what_cannot_be_written, open_standard_streams
     from jshard.cli import leave_if_worker, main
+    from jshard.cli._signals import end_promptly
 
     open_standard_streams()
     escape_what_cannot_be_written()
+    end_promptly()
 
     # Tracing creates millions of objects, few of them garbage: garbage collection takes a tenth of a short run, and its
     # last pass, at the end of Python, half a second.

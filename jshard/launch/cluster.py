@@ -235,6 +235,11 @@ def roll_call_port(cluster: Cluster) -> int:
 # The signals that end a run.
 
 
+def unsaved_text(number: int) -> str:
+    """The last line of a run that a second signal ends."""
+    return f"\n{signal.Signals(number).name} again: the run ends now, unsaved.\n"
+
+
 class Signals:
     """Records SIGINT, SIGTERM and SIGHUP inside the context, instead of their usual effects.
 
@@ -271,7 +276,7 @@ class Signals:
 
 
 class StopSignal(Signals):
-    """Catches SIGTERM, SIGINT and SIGHUP while the context is open.
+    """Catches SIGTERM, SIGINT and SIGHUP while the context is open; ignored ones stay ignored, as under `nohup`.
 
     A second one, at least a second later, ends the program. A worker of several processes only records them, however
     many: its supervisor decides when to end it. Python delivers signals to the main thread only; in another thread
@@ -281,11 +286,18 @@ class StopSignal(Signals):
         >>> with StopSignal() as stop:
         ...     while stop.received is None:
         ...         step()
+
+    Attributes:
+        asked_by: the first signal, known to `asked_s` before the main thread handles it.
+        is_insisted: whether another came a second or more after it, in the same way.
     """
 
+    asked_by: signal.Signals | None = None
+    is_insisted = False
     _asked_s: float | None = None
     _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which receives the number of a signal at once
     _old_wakeup: int = -1
+    _heard_s: float = 0.0
     _lock = threading.Lock()  # for the pipe: a thread may still read it while it is closed
 
     def report(self) -> None:
@@ -298,8 +310,9 @@ class StopSignal(Signals):
         This includes a signal not yet delivered to the main thread, which may be deep in native code.
         """
         with self._lock, contextlib.suppress(OSError):  # no pipe
-            if self._wakeup is not None and set(os.read(self._wakeup[0], 4096)) & set(self._before):
-                self.report()
+            if self._wakeup is not None:
+                for number in os.read(self._wakeup[0], 4096):
+                    self._hear(number)
         return self._asked_s
 
     def __enter__(self) -> Self:
@@ -318,6 +331,16 @@ class StopSignal(Signals):
                     os.close(fd)
         super().__exit__(*error)
 
+    def _hear(self, number: int) -> None:
+        if number not in self._before:
+            return
+        if self.asked_by is None:
+            self.asked_by = signal.Signals(number)
+            self._heard_s = time.monotonic()
+            self.report()
+        elif time.monotonic() - self._heard_s >= _REPEAT_S:
+            self.is_insisted = True
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_first = self.received is None
         super()._note(number, frame)
@@ -328,5 +351,7 @@ class StopSignal(Signals):
             with contextlib.suppress(OSError):  # not print: the signal may have interrupted one
                 os.write(2, text.encode())
         elif self.repeated and not is_worker():
+            with contextlib.suppress(OSError):
+                os.write(2, unsaved_text(number).encode())
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

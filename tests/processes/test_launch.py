@@ -125,7 +125,10 @@ def test_a_second_signal_kills(capfd, harmless, tmp_path):
     actions = {"p0": "deaf", "p1": "deaf"}
     assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM), (1.2, signal.SIGTERM)]) == 75
     out, err = capfd.readouterr()
-    assert "signal 15" in out and err == ""
+    assert "signal 15" in out
+    assert err == (
+        "SIGTERM again: the run ends now, unsaved. Continue it with: jshard train gpt.py --out runs/a --resume\n"
+    )
 
 
 @pytest.mark.parametrize(

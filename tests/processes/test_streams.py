@@ -51,7 +51,12 @@ def test_streams_that_are_closed_are_opened_before_anything_takes_their_numbers(
 @pytest.mark.parametrize("closed", [(0, 1), (0, 1, 2)], ids=["stdin+stdout", "all"])
 def test_a_supervisor_hears_its_workers_whatever_is_closed(closed, tmp_path):
     """Its pipe to a worker had the number of the worker's stdout, and a healthy run was lost."""
-    command = [sys.executable, str(HERE / "supervise.py"), '{"processes": 2, "peer_s": 5.0}', *fake(p0="done", p1="done")]
+    command = [
+        sys.executable,
+        str(HERE / "supervise.py"),
+        '{"processes": 2, "peer_s": 5.0}',
+        *fake(p0="done", p1="done"),
+    ]
     done = without(closed, command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
