@@ -26,7 +26,7 @@ import tyro
 from jshard import launch
 from jshard._live import fitted
 from jshard.cli._config import with_config
-from jshard.errors import MeshError, ShardingError
+from jshard.errors import MeshError, ShardingError, printable
 
 if TYPE_CHECKING:
     from jshard.plans.mesh import AnyMesh
@@ -134,7 +134,7 @@ def answer(found: Any, *, json: bool) -> None:
 
 def remark(line: str) -> None:
     """Prints a line on stderr, separate from the answer."""
-    print(fitted(line, sys.stderr), file=sys.stderr)
+    print(fitted(printable(line, keep="\n\t"), sys.stderr), file=sys.stderr)
 
 
 _SIMULATED = 8

@@ -17,6 +17,7 @@ from jshard.cli._request import data_of, loss_unit
 from jshard.cli._stored import RunArgs, StoredRun
 from jshard.cli.ckpt import as_json
 from jshard.errors import ShardingError
+from jshard.inspect.tables import show
 from jshard.recipes.recipe import check_batch
 from jshard.train.run import check_vocabulary, evaluated
 
@@ -70,5 +71,8 @@ def run(argv: Sequence[str]) -> int:
     more += "".join(f", {name} {loss_text(value)}" for name, value in scalars.items() if name != "loss")
     if jax.process_index() == 0:
         line = f"{data.description}\nvalidation loss {loss_text(loss)}{unit}{more} after {step} steps"
-        print(as_json(found) if args.json else line)
+        if args.json:
+            print(as_json(found))
+        else:
+            show(line)
     return 0

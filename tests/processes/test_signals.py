@@ -9,9 +9,14 @@ import pytest
 from tests.compiling import environment
 
 # Of native code, minutes long, as compiling is: no handler of Python's runs meanwhile.
-BUSY = "print('up', flush=True); import hashlib; hashlib.pbkdf2_hmac('sha512', b'', b'', 10**9)"
+BUSY = (
+    "import hashlib, threading; threading.Timer(0.3, lambda: print('up', flush=True)).start(); "
+    "hashlib.pbkdf2_hmac('sha512', b'', b'', 10**9)"
+)
 IDLE = "print('up', flush=True); import time; time.sleep(600)"
-COMMAND = "import sys; sys.argv[:] = ['jshard', {name!r}]; from jshard.cli._signals import end_promptly; end_promptly()\n"
+COMMAND = (
+    "import sys; sys.argv[:] = ['jshard', {name!r}]; from jshard.cli._signals import end_promptly; end_promptly()\n"
+)
 RUN = """\
 from pathlib import Path
 from jshard.launch import StallWatch, StopSignal, doing

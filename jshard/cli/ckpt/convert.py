@@ -36,6 +36,7 @@ from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, rema
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import RunError, ShardingError
+from jshard.inspect.tables import show
 from jshard.recipes.building import abstract_state
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
@@ -110,7 +111,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
         path = str(local_path(args.out))
         print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
     else:
-        print(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
+        show(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
 
 
 # `jshard ckpt import FOREIGN OUT`: converts a checkpoint saved by another library.
@@ -270,7 +271,7 @@ def run_export(argv: Sequence[str]) -> int:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
         names = ", ".join(file.name for file in files)
-        print(f"{args.out}: {len(source.leaves)} arrays, {human_bytes(total, 1)}: {names}")
+        show(f"{args.out}: {len(source.leaves)} arrays, {human_bytes(total, 1)}: {names}")
     return 0
 
 
