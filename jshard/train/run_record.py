@@ -10,12 +10,14 @@ Time before somebody resumed the run is also wall-clock time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -157,8 +159,9 @@ class RunLock:
     """
 
     def __init__(self, path: Path, token: str = "") -> None:
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
+            _close_to_others(self._file, path)
             self.is_held = _locked(self._file, fcntl.LOCK_EX, path)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
@@ -203,6 +206,18 @@ class RunLock:
             finally:
                 os.close(file)
             time.sleep(0.2)
+
+
+def _close_to_others(file: int, path: Path) -> None:
+    """Lets only those open a lock file who may write into its folder: whoever can read a file can lock it, for ever."""
+    folder = path.parent.stat().st_mode
+    mode = 0o600
+    if folder & stat.S_IWGRP:
+        mode |= 0o060
+    if folder & stat.S_IWOTH:
+        mode |= 0o006
+    with contextlib.suppress(PermissionError):  # it is a colleague's
+        os.fchmod(file, mode)
 
 
 def _locked(file: int, kind: int, path: Path) -> bool:

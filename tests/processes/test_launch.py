@@ -13,7 +13,7 @@ import pytest
 
 import jshard as js
 from jshard import launch
-from jshard.launch import worker_process
+from jshard.launch import worker, worker_process
 from jshard.launch.peers import Ending, cause
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
@@ -240,3 +240,13 @@ def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
         "[process 1] Traceback (most recent call last):\n[process 1] KeyError: 3\nRunError: Process 1"
     )
     assert "why:   it ended with exit code 1.\n" in reported
+
+
+def test_no_correction_of_the_clock_ends_a_run(monkeypatch):
+    """JAX compares the times of heartbeats by the clock of the wall, and aborts: the supervisors are the ones who look."""
+    asked = {}
+    monkeypatch.setattr("jax.distributed.initialize", lambda address, **how: asked.update(how))
+    monkeypatch.setattr("jax.config.update", lambda name, value: None)
+    environ = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    worker._connect(environ, launch.Deadlines())
+    assert asked["heartbeat_timeout_seconds"] > 10 * 365 * 24 * 3600
