@@ -23,8 +23,9 @@ END_S = 30.0
 """The time from the end of a run's work, when all have confirmed it, to the end of each process."""
 
 _PR_SET_PDEATHSIG = 1
-# Never: the supervisors hear of a lost process, and report it. JAX measures its heartbeats with the clock of the wall, so
-# that a correction of that clock by more than the time-out aborts all processes of a healthy run.
+# Never: the supervisors hear of a lost process, and report it. JAX measures the age of a heartbeat by the clock of the
+# wall, and aborts all processes of a healthy run when that is set forward by more than the time-out, or back to before
+# the last heartbeat. With this there is one heartbeat, at the start: only a clock set back to before it still aborts.
 _HEARTBEAT_S = 10**9
 _SECURED = ("JAX_MTLS_", "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS")
 _MESSAGE_BYTES = 4096  # what a pipe accepts atomically

@@ -242,7 +242,7 @@ def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
     assert "why:   it ended with exit code 1.\n" in reported
 
 
-def test_no_correction_of_the_clock_ends_a_run(monkeypatch):
+def test_a_clock_that_is_set_forward_ends_no_run(monkeypatch):
     """JAX compares the times of heartbeats by the clock of the wall, and aborts: the supervisors are the ones who look."""
     asked = {}
     monkeypatch.setattr("jax.distributed.initialize", lambda address, **how: asked.update(how))
