@@ -243,7 +243,7 @@ def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
 
 
 def test_a_clock_that_is_set_forward_ends_no_run(monkeypatch):
-    """JAX compares the times of heartbeats by the clock of the wall, and aborts: the supervisors are the ones who look."""
+    """JAX compares the times of heartbeats by the clock of the wall, and aborts: here the supervisors look."""
     asked = {}
     monkeypatch.setattr("jax.distributed.initialize", lambda address, **how: asked.update(how))
     monkeypatch.setattr("jax.config.update", lambda name, value: None)

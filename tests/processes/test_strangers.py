@@ -110,9 +110,9 @@ def test_no_line_of_a_stranger_in_place_of_process_0_ends_a_worker(line):
         place = launch.Cluster(
             kind="test", coordinator="127.0.0.1:1", num_processes=2, process_id=1, variables=variables
         )
-        with contextlib.closing(rendezvous.RollCall(place, launch.Deadlines(init_s=0.3))) as call:
-            with pytest.raises(RunError, match="Process 0 cannot be reached"):
-                call.meet(History(left=0))
+        call = rendezvous.RollCall(place, launch.Deadlines(init_s=0.3))
+        with contextlib.closing(call), pytest.raises(RunError, match="Process 0 cannot be reached"):
+            call.meet(History(left=0))
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
 
