@@ -7,7 +7,7 @@ or `jax.py` of the user there would take the place of the real one.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _SAFE_PATH = "PYTHONSAFEPATH"
@@ -40,6 +40,26 @@ def safe_path() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_SAFE_PATH, None)
+
+
+@contextlib.contextmanager
+def libraries_first(folders: Sequence[str]) -> Iterator[None]:
+    """Moves folders to the end of `sys.path`, which multiprocessing copies to the processes started in the context.
+
+    The folder of a model file comes first in this process, which had imported its libraries before. A new process has
+    not, and a `random.py` beside the model would be Python's; it calls `neighbours_first` once it has them.
+    """
+    before = list(sys.path)
+    sys.path[:] = [*(path for path in before if path not in folders), *folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def neighbours_first(folders: Sequence[str]) -> None:
+    """Moves the folders of model files to the front of `sys.path`, as where the model file was loaded."""
+    sys.path[:] = [*folders, *(path for path in sys.path if path not in folders)]
 
 
 def forget_safe_path() -> None:

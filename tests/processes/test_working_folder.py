@@ -70,3 +70,44 @@ def test_the_children_of_a_data_worker_are_the_users_own(monkeypatch):
     with safe_path():
         forget_safe_path()
         assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
+MODEL = """\
+import beside
+
+class Source:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        import beside as again
+        return {"x": again.VALUE}
+"""
+
+
+def test_a_data_worker_has_the_files_beside_a_model_and_its_own_libraries(folder):
+    """A `random.py` beside the model: the command had Python's before it loaded the model, its workers had not."""
+    (folder / "beside.py").write_text("VALUE = 7\n")
+    (folder / "my_model.py").write_text(MODEL)
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from jshard.data import worker_pool
+        from jshard.recipes import model_file
+        sys.path.insert(0, str(Path.cwd()))
+        module = model_file._module(Path("my_model.py"))
+        worker = worker_pool._Worker(0, 1)
+        import pickle, cloudpickle
+        cloudpickle.register_pickle_by_value(module)
+        class Reader:
+            def batch(self, ids):
+                return [module.Source()[number] for number in ids]
+        worker.send(cloudpickle.dumps(Reader()))
+        worker.send(pickle.dumps([1, 2]))
+        print(worker.receive("samples"))
+        assert sys.path[0] == str(Path.cwd())
+        worker._pipe.close()
+        assert worker.joined() == 0
+    """
+    done = run([sys.executable, "-P", "-c", code], folder)
+    assert done.stdout == "('batch', [{'x': 7}, {'x': 7}], None)\n", done.stderr
