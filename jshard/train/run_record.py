@@ -209,7 +209,7 @@ class RunLock:
 
 
 def _close_to_others(file: int, path: Path) -> None:
-    """Lets only those open a lock file who may write into its folder: whoever can read a file can hold its lock."""
+    """Lets only those open a lock file who may write into its folder: a reader of a file can hold its lock."""
     folder = path.parent.stat().st_mode
     mode = 0o600
     if folder & stat.S_IWGRP:
