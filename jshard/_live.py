@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from jshard.errors import printable
+
 _EVERY_S, _FIRST_S = 1.0, 0.3
 _PLAIN_FIRST_S = 30.0  # in a log file; the time to the next line doubles, so that a long wait does not fill it
 
@@ -42,12 +44,14 @@ class LiveLine:
     def rewrite(self, line: str) -> None:
         """Replaces the live text; only on a terminal."""
         columns = self.columns
+        line = printable(line)
         with self._lock:
             self._write("\r" + line[:columns].ljust(min(self._width, columns)))
             self._width = min(len(line), columns)
 
     def leave(self, line: str = "") -> None:
         """Writes a permanent line in place of the live one."""
+        line = printable(line, keep="\n\t")
         with self._lock:
             blank, self._width = " " * min(self._width, self.columns), 0
             self._write((f"\r{blank}\r" if blank else "") + (f"{line}\n" if line else ""))

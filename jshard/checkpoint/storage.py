@@ -303,7 +303,7 @@ def _owner_file(path: Path) -> Path:
 def _locked(path: Path, *, create: bool) -> int | None:
     """An open file, locked if the file system supports it; None if another process holds the lock."""
     while True:
-        number = open_in_place(path, os.O_RDWR | (os.O_CREAT if create else 0))
+        number = open_in_place(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

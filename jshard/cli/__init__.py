@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jshard import __version__, _compat
 from jshard._live import at_work, fitted
-from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError, is_request
+from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError, is_request, printable
 
 COMMANDS = {
     "train": "train a recipe of a model file, or of an included model",
@@ -122,9 +122,11 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
     is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
         if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
-            traceback.print_exception(error)  # needed for an error in the user's file or in ours
+            # Needed for an error in the user's file or in ours.
+            print(printable("".join(traceback.format_exception(error)), keep="\n\t"), end="", file=sys.stderr)
         if isinstance(error, FourPartError):
             notes = [note for note in getattr(error, "__notes__", ()) if not any(name in note for name in _SHORTENED)]
+            notes = [printable(note, keep="\n\t") for note in notes]
             print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
@@ -207,6 +209,8 @@ def _nobody_reads() -> bool:
 
 def _flush_stdout() -> None:
     """Flushes stdout, so that a closed pipe is detected here and not at Python's exit."""
+    if sys.stdout is None:  # closed, in a program that calls `main`
+        return
     try:
         print(end="", flush=True)
     except OSError:  # also of a full disk, which was reported

@@ -31,7 +31,7 @@ from jshard._live import fitted
 from jshard._parsing import is_int, is_number, shown, whole_number
 from jshard._paths import expanded
 from jshard.cli._config import with_config
-from jshard.errors import MeshError, RunError, ShardingError
+from jshard.errors import MeshError, RunError, ShardingError, printable
 
 if TYPE_CHECKING:
     from jshard.plans.mesh import AnyMesh
@@ -247,7 +247,7 @@ def answer(found: Any, *, json: bool) -> None:
 
 def remark(line: str) -> None:
     """Prints a line on stderr, separate from the answer."""
-    print(fitted(line, sys.stderr), file=sys.stderr)
+    print(fitted(printable(line, keep="\n\t"), sys.stderr), file=sys.stderr)
 
 
 _SIMULATED = 8

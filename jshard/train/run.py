@@ -245,7 +245,7 @@ class _Job:
         if self.watch is None:
             return contextlib.nullcontext()
         alone = None if launch.is_worker() else self.checkpoints.kept
-        return self.watch.over(self.folder.path / "stalls", asked_at=self.stop.asked_s, alone=alone, say=self._warn)
+        return self.watch.over(self.folder.path / "stalls", stop=self.stop, alone=alone, say=self._warn)
 
     def _warn(self, line: str) -> None:
         print(f"\n{line}", file=sys.stderr, flush=True)

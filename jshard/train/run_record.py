@@ -13,6 +13,7 @@ and it saved) to the next one. It is left out of the wall-clock time and recorde
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -20,6 +21,7 @@ import fcntl
 import itertools
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from jshard._text import clock_text, counted, duration
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
 from jshard.train.records import iterate_metrics
+from jshard.train.trust import SEAL, sealed
 
 _FIXED = ("model", "sequence_length", "seed")  # with other values it would be another run
 
@@ -68,7 +71,8 @@ class RunRecord:
 
     def as_json(self) -> dict[str, Any]:
         """The record in the form of the file."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return record | {SEAL: sealed(self.model_file)}
 
     def check_continues(self, stored: Mapping[str, Any], *, where: str) -> list[str]:
         """Checks that this run may continue from the checkpoints of a stored one; returns allowed differences as lines.
@@ -260,8 +264,9 @@ class RunLock:
     """
 
     def __init__(self, path: Path, token: str = "") -> None:
-        self._file: int | None = open_in_place(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file: int | None = open_in_place(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
+            _close_to_others(self._file, path)
             self.is_held = _locked(self._file, fcntl.LOCK_EX, path)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
@@ -306,6 +311,18 @@ class RunLock:
             finally:
                 os.close(file)
             time.sleep(0.2)
+
+
+def _close_to_others(file: int, path: Path) -> None:
+    """Lets only those open a lock file who may write into its folder: a reader of a file can hold its lock."""
+    folder = path.parent.stat().st_mode
+    mode = 0o600
+    if folder & stat.S_IWGRP:
+        mode |= 0o060
+    if folder & stat.S_IWOTH:
+        mode |= 0o006
+    with contextlib.suppress(PermissionError):  # it is a colleague's
+        os.fchmod(file, mode)
 
 
 def _locked(file: int, kind: int, path: Path) -> bool:

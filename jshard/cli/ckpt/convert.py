@@ -38,11 +38,13 @@ from jshard.cli._request import stored_settings
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import RunError, ShardingError
+from jshard.inspect.tables import show
 from jshard.recipes.building import abstract_state
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
 from jshard.train.run_folder import RunFolder
+from jshard.train.trust import UntrustedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
         path = str(local_path(args.out))
         print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
     else:
-        print(f"{args.out}: {counted(count, 'leaf')}, {human_bytes(num_bytes, 1)}")
+        show(f"{args.out}: {counted(count, 'leaf')}, {human_bytes(num_bytes, 1)}")
 
 
 # `jshard ckpt import FOREIGN OUT`: converts a checkpoint saved by another library.
@@ -231,8 +233,10 @@ class ExportArgs(_ModelArgs):
     """Keep the model's own names."""
     no_verify: bool = False
     """Skip reading everything first to verify its checksums."""
+    trust: bool = False
+    """Execute the model file that the run names, although the run was not made by you on this machine."""
 
-    def loaded(self, weights: Path | None = None) -> Model | None:
+    def loaded_for(self, argv: Sequence[str]) -> Model | None:
         """The requested model, or that of the run that saved the checkpoint, if it defines other names."""
         if self.own_names and (self.model is not None or self.recipe is not None or self.set):
             raise ShardingError(
@@ -244,13 +248,16 @@ class ExportArgs(_ModelArgs):
         place = self.path.absolute()
         run = next((folder for folder in (place, *place.parents[:2]) if RunFolder.holds_run(folder)), None)
         if run is None or self.recipe is not None or self.set:
-            return super().loaded(weights)
+            return self.loaded()
         if self.own_names or (self.model is None and (self.format, self.part) != ("safetensors", "model")):
             return None
         try:
-            stored = StoredRun.read(run, model=self.model)
+            command = ["jshard", "ckpt", "export", *argv]
+            stored = StoredRun.read(run, model=self.model, is_trusted=self.trust, command=command)
             model = Model(stored.model_file, stored.recipe, stored)
             model.names()
+        except UntrustedError:
+            raise
         except ShardingError as error:
             if self.model is not None:
                 raise
@@ -262,7 +269,7 @@ class ExportArgs(_ModelArgs):
 def run_export(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt export`."""
     args = parse(ExportArgs, argv, command="jshard ckpt export")
-    model = args.loaded()
+    model = args.loaded_for(argv)
     args = args if model is None else dataclasses.replace(args, model=model.file.path)
     path = checkpoint_at(args.path)
     ours = own_checkpoint(path)
@@ -285,7 +292,7 @@ def run_export(argv: Sequence[str]) -> int:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
         names = ", ".join(file.name for file in files)
-        print(f"{args.out}: {counted(len(source.leaves), 'array')}, {human_bytes(total, 1)}: {names}")
+        show(f"{args.out}: {counted(len(source.leaves), 'array')}, {human_bytes(total, 1)}: {names}")
     return 0
 
 
