@@ -15,7 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from jshard.errors import printable
+
 _EVERY_S, _FIRST_S = 1.0, 0.3
+_PLAIN_FIRST_S = 30.0  # in a log file; the time to the next line doubles, so that a long wait does not fill it
 
 
 class LiveLine:
@@ -41,12 +44,14 @@ class LiveLine:
     def rewrite(self, line: str) -> None:
         """Replaces the live text; only on a terminal."""
         columns = self.columns
+        line = printable(line)
         with self._lock:
             self._write("\r" + line[:columns].ljust(min(self._width, columns)))
             self._width = min(len(line), columns)
 
     def leave(self, line: str = "") -> None:
         """Writes a permanent line in place of the live one."""
+        line = printable(line, keep="\n\t")
         with self._lock:
             blank, self._width = " " * min(self._width, self.columns), 0
             self._write((f"\r{blank}\r" if blank else "") + (f"{line}\n" if line else ""))
@@ -94,46 +99,70 @@ class Work:
 
 @contextlib.contextmanager
 def at_work(
-    what: str, *, say: Callable[[str], object], stream: TextIO | None, every_s: float = _EVERY_S
+    what: str,
+    *,
+    say: Callable[[str], object],
+    stream: TextIO | None,
+    every_s: float = _EVERY_S,
+    plain_first_s: float = _PLAIN_FIRST_S,
+    quiet_s: float = 0.0,
 ) -> Iterator[Work]:
     """Shows the work of a block and its elapsed time, and the total time at the end.
 
-    On a terminal a line is rewritten each second. Elsewhere one line is printed at the start and one at the end.
+    On a terminal a line is rewritten each second. Elsewhere a line is printed at the start, after half a minute, after
+    one, two, four minutes and so on, and at the end.
 
     Args:
         what: the work in progress, such as "compiling the step".
         say: prints a permanent line.
         stream: where `say` prints; None in a process that prints nothing.
-        every_s: seconds between two lines.
+        every_s: seconds between two lines on a terminal.
+        plain_first_s: seconds to the first line of work in progress elsewhere.
+        quiet_s: work that ends sooner is never mentioned in a permanent line.
 
     Yields:
         The work, whose `what` and `result` may be changed by the block.
     """
     work, line, start_s, over = Work(what), LiveLine(stream), time.perf_counter(), threading.Event()
 
-    def tick() -> None:
+    def rewrite_line() -> None:
         wait_s = min(_FIRST_S, every_s)  # instant work is not shown
         while not over.wait(wait_s):
             so_far = f" ... {took(int(time.perf_counter() - start_s))}"
             line.rewrite(_cut(work.what, line.columns - len(so_far)) + so_far)
             wait_s = every_s
 
-    ticking = threading.Thread(target=tick, name="jshard-at-work", daemon=True)
-    if line.is_live:
-        ticking.start()
-    else:
+    def print_lines() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed; the work continues
+            print_each()
+
+    def print_each() -> None:
+        if quiet_s:
+            if over.wait(quiet_s):
+                return
+            say(f"{work.what} ...")
+        next_s = plain_first_s
+        while not over.wait(max(next_s - (time.perf_counter() - start_s), 0)):
+            say(f"{work.what} ... {took(round(next_s))} so far")
+            next_s *= 2
+
+    if not (line.is_live or quiet_s):
         say(f"{what} ...")
+    ticking = threading.Thread(target=rewrite_line if line.is_live else print_lines, name="jshard-at-work", daemon=True)
+    ticking.start()
     how = "stopped after "
     try:
         yield work
         how = ""
     finally:
         over.set()
+        ticking.join()
         if line.is_live:
-            ticking.join()
             line.leave()
         result = f", {work.result}" if work.result and not how else ""
-        say(f"{work.what}: {how}{took(time.perf_counter() - start_s)}{result}")
+        took_s = time.perf_counter() - start_s
+        if took_s >= quiet_s:
+            say(f"{work.what}: {how}{took(took_s)}{result}")
 
 
 def _cut(text: str, room: int) -> str:

@@ -50,6 +50,16 @@ def duration(seconds: float) -> str:
     return f"{three_digits(seconds / 1e-6)} us"
 
 
+def clock_text(seconds: float) -> str:
+    """A time as text, as on a clock: 0:50, 1:02:03, 2d 03:00:00."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{seconds:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 def three_digits(value: float) -> str:
     """A positive number as text, to three significant digits, at most as many after the point."""
     return f"{value:.{min(3, max(0, 2 - math.floor(math.log10(value))))}f}" if 0 < value < math.inf else f"{value:.0f}"

@@ -1,5 +1,6 @@
 """The four-part error: what failed, where, why (the numbers), and what to do (a line to paste)."""
 
+import errno
 from collections.abc import Iterator, Sequence
 
 _SHOWN = 10
@@ -68,6 +69,19 @@ class CallError(ShardingError):
 
 class MissingExtraError(ShardingError, ImportError):
     """A package of one of the extras is not installed."""
+
+
+class UnsafeFileError(ShardingError, OSError):
+    """A file that is not opened, because of what it is. Whoever handles errors of the system handles this one, too."""
+
+    def __init__(self, what: str, *, where: str | Sequence[str], why: str, do: str) -> None:
+        super().__init__(what, where=where, why=why, do=do)
+        self.errno = errno.EINVAL
+        self.strerror = why.rstrip(".")
+        self.filename = self.where[0]
+
+    def __str__(self) -> str:  # an OSError with a number would show only that and the file
+        return self.args[0]
 
 
 def causes(error: BaseException | None, *, context: bool = False) -> Iterator[BaseException]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -30,6 +31,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
+from jshard.recipes.hf_config import checked_names, config_json
 from jshard.train import Batch, Recipe
 
 
@@ -44,6 +46,7 @@ class GPTConfig:
     head_dim: int = 0  # width of one head; 0 for d_model / n_head
     d_model: int = 768
     d_ff: int = 3072
+    layer_norm_eps: float = 1e-5
     dropout: float = 0.0
     tied: bool = True  # one table embeds the tokens and scores them
     positions: str = "learned"  # or "rotary"
@@ -87,7 +90,7 @@ def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
 
 
 def layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(config.d_model, epsilon=1e-5, rngs=rngs)
+    return nnx.LayerNorm(config.d_model, epsilon=config.layer_norm_eps, rngs=rngs)
 
 
 def residual_std(config: GPTConfig) -> float:
@@ -280,7 +283,10 @@ def loss_fn(model: GPT, batch: Batch) -> jax.Array:
     return loss_BT.mean()
 
 
-def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
+hf_types = ("gpt2",)  # of Hugging Face's models
+
+
+def hf_names(config: GPTConfig) -> Mapping[str, str | Stored]:
     """The name of each parameter in Hugging Face's GPT-2; a tied head is not a separate array there either."""
     if config.positions != "learned":
         raise ValueError(f"GPT-2 learns its positions; positions={config.positions!r} have no place in it")
@@ -302,26 +308,15 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
                 names[f"blocks/{layer}/{ours}/{kind}"] = Stored(name, parts=3) if "qkv" in ours else name
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)  # torch's Linear is (out, in)
-    return names
+    return checked_names(names, config, hf_types)
 
 
 def hf_config(config: GPTConfig) -> dict[str, Any]:
     """The contents of `config.json` for such a GPT-2."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.d_model,
-        "n_inner": config.d_ff,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        **dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout),
+    return config_json(config, hf_types) | {
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
         "attn_pdrop": 0.0,
-        "tie_word_embeddings": config.tied,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the tokenizer knows them
     }
 
 

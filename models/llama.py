@@ -1,4 +1,4 @@
-"""Llama 3 in one readable file, also sharded in three dimensions: replicas, parameter shards, shards of heads.
+"""Llama 3 and its relatives in one readable file, sharded in three dimensions: replicas, parameter shards, heads.
 
     jshard train llama                                             # the tiny recipe, minutes on a laptop
     jshard train llama --mesh replica=2,fsdp=2,tensor=2            # the same, sharded in three dimensions
@@ -7,8 +7,10 @@
     jshard plan llama --recipe llama3_405b --topology h100:64x8    # without a GPU
 
 Compared with gpt.py: norms without mean and bias (RMSNorm), a gated feed-forward (SwiGLU), rotary positions, and heads
-of queries that share those of keys and values. Everything up to `TENSOR` is plain Flax; `annotate` decides what is
-sharded. The loss is the default of `jshard train` for a file without one: cross entropy with the next token.
+of queries that share those of keys and values. With its options it is also Llama 2 and 3.1, Mistral, Qwen 2 and Qwen 3;
+`--init-from` sets them as the config.json of the weights says. Everything up to `TENSOR` is plain Flax; `annotate`
+decides what is sharded. The loss is the default of `jshard train` for a file without one: cross entropy with the next
+token.
 
 Names end in the dims of their array:
 
@@ -21,16 +23,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
+from rope import UNSCALED, RopeScaling, rotate
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
+from jshard.recipes.hf_config import checked_names, config_json
 from jshard.train import Recipe
 
 
@@ -47,6 +52,12 @@ class LlamaConfig:
     d_model: int = 4096
     d_ff: int = 14_336
     rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling = UNSCALED
+    rms_norm_eps: float = 1e-5
+    attention_bias: Literal["none", "qkv", "all"] = "none"  # of queries, keys and values; all: of the output, too
+    mlp_bias: bool = False
+    qk_norm: bool = False  # a norm of each head of queries and keys, before their positions
+    sliding_window: int = 0  # positions that each one sees, its own included; 0 for all before it
     tied: bool = False  # one table embeds the tokens and scores them
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     over_context: str = "auto"  # or "heads", "ring": how it sees a sequence that is split over the context axis
@@ -70,6 +81,13 @@ class LlamaConfig:
             raise ValueError(f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}")
         if self.mlp not in ("plain", "pallas"):
             raise ValueError(f"mlp={self.mlp!r} is neither 'plain' nor 'pallas'")
+        if self.mlp == "pallas" and self.mlp_bias:
+            raise ValueError("mlp='pallas' adds no bias, and mlp_bias is set")
+        if self.sliding_window < 0:
+            raise ValueError(f"sliding_window={self.sliding_window} is no number of positions, nor 0 for all")
+        longest = self.rope_scaling.original_size
+        if self.rope_scaling.kind == "dynamic" and self.block_size > longest:
+            raise ValueError(f"rope_scaling.kind='dynamic' is supported up to block_size={longest}, where it begins")
 
     @property
     def head_width(self) -> int:
@@ -80,8 +98,8 @@ class LlamaConfig:
 # ---- The model -------------------------------------------------------------------------------
 
 
-def linear(d_in: int, d_out: int, *, std: float = 0.02, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+def linear(d_in: int, d_out: int, *, std: float = 0.02, bias: bool = False, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
 def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
@@ -91,28 +109,13 @@ def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
     return table
 
 
-def rms_norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.d_model, epsilon=1e-5, rngs=rngs)
+def rms_norm(config: LlamaConfig, rngs: nnx.Rngs, width: int = 0) -> nnx.RMSNorm:
+    return nnx.RMSNorm(width or config.d_model, epsilon=config.rms_norm_eps, rngs=rngs)
 
 
 def residual_std(config: LlamaConfig) -> float:
     """GPT-2 scales down additions to the residual stream, so that it does not grow with depth."""
     return 0.02 / math.sqrt(2 * config.n_layer)
-
-
-def rotate(x_BTHK: jax.Array, theta: float, at: Any) -> jax.Array:
-    """Rotary positions, from `at` on: rotates each pair of features by an angle that grows with the position.
-
-    A pair is a feature of the first half of a head and its counterpart in the second, as in Hugging Face's
-    checkpoints; Meta's own pair neighbours. (Llama 3.1's extension beyond 8,192 positions is left out.)
-    """
-    T, K = x_BTHK.shape[1], x_BTHK.shape[3]
-    frequency_k = theta ** (-jnp.arange(K // 2) / (K // 2))
-    angle_TK = (at + jnp.arange(T))[:, None] * frequency_k[None]
-    cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
-    x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-    return turned.astype(x_BTHK.dtype)
 
 
 class Attention(nnx.Module):
@@ -125,32 +128,54 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         D, K = config.d_model, config.head_width
-        self.q = linear(D, config.n_head * K, rngs=rngs)
-        self.k = linear(D, config.n_kv_head * K, rngs=rngs)
-        self.v = linear(D, config.n_kv_head * K, rngs=rngs)
-        self.out = linear(config.n_head * K, D, std=residual_std(config), rngs=rngs)
+        has_bias = config.attention_bias != "none"
+        self.q = linear(D, config.n_head * K, bias=has_bias, rngs=rngs)
+        self.k = linear(D, config.n_kv_head * K, bias=has_bias, rngs=rngs)
+        self.v = linear(D, config.n_kv_head * K, bias=has_bias, rngs=rngs)
+        has_bias = config.attention_bias == "all"
+        self.out = linear(config.n_head * K, D, std=residual_std(config), bias=has_bias, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = rms_norm(config, rngs, K)
+            self.k_norm = rms_norm(config, rngs, K)
 
     def __call__(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
         """The output, and the keys and values for later tokens; with a `past`, for one token."""
-        (B, T, _), K = x_BTD.shape, self.config.head_width
-        H, G, theta = self.config.n_head, self.config.n_kv_head, self.config.rope_theta
+        config, (B, T, _), K = self.config, x_BTD.shape, self.config.head_width
         q_BTQ, k_BTE, v_BTE = (  # names are for remat policies
             checkpoint_name(project(x_BTD), name)
             for project, name in ((self.q, "query_proj"), (self.k, "key_proj"), (self.v, "value_proj"))
         )
-        q_BTHK, k_BTGK = rotate(q_BTQ.reshape(B, T, H, K), theta, at), rotate(k_BTE.reshape(B, T, G, K), theta, at)
-        v_BTGK = v_BTE.reshape(B, T, G, K)
+        q_BTHK = q_BTQ.reshape(B, T, config.n_head, K)
+        k_BTGK, v_BTGK = (x_BTE.reshape(B, T, config.n_kv_head, K) for x_BTE in (k_BTE, v_BTE))
+        if config.qk_norm:
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
+        q_BTHK, k_BTGK = (rotate(x, config.rope_theta, at, config.rope_scaling) for x in (q_BTHK, k_BTGK))
         if past is None:
-            how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
-            how["over_context"] = self.config.over_context
-            y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **how)
+            y_BTHK = self._over_all(q_BTHK, k_BTGK, v_BTGK)
         else:
             k_BTGK, v_BTGK = (
                 jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=1)
                 for old, new in zip(past, (k_BTGK, v_BTGK), strict=True)
             )
-            y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTGK, lengths=jnp.full(B, at + 1), backend="xla")
-        return checkpoint_name(self.out(y_BTHK.reshape(B, T, H * K)), "out_proj"), (k_BTGK, v_BTGK)
+            y_BTHK = self._of_one(q_BTHK, k_BTGK, v_BTGK, at)
+        return checkpoint_name(self.out(y_BTHK.reshape(B, T, -1)), "out_proj"), (k_BTGK, v_BTGK)
+
+    def _over_all(self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
+        """Each position sees those up to its own, or the latest of them."""
+        how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
+        how["over_context"] = self.config.over_context
+        if self.config.sliding_window:
+            how["window"] = self.config.sliding_window
+        return js.kernels.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **how)
+
+    def _of_one(self, q_B1HK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, at: Any) -> jax.Array:
+        """The position `at` sees the past."""
+        bias = None
+        if self.config.sliding_window:
+            position_T = jnp.arange(k_BTGK.shape[1])
+            bias = jnp.where(position_T > at - self.config.sliding_window, 0.0, -jnp.inf)[None, None, None]
+        lengths_B = jnp.full(len(k_BTGK), at + 1)
+        return js.kernels.attention(q_B1HK, k_BTGK, v_BTGK, lengths=lengths_B, bias=bias, backend="xla")
 
 
 class MLP(nnx.Module):
@@ -158,9 +183,10 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.occupancy = js.kernels.Occupancy(reserved_sms=config.reserved_sms) if config.mlp == "pallas" else None
-        self.gate = linear(config.d_model, config.d_ff, rngs=rngs)
-        self.up = linear(config.d_model, config.d_ff, rngs=rngs)
-        self.down = linear(config.d_ff, config.d_model, std=residual_std(config), rngs=rngs)
+        bias = config.mlp_bias
+        self.gate = linear(config.d_model, config.d_ff, bias=bias, rngs=rngs)
+        self.up = linear(config.d_model, config.d_ff, bias=bias, rngs=rngs)
+        self.down = linear(config.d_ff, config.d_model, std=residual_std(config), bias=bias, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.occupancy is not None:
@@ -256,6 +282,8 @@ TENSOR = {
     "*/mlp/up/kernel": (None, "tensor"),
     "*/mlp/down/kernel": ("tensor", None),
 }
+ATTENTION_BIAS = {"*/attention/[qkv]/bias": ("tensor",)}
+MLP_BIAS = {"*/mlp/gate/bias": ("tensor",), "*/mlp/up/bias": ("tensor",)}
 
 
 def build(config: LlamaConfig, rngs: nnx.Rngs) -> Llama:
@@ -277,7 +305,12 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
     check_heads(config, mesh.shape["tensor"])
-    js.parallel.split(model, TENSOR)
+    table = dict(TENSOR)
+    if config.attention_bias != "none":
+        table |= ATTENTION_BIAS
+    if config.mlp_bias:
+        table |= MLP_BIAS
+    js.parallel.split(model, table)
     param, reduce = (config.compute_dtype, config.reduce_dtype) if config.compute_dtype != "float32" else (None, None)
     precision = js.MixedPrecision(param=param, reduce=reduce, gather=config.gather_dtype, wire=config.wire_dtype)
     for block in [model.blocks] if config.scan else model.blocks:
@@ -294,51 +327,51 @@ def flops(recipe: Recipe) -> tuple[float, str]:
     D, K = config.d_model, config.head_width
     in_layer = 2 * D * K * (config.n_head + config.n_kv_head) + 3 * D * config.d_ff
     in_matrices = config.n_layer * in_layer + D * config.vocab_size
-    in_attention = config.n_layer * config.n_head * K * length  # a position looks at length / 2 others, twice
+    window = min(config.sliding_window or length, length)
+    seen = window * (2 * length - window) / (2 * length)  # by a position on average; without a window length / 2
+    in_attention = round(2 * config.n_layer * config.n_head * K * seen)  # by queries and by scores
     tokens = recipe.batch_size * length
     formula = f"6 x ({in_matrices:,} in matrices + {in_attention:,} in causal attention) x {tokens:,} tokens"
     return 6.0 * (in_matrices + in_attention) * tokens, formula
 
 
-def hf_names(config: LlamaConfig) -> dict[str, str | Stored]:
+hf_types = ("llama", "mistral", "qwen2", "qwen3")  # of Hugging Face's models, those that are this one with some options
+
+
+def hf_names(config: LlamaConfig) -> Mapping[str, str | Stored]:
     """The name of each parameter in Hugging Face's LlamaForCausalLM; torch's Linear is (out, in)."""
     names: dict[str, str | Stored] = {
         "tokens/embedding": "model.embed_tokens.weight",
         "norm/scale": "model.norm.weight",
     }
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.qk_norm:
+        norms |= {"attention/q_norm": "self_attn.q_norm", "attention/k_norm": "self_attn.k_norm"}
     linears = {f"attention/{ours}": f"self_attn.{ours[0]}_proj" for ours in ("q", "k", "v", "out")}
     linears |= {f"mlp/{ours}": f"mlp.{ours}_proj" for ours in ("gate", "up", "down")}
+    with_bias = {
+        "none": (),
+        "qkv": ("attention/q", "attention/k", "attention/v"),
+        "all": ("attention/q", "attention/k", "attention/v", "attention/out"),
+    }[config.attention_bias]
+    if config.mlp_bias:
+        with_bias += ("mlp/gate", "mlp/up", "mlp/down")
     for layer in range(config.n_layer):
         for ours, theirs in norms.items():
             names[f"blocks/{layer}/{ours}/scale"] = f"model.layers.{layer}.{theirs}.weight"
         for ours, theirs in linears.items():
             stored = Stored(f"model.layers.{layer}.{theirs}.weight", transpose=True)
             names[f"blocks/{layer}/{ours}/kernel"] = stored
+        for ours in with_bias:
+            names[f"blocks/{layer}/{ours}/bias"] = f"model.layers.{layer}.{linears[ours]}.bias"
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)
-    return names
+    return checked_names(names, config, hf_types)
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:
-    """The contents of `config.json` for such a Llama."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.block_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_width,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tied,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the tokenizer knows them
-    }
+    """The contents of `config.json` for such a model."""
+    return config_json(config, hf_types)
 
 
 # ---- Recipes: a whole run as a value --------------------------------------------------------------

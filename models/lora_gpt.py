@@ -18,7 +18,7 @@ from flax import nnx
 
 from jshard.train import Recipe
 
-annotate, loss_fn, hf_names = gpt.annotate, gpt.loss_fn, gpt.hf_names
+annotate, loss_fn, hf_names, hf_types = gpt.annotate, gpt.loss_fn, gpt.hf_names, gpt.hf_types
 wrt = nnx.LoRAParam
 
 

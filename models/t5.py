@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from spans import PAD, SpanRecipe, corrupted_text, lengths
 import jshard as js
 from jshard.checkpoint.formats import Stored
 from jshard.data import Data
+from jshard.recipes.hf_config import checked_names
 from jshard.train import Batch
 
 
@@ -281,7 +282,10 @@ def flops(recipe: SpanRecipe) -> tuple[float, str]:
     return 6.0 * (of_input * S + of_target * T) * recipe.batch_size, formula
 
 
-def hf_names(config: T5Config) -> dict[str, str | Stored]:
+hf_types = ("t5",)  # of Hugging Face's models
+
+
+def hf_names(config: T5Config) -> Mapping[str, str | Stored]:
     """The name of each parameter in Hugging Face's T5ForConditionalGeneration; torch's Linear is (out, in)."""
     names: dict[str, str | Stored] = {"tokens/embedding": "shared.weight"}
     if not config.tied:
@@ -298,7 +302,7 @@ def hf_names(config: T5Config) -> dict[str, str | Stored]:
             for kernel, name in (mlp if ours == "mlp" else attention).items():
                 stored = Stored(f"{there}.{theirs}.{name}.weight", transpose=True)
                 names[f"{here}/{ours}/{kernel}/kernel"] = stored
-    return names
+    return checked_names(names, config, hf_types)
 
 
 # ---- Recipes: a whole run as a value --------------------------------------------------------------

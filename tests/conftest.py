@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -21,6 +22,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The terminals that tests make up are not dumb, whatever the one is that runs them.
 os.environ["TERM"] = "xterm-256color"
 os.environ.pop("NO_COLOR", None)
+
+# The key of the user who runs the tests stays what it is: see jshard/train/trust.py.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="jshard-tests-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 import jax
 import pytest
@@ -101,6 +106,16 @@ def _left_by_a_file_is_not_walked() -> Iterator[None]:
     """A read that fails ends with a full collection: of seconds, if it walks over all that other files left."""
     yield
     gc.freeze()
+
+
+@pytest.fixture
+def signals_as_usual() -> Iterator[None]:
+    """Signals as a terminal leaves them, here and in child processes: `nohup make test &` ignores two of them."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from jshard.kernels.backend import TracedDevice
 H100 = TracedDevice("gpu", "NVIDIA H100 80GB HBM3", capability=9)
 
 
-def _scores(q, k, bias, kv_lengths, *, scale, mask_type, variadic_args, **_):
+def _scores(q, k, bias, kv_lengths, *, scale, mask_type, variadic_args, sliding_window_length, **_):
     """(B, H, T, S), in float32."""
     group = q.shape[2] // k.shape[2]
     scores = scale * jnp.einsum("bthk,bshk->bhts", q.astype(jnp.float32), jnp.repeat(k, group, 2).astype(jnp.float32))
@@ -29,6 +29,8 @@ def _scores(q, k, bias, kv_lengths, *, scale, mask_type, variadic_args, **_):
     seen = jnp.ones(scores.shape, bool)
     if "CAUSAL" in mask_type.name:
         seen &= jnp.broadcast_to(jnp.tril(jnp.ones((T, S), bool)), seen.shape)
+    if sliding_window_length:
+        seen &= jnp.broadcast_to(jnp.triu(jnp.ones((T, S), bool), 1 - sliding_window_length), seen.shape)
     if "PADDING" in mask_type.name:
         seen &= jnp.arange(S)[None, None, None] < kv_lengths[:, None, None, None]
     return jnp.where(seen, scores, -jnp.inf)

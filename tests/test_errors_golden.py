@@ -4,11 +4,13 @@
 """
 
 import ast
+import contextlib
 import inspect
 import os
 import pathlib
 import pickle
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -24,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard import _processes, errors
+from jshard import _files, _processes, errors
 from jshard.api.fully_shard import revise
 from jshard.api.gradients import LossScale
 from jshard.engine.created import check_same
@@ -231,9 +233,20 @@ def with_a_rule_that_fails():
         call(annotated(lambda model, x: jnp.sin(model.out(x))), X)
 
 
+def builds_layers(model, x):
+    model.flows = nnx.List([linear() for _ in range(20)])
+    model.norm = nnx.LayerNorm(64, rngs=nnx.Rngs(0))
+    return model.norm(x)
+
+
 def over_another_mesh(model, x):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(model.out, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+def over_its_own_mesh(model, x):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return jax.shard_map(model.out, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))(x)
 
 
 def tensor_before_fsdp():
@@ -387,6 +400,13 @@ def other_seeds() -> None:
         check_same("shard_init(GPT)", *digests[0])
 
 
+def write_a_file_of_two_names():
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        pathlib.Path("precious").touch()
+        pathlib.Path(".lock").hardlink_to("precious")
+        _files.open_in_place(".lock", os.O_RDWR)
+
+
 ERRORS: dict[str, Callable[[], object]] = {
     "mesh: unknown axis": lambda: js.mesh(data=2),
     "mesh: zero": lambda: js.mesh(fsdp=0),
@@ -481,6 +501,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "shard_init: large replicated": lambda: js.shard_init(Cube, shard),
     "plan: root forgotten": forget_the_root,
     "plan: parameter after the annotation": lambda: js.plan(with_a_new_parameter()),
+    "shard_optimizer: no transformation": lambda: js.shard_optimizer(annotated(), None),
     "shard_optimizer: abstract mesh": lambda: js.shard_optimizer(
         shard(linear(), mesh=js.mesh(devices=64)), optax.sgd(1.0)
     ),
@@ -511,11 +532,13 @@ ERRORS: dict[str, Callable[[], object]] = {
     "call: result of an unknown class": lambda: call(annotated(return_object), X),
     "call: array stored in an argument": lambda: annotated(store_in_argument)((X, [].append)),
     "call: attribute written": lambda: call(annotated(write_attribute), X),
+    "call: layers built inside": lambda: call(annotated(builds_layers), X),
     "call: loop over padded layers": loop_over_padded_layers,
     "call: unit annotated after the root": annotated_late,
     "call: fault of the engine": with_a_rule_that_fails,
     "call: ordered callback": lambda: call(annotated(ordered_callback), X),
     "call: shard_map over another mesh": lambda: call(annotated(over_another_mesh), X),
+    "call: shard_map over its own mesh with fsdp": lambda: call(annotated(over_its_own_mesh), X),
     "call: shard_map, tensor before fsdp": tensor_before_fsdp,
     "call: shard_map with an unreduced result": lambda: call(annotated(unreduced), X),
     "per_example: in_axes": lambda: js.per_example(product, in_axes=(0,))(X, X.T),
@@ -534,6 +557,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "processes: no service": lambda: exchanged(
         mock.Mock(key_value_dir_get=mock.Mock(side_effect=RuntimeError("UNAVAILABLE: Socket closed")))
     ),
+    "files: not a regular file": lambda: _files.read_bytes("/dev/zero"),
+    "files: too large": lambda: _files.read_bytes("/proc/self/maps", 10),
+    "files: another name": write_a_file_of_two_names,
 }
 
 

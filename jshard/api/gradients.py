@@ -48,11 +48,12 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
-    The batch is split into `accumulate` microbatches along its batch dim; loss and gradients are the means over
-    them. Where a loss is a plain mean over the batch, that is the loss of the whole batch, and nothing changes. A loss
-    that divides by something else, such as the number of tokens that a mask keeps, returns a `js.WeightedMean` in
-    place of the quotient: then loss and gradients are the sum of the totals, divided by the sum of the weights. State
-    that an nnx model changes (BatchNorm, dropout counts) is carried from one to the next.
+    The batch is split into `accumulate` = n microbatches: microbatch i has the rows i, i + n, i + 2n and so on, so
+    that every data shard keeps its own rows. Loss and gradients are the means over them. Where a loss is a plain mean
+    over the batch, that is the loss of the whole batch, and nothing changes. A loss that divides by something else,
+    such as the number of tokens that a mask keeps, returns a `js.WeightedMean` in place of the quotient: then loss and
+    gradients are the sum of the totals, divided by the sum of the weights. State that an nnx model changes (BatchNorm,
+    dropout counts) is carried from one to the next.
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view, or a `js.WeightedMean`; for a Linen

@@ -226,12 +226,19 @@ def shard_optimizer(
         `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        AnnotationError: the root of the model is not annotated.
+        AnnotationError: the root of the model is not annotated, or `tx` is not a transformation.
         MeshError: the mesh of the annotation is abstract.
 
     Example:
         >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
     """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise AnnotationError(
+            "The optimizer is not one of Optax.",
+            where=f"shard_optimizer(model, {type(tx).__name__})",
+            why="a transformation has the functions init and update.",
+            do="js.shard_optimizer(model, optax.adamw(3e-4))",
+        )
     if isinstance(model, nn.Module):
         return linen_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
     optimizer = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jshard._files import read_bytes
 from jshard.checkpoint.file_io import Parts
 from jshard.errors import MissingExtraError, RunError
 
@@ -226,6 +227,13 @@ class BucketPath:
 
 Place = Path | BucketPath
 """Where checkpoints are stored: a folder, or an address in a bucket."""
+
+
+def contents(path: Place, most_bytes: int) -> bytes:
+    """The content of a small file or object; raises as `_files.read_bytes`."""
+    if isinstance(path, Path):
+        return read_bytes(path, most_bytes)
+    return path.read_bytes()
 
 
 class BucketFolder:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from jshard.errors import FourPartError, RunError, ShardingError, causes
+from jshard.errors import FourPartError, RunError, ShardingError, UnsafeFileError, causes, printable
 
 
 class CheckpointError(ShardingError):
@@ -33,6 +33,8 @@ def reason(error: BaseException) -> str:
     """The cause in one line; for an operating-system error, the system's message."""
     chain = list(causes(error, context=True))
     for found in chain:
+        if isinstance(found, UnsafeFileError):
+            return f"{printable(found.where[0])}: {found.why}"
         match = _OS_ERROR.search(str(found))  # the storage library reports errors only as text
         number = int(match[1]) if match else getattr(found, "errno", None)
         if number:

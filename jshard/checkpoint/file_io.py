@@ -28,6 +28,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jshard._files import open_number
 from jshard.checkpoint.layout import BLOCK_BYTES, block_sum, cut_views, spaced, up
 
 _ALIGNED, _PAGE = 64, 4096
@@ -184,7 +185,7 @@ class LocalFolder:
     def _number(self, name: str) -> int:
         with self._lock:
             if name not in self._open:
-                self._open[name] = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[name] = open_number(self.path / name)
             return self._open[name]
 
 
@@ -403,13 +404,3 @@ def flush(path: str | Path) -> None:
             raise
     finally:
         os.close(number)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that is complete and on disk before it gets its name."""
-    draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -21,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.checkpoint.buckets import BucketError, BucketPath, Place
+from jshard._files import METADATA_BYTES, is_inside, write_text
+from jshard._parsing import parse_json
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, DamagedError
-from jshard.checkpoint.file_io import write_text
+from jshard.errors import UnsafeFileError
 
 NAME = "jshard.json"
 FOLDER = "arrays"  # of packed files
+MOST_BYTES = 256 << 20  # of the file: it also holds the Python values, such as the position in the data
 FORMAT = 2  # 1 has zarr arrays and their checksums
 MARK = {"jshard": FORMAT}  # in Orbax's metadata: a checkpoint with the mark but no manifest has lost it
 
@@ -103,7 +106,16 @@ def write(folder: Path, manifest: Manifest) -> None:
 def to_text(manifest: Manifest) -> str:
     """A manifest as the bytes of its file."""
     body = json.dumps(to_json(manifest))
-    return json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
+    text = json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
+    if len(text) > MOST_BYTES:  # it could not be read again
+        sizes = {path: len(value) for path, value in manifest.values.items() if isinstance(value, str)}
+        raise CheckpointError(
+            "The checkpoint cannot be written: its texts are too large.",
+            where=sorted(sizes, key=lambda path: -sizes[path]),
+            why=f"the manifest, which holds them, would have {len(text)} bytes of at most {MOST_BYTES}.",
+            do="save large texts as arrays: np.frombuffer(text.encode(), np.uint8)",
+        )
+    return text
 
 
 def read(folder: Place, *, check: bool = True) -> Manifest | None:
@@ -113,31 +125,33 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
     """
     path = folder / NAME
     try:
-        held = json.loads(path.read_bytes())
+        held = parse_json(contents(path, MOST_BYTES))
         body = held["seal"]
         if check and zlib.crc32(body.encode()) != held["crc32"]:
             raise ValueError("its checksum is wrong")
-        fields = json.loads(body)
+        fields = parse_json(body)
+        number = fields["format"]
+        if number <= FORMAT:
+            return from_json(fields)
+        writer = fields.get("versions", {}).get("jshard", "?")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except BucketError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error.why if isinstance(error, UnsafeFileError) else f"{type(error).__name__}: {error}"
         raise DamagedError(
             "The checkpoint's manifest cannot be read.",
             where=str(path),
-            why=f"{type(error).__name__}: {error}",
+            why=why,
             do="restore another checkpoint, or this one without checks: verify=False.",
         ) from error
-    if fields["format"] > FORMAT:
-        raise CheckpointError(
-            "The checkpoint is from a newer jshard.",
-            where=str(path),
-            why=f"its format is {fields['format']}, written by jshard {fields.get('versions', {}).get('jshard', '?')}; "
-            f"this jshard reads formats up to {FORMAT}.",
-            do="pip install --upgrade jshard",
-        )
-    return from_json(fields)
+    raise CheckpointError(
+        "The checkpoint is from a newer jshard.",
+        where=str(path),
+        why=f"its format is {number}, written by jshard {writer}; this jshard reads formats up to {FORMAT}.",
+        do="pip install --upgrade jshard",
+    )
 
 
 def damage(folder: Place, manifest: Manifest) -> list[str]:
@@ -154,7 +168,7 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
                 raise FileNotFoundError
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
-            elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
+            elif crc32 is not None and zlib.crc32(contents(folder / name, METADATA_BYTES)) != crc32:
                 found.append(f"{name}  its contents have changed")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
@@ -184,12 +198,72 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def from_json(fields: Mapping[str, Any]) -> Manifest:
-    """The inverse of `to_json`."""
+    """The inverse of `to_json`.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: these are not the fields of a manifest.
+    """
     given = _known(Manifest, fields)
-    given["leaves"] = {path: StoredLeaf(**_known(StoredLeaf, leaf)) for path, leaf in fields["leaves"].items()}
+    given["leaves"] = {path: _leaf(path, leaf) for path, leaf in fields["leaves"].items()}
     for name in ("files", "packed"):
         given[name] = {file: (size, checksum) for file, (size, checksum) in fields.get(name, {}).items()}
+        _check_files(given[name])
+    _check_values(given)
     return Manifest(**given)
+
+
+_PYTHON = {"int": int, "float": float, "str": str}
+_MOST_DIMS = 32  # numpy's arrays have at most 64, and jax's programs fewer
+_MOST_ELEMENTS = 1 << 58  # so that no size in bytes is beyond 64 bits
+
+
+def _leaf(path: str, fields: Mapping[str, Any]) -> StoredLeaf:
+    """A leaf whose size and dtype can be computed with: the checksum of a manifest is not a signature."""
+    leaf = StoredLeaf(**_known(StoredLeaf, fields))
+    if not is_shape(leaf.shape) or not isinstance(leaf.dtype, str):
+        raise ValueError(f"{path} has the shape {str(leaf.shape)[:100]} and the dtype {str(leaf.dtype)[:100]}")
+    if leaf.is_array:
+        np.dtype(leaf.dtype)  # raises for an unknown one
+    if not isinstance(leaf.key, str | None) or not isinstance(leaf.spec, str | None):
+        raise ValueError(f"{path} has a kind of key or a sharding that is not a text")
+    if leaf.chunk is not None and not (is_shape(leaf.chunk) and len(leaf.chunk) == len(leaf.shape)):
+        raise ValueError(f"{path} has the shape {leaf.shape} in chunks of {str(leaf.chunk)[:100]}")
+    return leaf
+
+
+def is_shape(shape: Any) -> bool:
+    """Whether this is the shape of an array, as a tuple, whose size in bytes can be computed with."""
+    if not isinstance(shape, tuple) or len(shape) > _MOST_DIMS:
+        return False
+    if not all(type(size) is int and size >= 0 for size in shape):
+        return False
+    return math.prod(max(size, 1) for size in shape) <= _MOST_ELEMENTS
+
+
+def _check_files(files: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (size, checksum) in files.items():
+        if name and not is_inside(name):  # "" stands for a part in memory
+            raise ValueError(f"it names a file outside of the checkpoint: {name[:200]}")
+        if type(size) is not int or size < 0 or type(checksum) not in (int, type(None)):
+            raise ValueError(f"{name[:200]} has the size {str(size)[:100]} and the checksum {str(checksum)[:100]}")
+
+
+def _check_values(fields: Mapping[str, Any]) -> None:
+    """Raises `ValueError` unless there is a value for every leaf that is a Python value, and of its type."""
+    values = fields.get("values", {})
+    for name, value in values.items():
+        leaf = fields["leaves"].get(name)
+        if leaf is None or type(value) is not _PYTHON.get(leaf.dtype):
+            raise ValueError(f"its value of {name[:200]} is not that of a leaf")
+    if fields.get("packed"):
+        lost = [name for name, leaf in fields["leaves"].items() if not leaf.is_array and name not in values]
+        if lost:
+            raise ValueError(f"it has no value of {lost[0][:200]}")
+    if not isinstance(fields.get("step"), int | None):
+        raise ValueError("its step is not a number")
+    for name, value in fields.get("metrics", {}).items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"its metric {name[:200]} is not a number")
 
 
 def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:

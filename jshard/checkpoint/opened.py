@@ -28,7 +28,7 @@ from jshard.checkpoint.formats.source import Box, bounds
 from jshard.checkpoint.layout import Limits, limits, size_of
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.matching import own_mesh
-from jshard.checkpoint.pieces import PackedFile, Pieces, Want
+from jshard.checkpoint.pieces import PackedFile, Pieces, Want, check_pieces
 from jshard.errors import printable
 
 
@@ -137,10 +137,14 @@ class PackedCheckpoint(Opened):
     def pieces(self) -> Pieces:
         """The pieces of all leaves, by the number of the leaf in the manifest."""
         files = []
+        leaves = self.leaves.values()
+        shapes = [leaf.shape for leaf in leaves]
+        itemsizes = [np.dtype(leaf.dtype).itemsize if leaf.is_array else 1 for leaf in leaves]
         for name, (size, checksum) in self.manifest.packed.items():
             place = self.path / FOLDER / name
             try:
                 file = PackedFile.open(self._source, name, size)
+                check_pieces(file.index, shapes, itemsizes)
             except (BucketError, DamagedError):  # `DamagedError` is a `ValueError`, too
                 raise
             except (OSError, ValueError) as error:
@@ -166,8 +170,8 @@ class PackedCheckpoint(Opened):
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
         leaf, limits_ = self.leaves[name], bounds(box, self.leaves[name].shape)
-        slab = Slab(1, [stop - start for start, stop in limits_], np.dtype(leaf.dtype))
         with self._named_errors():
+            slab = Slab(1, [stop - start for start, stop in limits_], np.dtype(leaf.dtype))
             for each in self.pieces.reads(_wants(self._numbers[name], leaf, (limits_,), slab), verify=self._verify):
                 each()
         return slab.boxes[0]
@@ -220,7 +224,7 @@ class PackedCheckpoint(Opened):
             ) from error
         except (BucketError, DamagedError):  # `DamagedError` is a `ValueError`, too
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemoryError) as error:  # a manifest may state any shape
             raise unreadable(self.path, reason(error)) from error
 
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[str | None, str, str]]:

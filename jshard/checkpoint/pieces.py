@@ -13,6 +13,8 @@ import numpy as np
 from jshard.checkpoint.file_io import READ_BYTES, FileSource, MappedBoxes, Range, Read, Slab, changed, reads
 from jshard.checkpoint.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
 
+_MOST_INDEX_BYTES = 1 << 30  # checksums of 32 TiB, or 20 million pieces
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedFile:
@@ -29,6 +31,8 @@ class PackedFile:
         found = bytearray(guess)
         source.read(name, size - guess, [memoryview(found)])
         length = parse_tail(bytes(found[-TAIL_BYTES:]), size)
+        if length > _MOST_INDEX_BYTES:
+            raise ValueError(f"its index would have {length} bytes")
         view = memoryview(found)[max(0, guess - length) :]
         if length > guess:
             view = np.empty(length, np.uint8).data  # not zeros: with many files this is a lot of memory
@@ -49,6 +53,31 @@ class PackedFile:
             self.source.read(self.name, start, [view])
             on_read(view.nbytes)
             yield from changed(start, [view], self.index.sums)
+
+
+def check_pieces(index: FileIndex, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int]) -> None:
+    """Raises `ValueError` unless every piece is a box of its leaf, and inside the file.
+
+    Checksums show changes, and not that a file was written by this program: they can be computed by anyone.
+    """
+    leaves = index.leaves.astype(np.int64)
+    if (leaves >= len(shapes)).any():
+        raise ValueError("its index has a piece of a leaf that is not in the manifest")
+    ndims = np.diff(index.begins, append=len(index.starts))
+    leaf_ndims = np.array([len(shape) for shape in shapes], np.int64)
+    if (ndims != leaf_ndims[leaves]).any():
+        raise ValueError("its index has a piece with other dims than its leaf")
+    # For each limit: the size of its dim, from the concatenated shapes of all leaves.
+    sizes = np.array([size for shape in shapes for size in shape], np.int64)
+    first_dims = np.cumsum(leaf_ndims) - leaf_ndims
+    dims = np.arange(len(index.starts)) + np.repeat(first_dims[leaves] - index.begins, ndims)
+    if ((index.starts < 0) | (index.starts > index.stops) | (index.stops > sizes[dims])).any():
+        raise ValueError("its index has a piece that is not inside of its leaf")
+    counts = np.ones(len(leaves), np.int64)
+    np.multiply.at(counts, np.repeat(np.arange(len(leaves)), ndims), index.stops - index.starts)
+    ends = index.offsets + counts * np.array(itemsizes, np.int64)[leaves]
+    if ((index.offsets < 0) | (ends > index.index_begin)).any():
+        raise ValueError("its index has a piece that is not inside of the file")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,7 +148,7 @@ def check_position(position: DataPosition, text: str) -> None:
     try:
         stored = from_text(text)
         known = {"format", "kind"} <= stored.keys()
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         stored, known = {}, False
     if not known:
         raise CheckpointError(

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._files import check_regular_files
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
-from jshard.checkpoint.formats import Foreign, NamedSource, SafetensorsSource, foreign_source
+from jshard.checkpoint.formats import Foreign, NamedSource, SafetensorsSource, check_settings, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
@@ -36,6 +37,7 @@ class OrbaxCheckpoint(Opened):
     def __init__(self, path: Path, manifest: Manifest | None, *, verify: bool = True) -> None:
         self.path, self.manifest, self._verify = path, manifest, verify
         self._names: dict[str, str] = {}  # stored names that differ from the paths
+        self._check_files()
         self.leaves = self._from_orbax() if self.manifest is None else self.manifest.leaves
         self._whole = functools.lru_cache(maxsize=2)(lambda name: self.load({name: self.leaves[name].on_host()})[name])
 
@@ -72,6 +74,12 @@ class OrbaxCheckpoint(Opened):
         """See `Opened.read`; the most recently read leaves are cached whole."""
         return np.array(self._whole(name)[box])
 
+    def _check_files(self) -> None:
+        try:
+            check_regular_files(self.path)
+        except OSError as error:
+            raise unreadable(self.path, reason(error)) from error
+
     def _stored_name(self, path: str) -> str:
         """The Orbax path of a leaf; other programs do not escape dots and slashes in keys."""
         return self._names.get(path, path)
@@ -97,6 +105,8 @@ class OrbaxCheckpoint(Opened):
 
 class ForeignCheckpoint(Opened):
     """A checkpoint by another library: leaves under jshard's paths, read box by box."""
+
+    path: Path  # its file or folder
 
     def __init__(self, path: Path, source: Foreign, names: Names | None = None) -> None:
         self.path = path
@@ -175,7 +185,10 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
     if path.name == FOLDER and is_packed(path.parent):
         raise no_checkpoint(path)
     source = foreign_source(path)
-    return own_checkpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
+    if source is None:
+        return own_checkpoint(path, verify=verify)
+    check_settings(path, names)
+    return ForeignCheckpoint(path, source, names)
 
 
 def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:

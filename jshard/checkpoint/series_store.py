@@ -24,12 +24,13 @@ from typing import Any
 
 import jax
 
+from jshard._files import METADATA_BYTES, write_text
+from jshard._parsing import parse_json
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import timeline as _history
-from jshard.checkpoint.buckets import BucketError, BucketPath, Place, Tag
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place, Tag, contents
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
-from jshard.checkpoint.file_io import write_text
 from jshard.checkpoint.lookup import LEDGER
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.storage import COMMIT_MARK, discard_draft, draft_of, is_committed, is_owned
@@ -111,7 +112,7 @@ class SeriesStore:
     def begun(self) -> list[int]:
         """The steps whose checkpoints the series wrote or started to write; empty if the ledger cannot be read."""
         try:
-            return [int(step) for step in json.loads((self.place / LEDGER).read_bytes())["begun"]]
+            return [int(step) for step in parse_json(contents(self.place / LEDGER, METADATA_BYTES))["begun"]]
         except BucketError:
             raise
         except (OSError, ValueError, KeyError, TypeError):
@@ -313,7 +314,7 @@ class SeriesLease:
 
 def _parsed(text: bytes) -> Mapping[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {}

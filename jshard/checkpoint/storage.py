@@ -26,13 +26,14 @@ import jax
 import numpy as np
 
 from jshard._compat import set_orbax_deadline
+from jshard._files import open_in_place, read_bytes, read_json
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
-from jshard.errors import RunError, causes
+from jshard.errors import RunError, UnsafeFileError, causes
 
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it last, then renames the folder
 ITEM = "state"
@@ -223,6 +224,7 @@ def is_committed(path: Place) -> bool:
 # fails before it completes a folder that it no longer owns.
 
 DRAFT_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, then renames
+_OWNER_BYTES = 4096
 _held: set[int] = set()  # files that are locked
 
 
@@ -252,7 +254,7 @@ class Owner:
 
     def check(self) -> None:
         """Raises a `RunError` if another save took the folder."""
-        if not self._path.exists() or self._path.read_text() != self._text:
+        if self._written() != self._text:
             raise RunError(
                 "The checkpoint could not be written.",
                 where=str(self._checkpoint),
@@ -265,9 +267,16 @@ class Owner:
         if self._number is None:
             return
         with contextlib.suppress(OSError):
-            if self._path.read_text() == self._text:
+            if self._written() == self._text:
                 self._path.unlink()
         self._close()
+
+    def _written(self) -> str | None:
+        """The text of the file now; None if it is gone, or is no longer a file."""
+        try:
+            return read_bytes(self._path, _OWNER_BYTES).decode(errors="replace")
+        except (FileNotFoundError, UnsafeFileError):
+            return None
 
     def _close(self) -> None:
         if self._number is not None:
@@ -294,7 +303,7 @@ def _owner_file(path: Path) -> Path:
 def _locked(path: Path, *, create: bool) -> int | None:
     """An open file, locked if the file system supports it; None if another process holds the lock."""
     while True:
-        number = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+        number = open_in_place(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -321,7 +330,7 @@ os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 def _owner_text(path: Path) -> str:
     try:
-        mine = json.loads(path.read_text())
+        mine = read_json(path, _OWNER_BYTES)
         return f"process {mine['process_id']} on {mine['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "an unknown process"
@@ -343,8 +352,12 @@ def discard_draft(path: Path) -> None:
 
 def remove_draft(path: Path) -> bool:
     """`discard_draft` for the owner of the checkpoint; returns whether there was a draft."""
-    is_there = draft_of(path).exists()
-    shutil.rmtree(draft_of(path), ignore_errors=True)
+    draft = draft_of(path)
+    if draft.is_symlink():  # what it points to is not removed, and nothing is written there
+        draft.unlink()
+        return True
+    is_there = draft.exists()
+    shutil.rmtree(draft, ignore_errors=True)
     return is_there
 
 

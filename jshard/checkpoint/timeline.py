@@ -9,15 +9,20 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jshard.checkpoint.buckets import Place
+from jshard._files import open_in_place
+from jshard._parsing import checked, parse_json
+from jshard.checkpoint.buckets import Place, contents
+from jshard.checkpoint.errors import CheckpointWarning
+from jshard.errors import UnsafeFileError
 
 
 class Phases:
@@ -60,26 +65,69 @@ class Phases:
 # The history of a series: a line per save and restore, `history.jsonl`, written by the first process.
 
 NAME = "history.jsonl"
+_MOST_BYTES = 256 << 20
 
 
 def append(folder: Path, record: Mapping[str, Any]) -> None:
     """Adds a line to the history of a series."""
     line = json.dumps(record) + "\n"
-    with contextlib.suppress(OSError), (folder / NAME).open("a+b") as file:
+    try:
+        number = open_in_place(folder / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    except UnsafeFileError as error:
+        warnings.warn(
+            f"the history has no line for step {record.get('step')}: {error}", CheckpointWarning, stacklevel=2
+        )
+        return
+    except OSError:
+        return
+    with contextlib.suppress(OSError), os.fdopen(number, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else f"\n{line}"  # a crash truncated the last line
         file.write(line.encode())
 
 
-def read(folder: Place) -> list[dict[str, Any]]:
-    """The history of a series, oldest first; lines truncated by a crash are left out."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in (folder / NAME).read_bytes().decode().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+def _warn(text: str) -> None:
+    warnings.warn(text, CheckpointWarning, stacklevel=4)
+
+
+def read(folder: Place, say: Callable[[str], object] = _warn) -> list[dict[str, Any]]:
+    """The history of a series, oldest first; damaged lines, as a crash leaves, are left out.
+
+    Args:
+        folder: of the series.
+        say: called once if lines are left out.
+
+    Raises:
+        UnsafeFileError: it is not a regular file, or is too large.
+    """
+    try:
+        content = contents(folder / NAME, _MOST_BYTES)
+    except UnsafeFileError:
+        raise
+    except OSError:
+        return []
+    records, damaged = [], []
+    for number, line in enumerate(content.splitlines(), 1):
+        record = _record_of(line)
+        if record is None:
+            damaged.append(number)
+        else:
+            records.append(record)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:3]))
+        if len(damaged) > 3:
+            shown += f" and {len(damaged) - 3} more"
+        say(f"{folder / NAME}: damaged lines are left out: {shown}")
+    return records
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,23 +227,78 @@ class Timeline:
         return max(found, key=lambda slow: slow.time_s - slow.median_s, default=None)
 
 
-def timelines(folder: Place) -> list[Timeline]:
-    """Every save and restore in the history of a series, oldest first; broken lines are left out."""
-    found = []
-    for record in read(folder):
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+def timelines(folder: Place, say: Callable[[str], object] = _warn) -> list[Timeline]:
+    """Every save and restore in the history of a series, oldest first; for the arguments and errors, see `read`."""
+    found, odd = [], 0
+    for record in read(folder, say):
+        try:
             found.append(_timeline(record))
+        except ValueError:
+            odd += 1
+    if odd:
+        say(f"{folder / NAME}: {odd} lines that are not of a save or a restore are left out")
     return found
 
 
+class _StoredProcess(TypedDict):
+    """What `Phases.report` writes."""
+
+    process: int
+    host: str
+    began_at: float
+    bytes: int
+    phases: list[tuple[str, float, float]]
+
+
+class _StoredLayout(TypedDict, total=False):
+    axes: dict[str, int]
+    processes: list[int]
+
+
+class _BegunOperation(TypedDict):
+    kind: Literal["save", "restore"]
+    began_at: float
+
+
+class _StoredOperation(_BegunOperation, total=False):
+    """A line of the history."""
+
+    step: int | None
+    error: str | None
+    blocked_s: float | None
+    mesh: _StoredLayout | None
+    processes: list[_StoredProcess] | None
+
+
+_MOST_S = 1e11  # seconds, also of a moment: some thousand years; sums of larger ones would not be finite
+
+
 def _timeline(record: Mapping[str, Any]) -> Timeline:
+    """The operation of a line; a ValueError if it is not one."""
+    timeline = _timeline_of(checked(record, _StoredOperation))
+    times_s = [timeline.began_at, timeline.blocked_s or 0.0]
+    for row in timeline.rows:
+        times_s += _times(row)
+    if not all(abs(time_s) < _MOST_S for time_s in times_s):
+        raise ValueError("it has a time of thousands of years")
+    return timeline
+
+
+def _times(row: ProcessTimes) -> Iterator[float]:
+    yield row.began_s
+    for _, begin_s, end_s in row.phases:
+        yield begin_s
+        yield end_s
+
+
+def _timeline_of(record: _StoredOperation) -> Timeline:
     processes = record.get("processes") or []
     mesh = record.get("mesh") or {}
     # Which process started first depends on the hosts' clocks; each process's phases use its own clock.
     first = min((row["began_at"] for row in processes), default=record["began_at"])
     blocked_s = record.get("blocked_s")
     return Timeline(
-        kind={"save": "save", "restore": "restore"}[record["kind"]],  # type: ignore[arg-type]
+        kind=record["kind"],
         step=record.get("step"),
         began_at=float(first),
         error=record.get("error"),
@@ -206,7 +309,7 @@ def _timeline(record: Mapping[str, Any]) -> Timeline:
     )
 
 
-def _row(row: Mapping[str, Any], began_s: float) -> ProcessTimes:
+def _row(row: _StoredProcess, began_s: float) -> ProcessTimes:
     phases = tuple((str(name), began_s + begin, began_s + end) for name, begin, end in row["phases"])
     return ProcessTimes(
         process=int(row["process"]),

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import importlib.util
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jshard import __version__, _compat
 from jshard._live import at_work, fitted
-from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError, is_request
+from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError, is_request, printable
 
 COMMANDS = {
     "train": "train a recipe of a model file, or of an included model",
@@ -33,14 +36,11 @@ COMMANDS = {
     "tune": "find the best kernel settings beside a model's collectives: measured, or ranked without a GPU",
 }
 
-_USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(
-    f"  {name:<11}{summary}" for name, summary in COMMANDS.items()
-)
-_USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. --version prints the version."
+_NOTE = "--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. --version prints the version."
 
 _DEBUG = "JSHARD_DEBUG"
 _PACKAGES = "tyro", "grain", "matplotlib"  # of the extra "train"
-_JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # in the note that JAX adds where it shortens a traceback
+_SHORTENED = "JAX_TRACEBACK_FILTERING", "grain_py_traceback_filtering"  # in notes that a traceback was shortened
 
 # XLA:CPU aborts the process when simulated devices reach a collective too late, as on a busy machine.
 _XLA_CPU_FLAGS = (
@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in argv if argument != "--debug"]
     with _debug_in_environment(len(arguments) < len(argv)):
         try:
-            return _run(arguments)
+            code = _run(arguments)
+            with contextlib.suppress(BrokenPipeError):
+                print(end="", flush=True)  # now: a full disk is an error of the command
+            return code
         except SystemExit:  # of the parser: it has printed its message, or the help
             raise
         except BaseException as error:
@@ -94,7 +97,7 @@ def _debug_in_environment(debug: bool) -> Iterator[None]:
 
 def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help") or list(argv) == ["help"]:
-        print(_USAGE, file=sys.stdout if argv else sys.stderr)
+        print(usage("jshard", COMMANDS, _NOTE), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name, *rest = argv if argv[0] != "help" else [*argv[1:], "--help"]
     if name in ("version", "--version"):
@@ -115,12 +118,15 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
         return 1
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error = _out_of_memory(error, argv)
+    error = _of_model_file(error) or _of_the_system(error) or error
     is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
         if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
-            traceback.print_exception(error)  # needed for an error in the user's file or in ours
+            # Needed for an error in the user's file or in ours.
+            print(printable("".join(traceback.format_exception(error)), keep="\n\t"), end="", file=sys.stderr)
         if isinstance(error, FourPartError):
-            notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
+            notes = [note for note in getattr(error, "__notes__", ()) if not any(name in note for name in _SHORTENED)]
+            notes = [printable(note, keep="\n\t") for note in notes]
             print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
@@ -153,6 +159,45 @@ def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
     return plain
 
 
+def _of_model_file(error: BaseException) -> RunError | None:
+    """The four-part form of an error that the user's model file raised; None for any other."""
+    from jshard.data.worker_pool import MODEL_FILE  # here: it imports numpy
+
+    if isinstance(error, FourPartError) or not isinstance(error, Exception):
+        return None
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [(frame.f_code, line) for module, frame, line in frames if module.startswith(MODEL_FILE)]
+    is_ours = frames and frames[-1][0].startswith("jshard.")  # a fault of the library, which its traceback shows
+    if not own or is_ours:
+        return None
+    plain = RunError(
+        "The model file raised an error.",
+        where=[f"{code.co_filename}, line {line}, in {code.co_name}" for code, line in own],
+        why=f"{type(error).__name__}: {error}",
+        do="correct it; --debug shows the whole traceback.",
+    )
+    plain.__cause__ = error
+    plain.__notes__ = getattr(error, "__notes__", [])
+    return plain
+
+
+def _of_the_system(error: BaseException) -> RunError | None:
+    """The four-part form of an error of a disk or file; None for any other."""
+    if not isinstance(error, OSError) or isinstance(error, FourPartError | ConnectionError) or error.strerror is None:
+        return None
+    plain = RunError(
+        "A file could not be read or written.",
+        where=str(error.filename or "standard output, or a file without a name"),
+        why=f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}).",
+        do="make room on the disk, or name another file; --debug shows where it failed.",
+    )
+    plain.__cause__ = error
+    plain.__notes__ = getattr(error, "__notes__", [])
+    return plain
+
+
 def _nobody_reads() -> bool:
     """Whether stdout is a pipe closed by its reader, as in `jshard ... | head`."""
     try:
@@ -164,9 +209,11 @@ def _nobody_reads() -> bool:
 
 def _flush_stdout() -> None:
     """Flushes stdout, so that a closed pipe is detected here and not at Python's exit."""
+    if sys.stdout is None:  # closed, in a program that calls `main`
+        return
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+        print(end="", flush=True)
+    except OSError:  # also of a full disk, which was reported
         with contextlib.suppress(OSError):  # stdout is not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -184,6 +231,27 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
         )
     with loading():
         return importlib.import_module(f"jshard.cli.{name}").run
+
+
+def usage(program: str, commands: Mapping[str, str], note: str) -> str:
+    """The help of a program with commands, wrapped between words like that of the commands themselves.
+
+    Args:
+        program: its name.
+        commands: a summary of each command.
+        note: a last sentence.
+    """
+    columns = shutil.get_terminal_size().columns
+    margin = max(map(len, commands)) + 4
+
+    def wrapped(text: str, indent: int) -> str:
+        return textwrap.fill(
+            text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+
+    head = wrapped(f"usage: {program} COMMAND [ARGUMENTS], or {program} COMMAND --help", 7)
+    lines = [wrapped(f"  {name}".ljust(margin) + summary, margin) for name, summary in commands.items()]
+    return "\n".join([head, "", "commands:", *lines, "", wrapped(note, 0)])
 
 
 def no_command(program: str, name: str, rest: Sequence[str], commands: Iterable[str]) -> ShardingError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 import math
 import os
@@ -17,17 +19,19 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
 from jshard import launch
+from jshard._files import check_may_write
 from jshard._live import fitted
+from jshard._parsing import is_int, is_number, shown, whole_number
 from jshard._paths import expanded
 from jshard.cli._config import with_config
-from jshard.errors import MeshError, ShardingError
+from jshard.errors import MeshError, RunError, ShardingError, printable
 
 if TYPE_CHECKING:
     from jshard.plans.mesh import AnyMesh
@@ -42,13 +46,18 @@ Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(me
 
 
 def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
-    """The arguments as an object of a dataclass; for help or bad arguments, prints a message and exits.
+    """The arguments as an object of a dataclass; for help, prints it and exits.
 
     A field without a default is the command's positional file; every other field is an option. An option given
-    twice is a `ShardingError`; the parser alone would take the last.
+    twice is an error, too; the parser alone would take the last.
+
+    Raises:
+        ShardingError: the arguments cannot be read.
     """
     hints = _shown(cls)
-    argv = with_config(argv, hints) if "config" in hints else argv
+    if "config" in hints:
+        # One file serves every command: an option that another command has is left out here.
+        argv = with_config(argv, hints, known={*hints, *typing.get_type_hints(TrainArgs)})
     appends = {name for name, hint in hints.items() if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())}
     words = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
     for name, count in collections.Counter(words).items():
@@ -65,7 +74,24 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     text = "\n".join(wrapped(" ".join(part.split())) for part in (cls.__doc__ or "").split("\n\n"))
     # `Path` would drop the "./" of a folder that is named `~`.
     argv = [re.sub(r"^(--[\w-]+=)?\./(?=~)", rf"\g<1>{Path.cwd()}/", word) for word in argv]
-    parsed = tyro.cli(cls, prog=command, description=text, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    printed = io.StringIO()
+    try:
+        with (
+            _wide(not {"-h", "--help"} & set(argv)),
+            contextlib.redirect_stdout(sys.stdout or printed),  # None if it is closed, which tyro does not expect
+            contextlib.redirect_stderr(printed),
+        ):
+            parsed = tyro.cli(cls, prog=command, description=text, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ShardingError(
+            "The arguments cannot be read.",
+            where=shlex.join([*command.split(), *argv]),
+            why=_parsers_words(printed.getvalue()),
+            do=f"{command} --help  # lists them all",
+        ) from None
+    _check_numbers(parsed, command)
     return _with_paths_expanded(parsed)
 
 
@@ -79,6 +105,60 @@ def _with_paths_expanded(args: T) -> T:
         elif isinstance(value, tuple) and any(isinstance(each, Path) for each in value):
             changed[field.name] = tuple(expanded(each) if isinstance(each, Path) else each for each in value)
     return dataclasses.replace(cast(Any, args), **changed)
+
+
+@contextlib.contextmanager
+def _wide(is_wide: bool) -> Iterator[None]:
+    """A context in which tyro does not break the lines of its messages."""
+    before = os.environ.get("COLUMNS")
+    if is_wide:
+        os.environ["COLUMNS"] = "2000"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["COLUMNS"] = before
+        elif is_wide:
+            del os.environ["COLUMNS"]
+
+
+_RULE = re.compile(r"[\W_]*")  # a line of the box, without letters
+_NO_NUMBER = re.compile(r"Error parsing (\S+): .*(base 10|convert string to float): (.+)")
+_NO_CHOICE = re.compile(r"invalid choice (.+) for argument '(.+)'. Expected one of \((.*)\)")
+
+
+def _parsers_words(printed: str) -> str:
+    """Why tyro refuses the arguments, in one line, without its box and its own types."""
+    _title, *lines = printed.splitlines()
+    words: list[str] = []
+    for line in lines:
+        content = line.strip("\u2502| ")
+        if content.startswith(("For full helptext", "Argument helptext")):
+            break
+        if not _RULE.fullmatch(content):
+            words += content.split()
+    text = " ".join(words).rstrip(".").replace(" Perhaps you meant:", ". Perhaps you meant:")
+    if number := _NO_NUMBER.match(text):
+        kind = "a whole number" if number[2] == "base 10" else "a number"
+        return f"{number[1]} takes {kind}, not {number[3]}."
+    if choice := _NO_CHOICE.match(text):
+        choices = sorted(set(re.findall(r"'(.+?)'", choice[3])) - {"None"})
+        return f"{choice[2]} takes one of {', '.join(choices)}, not {choice[1]}."
+    return f"{text}."
+
+
+def _check_numbers(args: Any, command: str) -> None:
+    """Raises for a number that no clock, array or process can have: comparisons with nan let it pass everywhere."""
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if (isinstance(value, float) and not is_number(value)) or (is_count and not is_int(value)):
+            raise ShardingError(
+                "An option has an unusable number.",
+                where=f"{command} {option}",
+                why=f"it is {shown(value)}; numbers are finite, and whole ones have at most 64 bits.",
+                do=f"{command} --help  # shows what {option} means; or leave it out",
+            )
 
 
 @functools.cache
@@ -126,19 +206,35 @@ def _default(label: str) -> str:
 
 
 def check_writable(path: Path | None, *, option: str) -> None:
-    """Refuses a file to write whose folder does not exist."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ShardingError(
-            "The file cannot be written.",
-            where=f"{option} {path}",
-            why=f"there is no folder {path.absolute().parent}.",
-            do=f"mkdir -p {path.parent}",
-        )
+    """Refuses a file that could not be written, before the work for it: its folder is missing, or not the user's."""
+    if path is None:
+        return
+    folder, do = path.absolute().parent, f"{option} FILE, in a folder that you may write."
+    why = None
+    if not os.path.lexists(folder):
+        why, do = f"there is no folder {folder}.", f"mkdir -p {shlex.quote(str(path.parent))}"
+    elif path.is_dir():
+        why, do = "it is a folder.", f"{option} {shlex.quote(str(path / 'report'))}  # a file in it"
+    else:
+        try:
+            check_may_write(path)
+        except OSError as error:
+            why = f"{error.strerror}: {error.filename}."
+    if why is not None:
+        raise ShardingError("The file cannot be written.", where=f"{option} {path}", why=why, do=do)
 
 
 def write(path: Path, text: str) -> None:
     """Writes a file in addition to the answer, and reports it."""
-    path.write_text(text)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise RunError(
+            "The file could not be written.",
+            where=str(path),
+            why=f"{error.strerror}.",
+            do="make room, or name a file on another disk.",
+        ) from error
     remark(f"written: {path}")
 
 
@@ -151,7 +247,7 @@ def answer(found: Any, *, json: bool) -> None:
 
 def remark(line: str) -> None:
     """Prints a line on stderr, separate from the answer."""
-    print(fitted(line, sys.stderr), file=sys.stderr)
+    print(fitted(printable(line, keep="\n\t"), sys.stderr), file=sys.stderr)
 
 
 _SIMULATED = 8
@@ -162,14 +258,17 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, degree = part.partition("=")
-        if not degree.removeprefix("-").isdecimal() or axis in sizes:
+        number = None
+        with contextlib.suppress(ValueError):
+            number = whole_number(degree)
+        if number is None or axis in sizes:
             raise MeshError(
                 "The mesh cannot be read.",
                 where=f"--mesh {text}",
                 why=f"{part!r} is not axis=degree, or repeats an axis.",
                 do="--mesh fsdp=-1  # all devices; several axes: replica=2,fsdp=4",
             )
-        sizes[axis] = int(degree)
+        sizes[axis] = number
     return sizes
 
 
@@ -219,7 +318,7 @@ def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
 
 def parse_steps(text: str, *, option: str) -> range:
     """The step numbers in `A:B`: those after step A, up to and including step B."""
-    found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,18})\s*:\s*([0-9]{1,18})\s*", text)
     why, meant = (
         "the form is A:B, two whole numbers: the steps after step A, up to step B.",
         "10:15  # steps 11 to 15",
@@ -245,6 +344,13 @@ class RecipeArgs:
     set: Settings = ()
     """Override a value of the recipe; repeatable: --set learning_rate=1e-3 --set model.n_layer=4. --print-config
     of `jshard train` shows the keys."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A run as JSON or TOML, as printed by --print-config of `jshard train`, or a part of it; options given here take
+    precedence."""
+    steps: Count | None = None
+    """Optimizer steps, instead of the recipe's."""
+    seed: Count | None = None
+    """Seed of parameters, dropout and sample order, instead of the recipe's."""
     unit: Settings = ()
     """Override a setting of the annotation's units: --unit remat=full --unit prefetch=2
     --unit reshard_after_forward=false."""
@@ -267,12 +373,6 @@ class TrainArgs(RecipeArgs):
     was lost (the same command with --resume continues), 1 the run failed, 130 stopped by Ctrl-C.
     """
 
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A run as JSON or TOML, as printed by --print-config, or a part of it; options given here take precedence."""
-    steps: Count | None = None
-    """Optimizer steps, instead of the recipe's."""
-    seed: Count | None = None
-    """Seed of parameters, dropout and sample order, instead of the recipe's."""
     auto: bool = False
     """Choose how to split the devices, what to keep and what to recompute, and the number of microbatches. Measured
     steps of a few configurations correct the estimates, and the choice is stored."""

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard._files import read_named
+from jshard._parsing import check_writable_values, parse_json, parse_toml, shown
 from jshard._paths import expanded
-from jshard.errors import ShardingError
+from jshard.errors import ShardingError, UnsafeFileError
 
 _OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
 # Options that say what a command does now, or that the keys of "recipe" set.
 NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
 
 
-def with_config(argv: Sequence[str], options: Collection[str]) -> list[str]:
-    """The arguments, completed from the file in `--config`; `options` are all that exist."""
+def with_config(argv: Sequence[str], options: Collection[str], *, known: Collection[str]) -> list[str]:
+    """The arguments, completed from the file in `--config`.
+
+    Args:
+        argv: the arguments.
+        options: all that the command has.
+        known: all that a file may name. Those that the command does not have are left out.
+    """
     path = next((_value(argv, i) for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
     if path is None:
         return list(argv)
     config = read_config(expanded(path))
-    check_keys(config, {*_OPTIONS, "recipe", "versions", *options} - (NOT_IN_FILES - {"recipe"}), f"--config {path}")
+    check_keys(config, {*_OPTIONS, "recipe", "versions", *known} - (NOT_IN_FILES - {"recipe"}), f"--config {path}")
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
     has_model = argv[0][:1] != "-"
     model = argv[:1] if has_model else [str(config["model_file"])] if "model_file" in config else []
     words = []
     for key, value in config.items():
-        option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
-        if key not in ("model_file", "recipe", "versions") and option not in given:
-            words += _words(option, value)
+        name = _OPTIONS.get(key, key)
+        option = f"--{name.replace('_', '-')}"
+        is_option = key not in ("model_file", "recipe", "versions") and name in options
+        if is_option and option not in given:
+            words += _words(option, value, f"--config {path}")
     return [*model, *words, *argv[has_model:]]
 
 
@@ -40,31 +48,41 @@ def _value(argv: Sequence[str], place: int) -> str | None:
     return value if equals else next(iter(argv[place + 1 : place + 2]), None)
 
 
-def _words(option: str, value: Any) -> list[str]:
+def _words(option: str, value: Any, where: str) -> list[str]:
     if value is None:
         return []
     if isinstance(value, Mapping):  # degrees of a mesh
         value = ",".join(f"{axis}={degree}" for axis, degree in value.items())
-    values = list(map(str, value)) if isinstance(value, list) else [str(value)]
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, str) and item.startswith("-"):
+            raise _unreadable(where, f"{option.removeprefix('--')} is {shown(item)}, which would be read as an option.")
+    values = list(map(str, items))
     return [word for one in values for word in (option, one)] if option == "--unit" else [option, *values]
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The file, as a tree of dicts."""
-    why = ""
+    where = f"--config {path}"
     try:
-        text = path.read_text()
-        config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
-            why = 'it must be a table of options, with a table of settings as "recipe".'
+        raw = read_named(path)
+        config = parse_toml(raw) if path.suffix == ".toml" else parse_json(raw)
+        check_writable_values(config, finite=False)
+    except UnsafeFileError:
+        raise
     except OSError as error:
-        config, why = {}, f"{(error.strerror or repr(error)).lower()}."
+        why = "it is a folder." if path.is_dir() else f"{(error.strerror or repr(error)).lower()}."
+        raise _unreadable(where, why) from error
     except ValueError as error:
-        config, why = {}, f"it is not {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}."
-    if why:
-        do = "jshard train gpt --print-config > gpt.json  # writes such a file"
-        raise ShardingError("The configuration cannot be read.", where=f"--config {path}", why=why, do=do)
+        raise _unreadable(where, f"{error}.") from error
+    if not isinstance(config, dict) or not isinstance(config.get("recipe", {}), dict):
+        raise _unreadable(where, 'it must be a table of options, with a table of settings as "recipe".')
     return config
+
+
+def _unreadable(where: str, why: str) -> ShardingError:
+    do = "jshard train gpt --print-config > gpt.json  # writes such a file"
+    return ShardingError("The configuration cannot be read.", where=where, why=why, do=do)
 
 
 def check_keys(found: Collection[str], known: Collection[str], where: str) -> None:

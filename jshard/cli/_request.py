@@ -25,6 +25,7 @@ from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
 from jshard.plans.mesh import AnyMesh
 from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.hf_config import check, settings_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override, parse_units
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe, tree, versions
@@ -57,6 +58,14 @@ class Request:
         """Names of the further records."""
         asked = self.args.track
         return tuple(name for name in available() if name == "tensorboard") if asked is None else asked
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """All settings that differ from the recipe of the model file, from whatever option or file."""
+        own = [
+            f"{key}={getattr(self.args, name)}" for name, key in _KEYS.items() if getattr(self.args, name) is not None
+        ]
+        return (*self.args.set, *own)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -119,20 +128,38 @@ def request_of(args: TrainArgs) -> Request:
         stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
         _check_origin(args, stored or {}, out)
         args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
+    is_written = not (args.dry_run or args.print_config or args.resume)
     if out is not None and not args.resume:
         RunFolder.check_vacant(out)  # now: the data may take minutes to read
+    elif is_written:
+        RunFolder.check_vacant(RunFolder.free_name(_RUNS, model_file.path.stem))
     is_begun = args.init_from is not None and _has_checkpoints(out, args.checkpoints)
     if args.init_from is not None and not is_begun and not place_of(args.init_from).exists():
         raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
+    weights = None if is_begun else args.init_from
+    if weights is not None:
+        # As settings they are in the run's record: a resumed run has them even if the weights are gone.
+        args = dataclasses.replace(args, set=_settings(stored_settings(model_file, recipe, weights), args.set))
     own = {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}
     recipe = override(recipe, [*args.set, *(f"{key}={getattr(args, option)}" for option, key in own.items())])
+    if weights is not None and model_file.hf_types:
+        check(weights, recipe.model, model_file.hf_types)
     check_recipe(recipe, options={key: f"--{option}" for option, key in own.items()})
     profile = parse_steps(args.profile, option="--profile") if args.profile else None
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
     model_file = model_file.with_units(parse_units(args.unit))
     return Request(args, given, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
+
+
+def stored_settings(model_file: ModelFile, recipe: Recipe, path: Path) -> list[str]:
+    """The settings of a recipe that the config.json of Hugging Face's weights makes; none without such a file."""
+    if not model_file.hf_types:
+        return []
+    keys = leaves(tree(recipe))
+    values = {f"model.{name}": value for name, value in settings_of(path, model_file.hf_types).items()}
+    return [as_setting(key, value) for key, value in values.items() if key in keys]
 
 
 def _without_config(args: TrainArgs, model_file: ModelFile) -> TrainArgs:
@@ -311,7 +338,12 @@ def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tup
         yield abstract_model(model_file, recipe, mesh), batch
     except FourPartError:
         raise
-    except ValueError as error:  # a model raises it for a request beyond its limits
+    except Exception as error:
+        # A model raises a ValueError for a request beyond its limits. For sizes that it does not check, such as a
+        # vocabulary of 0, the error is that of an operation in it.
+        sets_model = any(_key(setting).startswith("model.") for setting in request.args.set)
+        if not isinstance(error, ValueError) and not sets_model:
+            raise
         raise refuses_batches(model_file.path, error) from error
 
 

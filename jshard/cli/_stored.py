@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jshard import checkpoint, launch
+from jshard._children import module_command
 from jshard.checkpoint.errors import SurplusError
 from jshard.cli._arguments import Count, Extra, open_mesh, parse_mesh, simulate_devices
 from jshard.cli._config import as_setting
@@ -30,6 +30,7 @@ from jshard.recipes.step import HeldModel
 from jshard.train.run import check_vocabulary
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import NOTHING, differences
+from jshard.train.trust import model_of_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,8 @@ class RunArgs:
     """Folder of a run. Its newest checkpoint is read."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
     """Model file, if it has moved since the run."""
+    trust: bool = False
+    """Execute the model file that the run names, although the run was not made by you on this machine."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A Hugging Face tokenizer.json, if it has moved since the run."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
@@ -63,7 +66,7 @@ class RunArgs:
         check_processes(self, cluster)
         processes = self.processes if cluster is None else None
         how = {"processes": processes, "cluster": cluster, "again": shlex.join(line)}
-        return launch.supervise([sys.executable, "-m", *line], **how)
+        return launch.supervise(module_command("jshard", command, *argv), **how)
 
     def open_mesh(self) -> Mesh:
         """The mesh over the present devices; the first use of them."""
@@ -77,6 +80,14 @@ class RunArgs:
 
 
 _SKIP = "or skip them, and use another model: --extra ignore"
+
+
+def _why_no_run(path: Path) -> str:
+    if path.is_dir():
+        return "it has no run.json."
+    if path.exists():
+        return "it is not a folder."
+    return f"no such folder, seen from {Path.cwd()}."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,17 +109,28 @@ class StoredRun:
     recipe: Recipe
 
     @classmethod
-    def read(cls, path: Path, *, model: Path | None = None) -> StoredRun:
-        """Reads the record of a run, and its model file or the given one."""
+    def read(
+        cls, path: Path, *, model: Path | None = None, is_trusted: bool = False, command: Sequence[str]
+    ) -> StoredRun:
+        """Reads the record of a run, and its model file or the given one.
+
+        Args:
+            path: its folder.
+            model: the model file; by default the one that the run names.
+            is_trusted: whether that one may be executed if the run is not the user's own.
+            command: the words of the command, for an error.
+        """
         if not RunFolder.holds_run(path):
             raise ShardingError(
                 "There is no run.",
                 where=str(path),
-                why="it has no run.json." if path.is_dir() else f"no such folder, seen from {Path.cwd()}.",
+                why=_why_no_run(path),
                 do="name the folder that `jshard train` wrote: runs/gpt-tiny",
             )
         record = RunFolder.record(path)
-        file = load_model_file(model or Path(record["model_file"]))
+        if model is None:
+            model = model_of_run(record, is_trusted=is_trusted, where=path, command=command)
+        file = load_model_file(model)
         _, recipe = file.recipe(record["name"] if record["name"] in file.recipes else None)
         found = [(key, then) for key, then, _ in differences(record["recipe"], tree(recipe)) if then is not NOTHING]
         return cls(

@@ -22,7 +22,7 @@ from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
 from jshard.train.expected import ExpectedStep
-from jshard.train.run import Finished, run_recipe
+from jshard.train.run import Finished, check_trackers, run_recipe
 
 
 def train(args: TrainArgs) -> int:
@@ -50,6 +50,7 @@ def _train(request: Request) -> int:
     assert isinstance(mesh, Mesh)  # devices were not given as a number
     check_batch(request.recipe, mesh)
     expect = None if args.expect is None else ExpectedStep.read(args.expect, within=args.expect_within)
+    check_trackers(request.track)
     # Before the plan: unreadable data should fail first.
     how = {name: getattr(args, name) for name in ("held_out", "text_key", "dtype")}
     data = data_of(request.model_file, request.recipe, args.data, args.tokenizer, **how)

@@ -17,6 +17,7 @@ from jshard.cli._request import data_of, loss_unit
 from jshard.cli._stored import RunArgs, StoredRun
 from jshard.cli.ckpt import as_json
 from jshard.errors import ShardingError
+from jshard.inspect.tables import show
 from jshard.recipes.recipe import check_batch
 from jshard.train.run import check_vocabulary, evaluated
 
@@ -40,7 +41,8 @@ def run(argv: Sequence[str]) -> int:
     args = parse(EvalArgs, argv, command="jshard eval")
     if (code := args.started("eval", argv)) is not None:
         return code
-    stored = StoredRun.read(args.path, model=args.model)
+    command = ["jshard", "eval", *argv]
+    stored = StoredRun.read(args.path, model=args.model, is_trusted=args.trust, command=command)
     model_file, recipe, tokenizer = stored.model_file, stored.recipe, stored.tokenizer_file(args.tokenizer)
     how: dict[str, Any] = {name: stored.options.get(name) for name in ("text_key", "dtype")}
     own, apart = ([Path(path) for path in stored.options.get(name, ())] for name in ("data", "held_out"))
@@ -69,5 +71,8 @@ def run(argv: Sequence[str]) -> int:
     more += "".join(f", {name} {loss_text(value)}" for name, value in scalars.items() if name != "loss")
     if jax.process_index() == 0:
         line = f"{data.description}\nvalidation loss {loss_text(loss)}{unit}{more} after {counted(step, 'step')}"
-        print(as_json(found) if args.json else line)
+        if args.json:
+            print(as_json(found))
+        else:
+            show(line)
     return 0

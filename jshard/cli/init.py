@@ -13,8 +13,9 @@ from typing import Annotated
 
 import tyro
 
+from jshard._files import check_may_write
 from jshard.cli._arguments import parse
-from jshard.errors import ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.recipes import shipped_models
 
 
@@ -47,12 +48,43 @@ def run(argv: Sequence[str]) -> int:
     beside = {out.with_name(file.name): file for file in _neighbours(models[args.model])}
     copies = {out: models[args.model]} | beside
     _check(args.model, out, copies, is_beside=out in beside)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for target, file in copies.items():
-        target.write_bytes(file.read_bytes())
+    _check_writable(copies)
+    _write(copies)
     print(f"written: {', '.join(map(str, copies))}")
     print(f"train it: {shlex.join(['jshard', 'train', str(out)])}")
     return 0
+
+
+def _check_writable(copies: Mapping[Path, Path]) -> None:
+    for target in copies:
+        try:
+            check_may_write(target)
+        except OSError as error:
+            raise ShardingError(
+                "The model file cannot be written.",
+                where=str(target),
+                why=f"{error.strerror}: {error.filename}.",
+                do="name a file in a folder that you may write: jshard init NAME FILE.py",
+            ) from error
+
+
+def _write(copies: Mapping[Path, Path]) -> None:
+    """Writes all copies, or none: half a model file would be found, and not overwritten, by the next try."""
+    begun: list[Path] = []
+    try:
+        for target, file in copies.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            begun += [] if target.exists() else [target]  # a neighbour from an earlier copy is the same
+            target.write_bytes(file.read_bytes())
+    except OSError as error:
+        for target in begun:
+            target.unlink(missing_ok=True)
+        raise RunError(
+            "The model file could not be written.",
+            where=str(error.filename or begun[-1]),
+            why=f"{error.strerror}.",
+            do="name a file in a folder that you may write, with room for it: jshard init NAME FILE.py",
+        ) from error
 
 
 def _check(model: str, out: Path, copies: Mapping[Path, Path], *, is_beside: bool) -> None:

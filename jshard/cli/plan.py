@@ -102,6 +102,7 @@ class PlanReport(Printed):
 
 
 _WELL_HIDDEN = 0.95
+_QUIET_S = 10.0  # a plan without a cluster takes longer only for large models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,11 @@ def run(argv: Sequence[str]) -> int:
     request = request_of(args.without_devices())
     if not args.topology:
         mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-        with traced_for_device(None) as assumed:
+        work = f"planning {args.model}, recipe {request.name}"
+        with (
+            traced_for_device(None) as assumed,
+            at_work(work, say=remark, stream=sys.stderr, quiet_s=_QUIET_S),
+        ):
             found = explained(request, mesh)
         answer(found, json=args.json)
         for line in assumed():
@@ -170,7 +175,7 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
     asked = CompileRequest(
         model=str(args.model),
         recipe=args.recipe,
-        settings=args.set,
+        settings=request.settings,
         mesh=sizes,
         units=parse_units(args.unit),
         topology=topology.text,

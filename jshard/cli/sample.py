@@ -43,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
     if (code := args.started("sample", argv)) is not None:
         return code
     draw = Draw(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
-    stored = StoredRun.read(args.path, model=args.model)
+    command = ["jshard", "sample", *argv]
+    stored = StoredRun.read(args.path, model=args.model, is_trusted=args.trust, command=command)
     tokenizer = stored.tokenizer(args.tokenizer)
     (prompt,) = tokenizer.encode_batch([args.prompt.encode()])
     if not prompt.size:

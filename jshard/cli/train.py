@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard import launch
+from jshard._children import module_command
 from jshard._text import counted
 from jshard.cli import loading
 from jshard.cli._arguments import TrainArgs, as_option, num_devices, parse, parse_mesh
@@ -41,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
 def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> int:
     check_processes(args, cluster)
     return launch.supervise(
-        [sys.executable, "-m", "jshard", "train", *argv],
+        module_command("jshard", "train", *argv),
         processes=args.processes if cluster is None else None,
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
@@ -87,7 +88,7 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
         # Without a folder nothing was started: --resume alone could resume an older run.
         words = changed.words(None if folder is None else Path(folder))
         is_begun = args.resume or folder is not None
-        return [sys.executable, "-m", "jshard", "train", *words, *(["--resume"] if is_begun else [])]
+        return module_command("jshard", "train", *words, *(["--resume"] if is_begun else []))
 
     meshes = None if args.min_processes is None else _meshes(args, argv, cluster)
     return launch.Restarts(
@@ -166,7 +167,7 @@ def _check(args: TrainArgs, cluster: launch.Cluster | None, sizes: Mapping[str, 
 
 def _batch(argv: Sequence[str]) -> tuple[int, int]:
     """The recipe's `batch_size` and `accumulate`, read by a separate process, as this one does not import JAX."""
-    command = [sys.executable, "-m", "jshard", "train", *argv, "--print-config"]
+    command = module_command("jshard", "train", *argv, "--print-config")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JSHARD_WORKER")}
     read = subprocess.run(command, env=environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)
     if read.returncode:

@@ -9,12 +9,12 @@ import os
 import pickle
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard._children import module_command
 from jshard.cluster.topology import Topology, parse_topology
 from jshard.errors import AnnotationError, FourPartError, RunError, ShardingError
 from jshard.inspect.audit import CompiledMemory
@@ -333,11 +333,11 @@ def run_child(
     more_time: str,
     do: str,
 ) -> Any:
-    """Runs `python -m MODULE REQUEST FOLDER`, whose `main` calls `answer`, and returns its result.
+    """Runs a module with the arguments REQUEST FOLDER, whose `main` calls `answer`, and returns its result.
 
     An error of the child is raised here; `more_time` and `do` are the advice if it takes too long or crashes.
     """
-    command = [sys.executable, "-m", module, json.dumps(request), str(folder)]
+    command = module_command(module, json.dumps(request), str(folder))
     with (folder / _OUTPUT).open("wb") as output:
         try:
             done = subprocess.run(

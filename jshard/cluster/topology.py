@@ -18,6 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from jshard import _compat
+from jshard._parsing import shown, whole_number
 from jshard._paths import expanded
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
@@ -26,6 +27,8 @@ from jshard.kernels.backend import TracedDevice, planned_for
 
 CUDNN = 9, 10
 """The cuDNN version assumed for a GPU that is not present."""
+
+_MOST_DEVICES = 1_000_000  # all lists of devices are in memory
 
 _HOPPER = 9  # compute capability
 _CUDNN_ASSUMED = f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is assumed, as JAX's own check needs a GPU."
@@ -84,9 +87,19 @@ def parse_topology(text: str) -> Topology:
         raise _unknown(text, name)
     parts = shape.split("x")
     wanted = (2, 3) if device.platform == "gpu" else (device.dims,)
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) not in wanted:
+    try:
+        extents = tuple(map(whole_number, parts))
+    except ValueError as error:
+        raise _unreadable(text, device, shape) from error
+    if len(extents) not in wanted or min(extents) < 1:
         raise _unreadable(text, device, shape)
-    extents = tuple(map(int, parts))
+    if math.prod(extents) > _MOST_DEVICES:
+        raise TopologyError(
+            "The topology has too many devices.",
+            where=f"--topology {text}",
+            why=f"it has {math.prod(extents):,}; the most that can be planned for are {_MOST_DEVICES:,}.",
+            do=f"--topology {_example(device)}",
+        )
     if device.platform == "gpu":
         extents = (1,) * (3 - len(extents)) + extents
         if extents[-1] > device.fast_group:
@@ -221,7 +234,7 @@ def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
     return TopologyError(
         "The topology cannot be read.",
         where=f"--topology {text}",
-        why=f"{device.name}: must be followed by {form}, integers from 1, not {shape or 'nothing'!r}.",
+        why=f"{device.name}: must be followed by {form}, integers from 1, not {shown(shape) if shape else 'nothing'}.",
         do=f"--topology {_example(device)}",
     )
 

@@ -6,18 +6,21 @@ import dataclasses
 import difflib
 import functools
 import gzip
-import json
 import os
+import re
 import shlex
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
+from jshard import _files
+from jshard._parsing import FormError, checked, parse_json, shown
 from jshard._paths import expanded
 from jshard.data.loader import DataError
 from jshard.errors import FourPartError, MissingExtraError
@@ -56,10 +59,7 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
         if not path or expanded(given).exists():
             found.append(expanded(given))
             continue
-        try:
-            weights.append(Fraction(text))
-        except (ValueError, ZeroDivisionError):
-            weights.append(Fraction(0))
+        weights.append(_weight(text))
         if weights[-1] <= 0:
             why, do = f"{text!r} is not a number above 0.", f"--data {shlex.quote(f'{path}=0.5')}  # or =1/3"
             raise DataError("A weight cannot be read.", where=f"--data {given}", why=why, do=do)
@@ -74,14 +74,54 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
     return found, weights
 
 
+# 1e999999999 is a number, too, but takes all memory as a fraction.
+_WEIGHT = re.compile(r"[0-9]{0,20}(\.[0-9]{0,20})?(/[0-9]{1,20}|[eE][-+]?[0-9]{1,2})?", re.ASCII)
+
+
+def _weight(text: str) -> Fraction:
+    """The number in a weight; 0 if it is none."""
+    if not _WEIGHT.fullmatch(text.strip()):
+        return Fraction(0)
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return Fraction(0)
+
+
 # Texts, and documents.
 
+_MOST_LINE_BYTES = 256 << 20  # of a file of documents; more is one line by mistake, or made to take all memory
 
-def read_texts(paths: Sequence[Path], text_key: str) -> tuple[dict[str, bytes], str]:
+
+class _DatasetFile(TypedDict):
+    filename: str
+
+
+class _SavedState(TypedDict):
+    """state.json of a folder written by `save_to_disk`."""
+
+    _data_files: list[_DatasetFile]
+
+
+class _SavedSplits(TypedDict):
+    """dataset_dict.json of such a folder with several splits."""
+
+    splits: list[str]
+
+
+_Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
+
+
+def read_texts(paths: Sequence[Path], text_key: str, *, end: bytes = b"") -> tuple[dict[str, bytes], str]:
     """Texts by name, and the word for one of them; one `DataError` lists all unusable paths.
 
     A file of documents gives one text per document, named by the path and a number; any other file is one text. Both
     are in the order of their relative paths.
+
+    Args:
+        paths: files and folders.
+        text_key: key or column of a document's text.
+        end: what the tokenizer takes for the end of a text; a document that contains it is an error.
     """
     texts: dict[str, list[bytes]] = {}
     places: set[Path] = set()
@@ -89,6 +129,8 @@ def read_texts(paths: Sequence[Path], text_key: str) -> tuple[dict[str, bytes], 
     skipped: dict[Path, str] = {}
     for root in paths:
         read, others = _texts_in(root, text_key)
+        for path, found in read.items():
+            _check_end(path, found, end)
         if not any(map(any, read.values())):
             bad |= others or {root: "a folder without text (hidden files are left out)" if root.is_dir() else "empty"}
             continue
@@ -98,7 +140,8 @@ def read_texts(paths: Sequence[Path], text_key: str) -> tuple[dict[str, bytes], 
                 texts[_name(path, root, texts)] = found
                 places.add(path.resolve())
     if bad:
-        tools = [_INSTEAD[path.suffix].format(path) for path in bad if path.suffix in _INSTEAD and path.is_file()]
+        known = [path for path in bad if path.suffix in _INSTEAD and path.is_file()]
+        tools = [_INSTEAD[path.suffix].format(shlex.quote(str(path))) for path in known]
         iconv = "iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8."
         raise DataError(
             f"{len(bad)} of the given files and folders cannot be trained on.",
@@ -145,9 +188,27 @@ def _texts_in(root: Path, text_key: str) -> tuple[dict[Path, list[bytes]], dict[
             unreadable(error)
         except FourPartError:
             raise
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, zlib.error) as error:
             others[path] = f"not text: {error}"
     return texts, others
+
+
+def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
+    """Raises a `DataError` for a text that contains its own end: the model would learn two texts in its place."""
+    if not end:
+        return
+    numbers = [number for number, text in enumerate(texts) if end in text]
+    if numbers:
+        do = "--tokenizer tokenizer.json  # its end of text is not a byte; or remove the zero bytes from the texts."
+        if path.name.lower().endswith(_JSON_LINES) and path.suffix.lower() != ".gz":
+            clean = shlex.quote(str(path.with_stem(f"{path.stem}-clean")))
+            do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
+        raise DataError(
+            "A document has zero bytes.",
+            where=[f"{path}: document {number + 1}" for number in numbers],
+            why="as tokens are bytes, a zero byte is the end of a text.",
+            do=do,
+        )
 
 
 def _text_of(path: Path) -> bytes:
@@ -192,15 +253,16 @@ def _documents(path: Path, text_key: str) -> Iterator[bytes] | None:
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(_lines(file), 1):
             if not line.strip():
                 continue
+            entry, why = None, ""
             try:
-                entry = json.loads(line)
-            except ValueError as error:
-                entry, why = None, f"it is not JSON: {error}."
-            else:
+                entry = parse_json(line)
+            except FormError as error:
+                why = f"{error}."
+            if not why and not isinstance(entry, dict):
                 why = f"it is not a JSON object, but a {type(entry).__name__}."
             if not isinstance(entry, dict):
                 where, do = f"{path}, line {number}", f"sed -n {number}p {shlex.quote(str(path))}  # shows the line"
@@ -210,6 +272,14 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
                 kinds = {key: type(value).__name__ for key, value in entry.items()}
                 raise _no_text(f"{path}, line {number}", text_key, kinds)
             yield text.encode(errors="replace")
+
+
+def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+    """The lines of a file; an error for one that is too long, before it takes more memory."""
+    while line := file.readline(_MOST_LINE_BYTES + 1):
+        if len(line) > _MOST_LINE_BYTES:
+            raise ValueError(f"a line has more than {_MOST_LINE_BYTES >> 20} MiB")
+        yield line
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[Any]:
@@ -222,29 +292,71 @@ def _parquet(path: Path, text_key: str) -> Iterator[Any]:
 def _dataset(path: Path) -> Iterator[Any]:
     """The same for a folder written by `save_to_disk`; if there are several splits, the one to train on."""
     if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-        if "train" not in splits:
-            raise DataError(
-                "The dataset has no split to train on.",
-                where=str(path),
-                why=f"its splits are {', '.join(splits)}; only 'train' is chosen automatically.",
-                do=f"--data {shlex.quote(str(path / splits[0]))}",
-            )
-        path = path / "train"
+        path = _split_to_train_on(path)
+    names = [file["filename"] for file in _saved(path / "state.json", _SavedState)["_data_files"]]
+    outside = [name for name in names if not _files.is_inside(name)]
+    if outside:
+        raise _damaged(path / "state.json", f"its file {shown(outside[0])} is not in the folder.")
     pyarrow = _pyarrow(path)
-    for file in json.loads((path / "state.json").read_text())["_data_files"]:
-        with pyarrow.memory_map(str(path / file["filename"])) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+    for name in names:
+        # Read, and not mapped: the texts are copied anyway, and a mapped file that is cut off ends the process.
+        with pyarrow.OSFile(str(path / name)) as file, pyarrow.ipc.open_stream(file) as stream:
             yield stream.schema.empty_table()
             yield from stream
 
 
+def _split_to_train_on(path: Path) -> Path:
+    """The folder of the split `train`."""
+    splits = _saved(path / "dataset_dict.json", _SavedSplits)["splits"]
+    if "train" in splits:
+        return path / "train"
+    do = "datasets.load_from_disk(path)  # shows what it has; save the split to train on by itself"
+    if splits:
+        do = f"--data {shlex.quote(str(path / splits[0]))}"
+    raise DataError(
+        "The dataset has no split to train on.",
+        where=str(path),
+        why=f"its splits are {', '.join(splits) or 'none'}; only 'train' is chosen automatically.",
+        do=do,
+    )
+
+
+def _saved(path: Path, kind: type[_Saved]) -> _Saved:
+    """The contents of a JSON file of a saved dataset."""
+    try:
+        return checked(_files.read_json(path), kind)
+    except OSError as error:
+        raise _damaged(path, f"{(error.strerror or repr(error)).lower()}.") from error
+    except ValueError as error:
+        raise _damaged(path, f"{error}.") from error
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(
+        "The dataset cannot be read.",
+        where=str(path),
+        why=why,
+        do="write the dataset again: dataset.save_to_disk(path)",
+    )
+
+
 def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]:
-    for table in tables:
-        kinds = {field.name: str(field.type) for field in table.schema}
-        if kinds.get(text_key) not in _STRINGS:
-            raise _no_text(str(path), text_key, kinds)
-        for text in table.column(text_key).to_pylist():
-            yield (text or "").encode(errors="replace")
+    """The texts of tables, each of which is checked first: pyarrow would read beyond the memory of a damaged one."""
+    arrow_error = _pyarrow(path).ArrowException
+    try:
+        for table in tables:
+            names = [field.name for field in table.schema]
+            kinds = {field.name: str(field.type) for field in table.schema}
+            if kinds.get(text_key) not in _STRINGS:
+                raise _no_text(str(path), text_key, kinds)
+            if names.count(text_key) > 1:
+                raise ValueError(f"it has {names.count(text_key)} columns {text_key!r}")
+            table.validate(full=True)
+            for text in table.column(text_key).to_pylist():
+                yield (text or "").encode(errors="replace")
+    except (arrow_error, MemoryError) as error:
+        first = next(iter(str(error).splitlines()), "no reason given")
+        raise ValueError(f"{type(error).__name__}: {first}") from error
 
 
 def _no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
@@ -274,6 +386,7 @@ def _pyarrow(path: Path) -> Any:
 # Token ids.
 
 _PIECE = 1 << 16  # tokens of a file read at a time
+_INT32_IDS = 2**31
 _PIECES = 256  # evenly spread pieces of a large file that are checked beforehand
 
 
@@ -301,16 +414,24 @@ class TokenFile:
     def __getitem__(self, where: slice) -> np.ndarray:
         start, stop, _ = where.indices(self.size)
         ids = self._mapped[self.start + start : self.start + stop]
-        if self.vocab_size is not None and ids.size and not (ids.min() >= 0 and ids.max() < self.vocab_size):
-            at = int(np.argmax((ids < 0) | (ids >= self.vocab_size)))
-            raise DataError(
-                "A token id is beyond the vocabulary.",
-                where=f"{self.path}: token {self.start + start + at}",
-                why=f"read as {self.dtype} it is {ids[at]}; the vocabulary has ids 0 to {self.vocab_size - 1}.",
-                do=f"--set model.vocab_size={max(int(ids.max()) + 1, 1)}\nor another --dtype, or the --tokenizer that "
-                "made the file, if text is read beside it.",
-            )
+        # Windows are int32: without this limit a larger id would become another one, or negative.
+        limit = _INT32_IDS if self.vocab_size is None else min(self.vocab_size, _INT32_IDS)
+        if ids.size and not (ids.min() >= 0 and ids.max() < limit):
+            raise self._beyond(ids, self.start + start, limit)
         return ids
+
+    def _beyond(self, ids: np.ndarray, start: int, limit: int) -> DataError:
+        place = int(np.argmax((ids < 0) | (ids >= limit)))
+        do = "another --dtype, or the --tokenizer that made the file, if text is read beside it."
+        largest = int(ids.max())
+        if self.vocab_size is not None and ids.min() >= 0 and largest < _INT32_IDS:
+            do = f"--set model.vocab_size={largest + 1}\nor {do}"
+        return DataError(
+            "A token id is beyond the vocabulary.",
+            where=f"{self.path}: token {start + place}",
+            why=f"read as {self.dtype} it is {ids[place]}; the vocabulary has ids 0 to {limit - 1}.",
+            do=do,
+        )
 
     def part(self, start: int, stop: int) -> TokenFile:
         """A slice of the ids."""
@@ -323,7 +444,8 @@ class TokenFile:
 
     @functools.cached_property
     def _mapped(self) -> np.ndarray:
-        return np.memmap(self.path, self.dtype, mode="r", offset=self.header_bytes)
+        # Up to the last id: what follows in the file need not be whole ids.
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.header_bytes, shape=(self.stop,))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_mapped"}  # a worker maps the file itself
@@ -332,7 +454,12 @@ class TokenFile:
 def token_file(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:
     """The ids in a `.npy` file, or in a `.bin` file of that dtype without a header."""
     try:
-        found = _npy(path, vocab_size) if path.suffix.lower() == ".npy" else _bin(path, dtype, vocab_size)
+        os.close(_files.open_number(path))  # a FIFO would wait for ever
+        if path.suffix.lower() == ".npy":
+            return _npy(path, vocab_size)
+        found = _bin(path, dtype, vocab_size)
+    except FourPartError:
+        raise
     except OSError as error:
         why = f"{(error.strerror or repr(error)).lower()}; seen from {Path.cwd()}."
         raise _no_tokens(str(path), why, "ls -l *.bin *.npy  # shows those that are here") from error
@@ -357,14 +484,31 @@ def _bin(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:
 
 
 def _npy(path: Path, vocab_size: int | None) -> TokenFile:
-    try:
-        array = np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise _no_tokens(str(path), f"it is not a .npy file of numbers: {error}.", "numpy.save(path, ids)") from error
-    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
-        why = f"it has the shape {array.shape} and the dtype {array.dtype}; ids are integers in one dim."
+    with path.open("rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+            shape, _, dtype = read(file)
+        except Exception as error:  # numpy evaluates the header as Python: whatever its parser raises
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise _no_tokens(str(path), f"it is not a .npy file of numbers: {first}.", _SAVE_IDS) from error
+        header_bytes = file.tell()
+        size = os.fstat(file.fileno()).st_size
+    if len(shape) != 1 or type(shape[0]) is not int or shape[0] < 1 or dtype.kind not in "iu":
+        why = f"it has the shape {shown(list(shape))} and the dtype {dtype}; ids are integers in one dim."
+        if len(shape) < _MOST_DIMS and all(type(n) is int and n.bit_length() < 64 for n in shape):
+            why = f"it has the shape {shape} and the dtype {dtype}; ids are integers in one dim."
         raise _no_tokens(str(path), why, 'numpy.save(path, ids.ravel().astype("uint16"))')
-    return TokenFile(path, array.dtype, 0, array.size, array.offset, vocab_size)
+    (count,) = shape
+    there = (size - header_bytes) // dtype.itemsize
+    if count > there:
+        why = f"it is cut off: its header promises {shown(count)} ids, and it has {there}."
+        raise _no_tokens(str(path), why, _SAVE_IDS)
+    return TokenFile(path, dtype, 0, count, header_bytes, vocab_size)
+
+
+_SAVE_IDS = "numpy.save(path, ids)"
+_MOST_DIMS = 64
 
 
 def _no_tokens(where: str, why: str, do: str) -> DataError:

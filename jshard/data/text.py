@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -14,9 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jshard._files import read_bytes
 from jshard._paths import expanded
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
+from jshard.errors import UnsafeFileError
 
 # Possible names of the token between texts in a tokenizer file, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -80,8 +83,13 @@ class HuggingFaceTokenizer:
         path = expanded(path)
         content, self._tokenizer = _read_tokenizer(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        largest = max(vocabulary.values(), default=_INT32_IDS)
+        if largest >= _INT32_IDS:
+            why = "its vocabulary is empty." if not vocabulary else f"it has the id {largest}; ids are int32."
+            raise DataError("The tokenizer has no usable ids.", where=str(path), why=why, do=_GIVE_ITS_OWN)
+        self._path = path
         # The ids of a file may have gaps: their count is not enough.
-        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.vocab_size: int = largest + 1
         self.end_of_text: int | None = next((vocabulary[t] for t in _END_OF_TEXT if t in vocabulary), None)
         # By content and not by path: the file may be elsewhere on the next machine.
         self.name = f"{path.name} {zlib.crc32(content):08x}"
@@ -92,7 +100,8 @@ class HuggingFaceTokenizer:
         parts = [[np.empty(0, dtype)] for _ in texts]
         pieces = ((own, piece) for own, text in zip(parts, texts, strict=True) for piece in _pieces(text))
         while batch := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
-            encodings = self._tokenizer.encode_batch([piece for _, piece in batch], add_special_tokens=False)
+            with _in_four_parts("The tokenizer cannot encode the text.", self._path):
+                encodings = self._tokenizer.encode_batch([piece for _, piece in batch], add_special_tokens=False)
             for (own, _), encoding in zip(batch, encodings, strict=True):
                 own.append(np.array(encoding.ids, dtype))
         return [np.concatenate(own) for own in parts]
@@ -147,29 +156,45 @@ def _pieces(text_bytes: bytes) -> Iterator[str]:
 
 def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
     """The contents of the file, and its tokenizer."""
-    what, why, do = (
-        "The tokenizer cannot be read.",
-        "",
-        "give the tokenizer.json of the model, e.g. --tokenizer gpt2/tokenizer.json.",
-    )
     try:
         import tokenizers
-
-        content = path.read_bytes()
-        return content, tokenizers.Tokenizer.from_buffer(content)
-    except OSError as error:
-        why, cause = f"{(error.strerror or repr(error)).lower()}.", error
     except ImportError as error:
-        what, why, cause = "A Hugging Face tokenizer needs the package `tokenizers`.", "it is not installed.", error
-        do = "pip install 'jshard[hf]', or leave out the tokenizer to train on bytes."
-    except Exception as error:  # the package raises bare Exception
-        what, why, cause = (
-            "The file is not a tokenizer.",
-            f"`tokenizers` cannot read it: {error}.",
-            error,
-        )
-        do = "give the tokenizer.json of the model (not tokenizer_config.json, vocab.json or merges.txt)."
-    raise DataError(what, where=str(path), why=why, do=do) from cause
+        raise DataError(
+            "A Hugging Face tokenizer needs the package `tokenizers`.",
+            where=str(path),
+            why="it is not installed.",
+            do="pip install 'jshard[hf]', or leave out the tokenizer to train on bytes.",
+        ) from error
+    try:
+        content = read_bytes(path, _TOKENIZER_BYTES)
+    except UnsafeFileError:
+        raise
+    except OSError as error:
+        raise DataError(
+            "The tokenizer cannot be read.",
+            where=str(path),
+            why=f"{(error.strerror or repr(error)).lower()}.",
+            do="give the tokenizer.json of the model, e.g. --tokenizer gpt2/tokenizer.json.",
+        ) from error
+    with _in_four_parts("The file is not a tokenizer.", path):
+        return content, tokenizers.Tokenizer.from_buffer(content)
+
+
+_INT32_IDS = 2**31
+_TOKENIZER_BYTES = 1 << 30
+_GIVE_ITS_OWN = "give the tokenizer.json of the model (not tokenizer_config.json, vocab.json or merges.txt)."
+
+
+@contextlib.contextmanager
+def _in_four_parts(what: str, path: Path) -> Iterator[None]:
+    """Turns any error of the package `tokenizers` into a `DataError`: it raises bare Exception, and Rust's panics."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        why = f"`tokenizers` cannot read it: {error}."
+        raise DataError(what, where=str(path), why=why, do=_GIVE_ITS_OWN) from error
 
 
 _HELD_OUT_PER_MILLE = 50
@@ -222,6 +247,7 @@ def load_text(
     files, weights = weighted(paths)
     apart = list(map(Path, held_out))
     has_bytes = isinstance(tokenizer, ByteTokenizer)
+    end = b"\0" if has_bytes else b""
     has_text = not files or not all(map(is_tokens, files + apart))
     limits = [vocab_size, tokenizer.vocab_size if has_text or not has_bytes else None]
     limit = min((size for size in limits if size is not None), default=None)
@@ -232,7 +258,7 @@ def load_text(
         parts = [_token_part(file, per_mille) for file in ids]
         if not texts and paths:
             return parts
-        named, noun = read_texts(texts, text_key) if paths else (stdlib_texts(), "file")
+        named, noun = read_texts(texts, text_key, end=end) if paths else (stdlib_texts(), "file")
         return [_text_part(named, noun, tokenizer, per_mille), *parts]
 
     parts, others = [], read(apart, per_mille=0) if apart else []

@@ -9,6 +9,7 @@ fetched in the order of the steps: they do not depend on the number of workers.
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from jshard import _stacks
+from jshard._children import forget_safe_path, libraries_first, neighbours_first, safe_path
 from jshard.errors import RunError, ShardingError
 
 if TYPE_CHECKING:
@@ -82,13 +84,16 @@ class _Worker:
         # Not fork: jax and grain already have threads.
         context = multiprocessing.get_context("spawn")
         self._name = f"data worker {number + 1} of {of}"
+        folders = _model_folders()
         self._pipe, theirs = context.Pipe()
         self._joining = threading.Lock()
-        self.process = context.Process(target=_work, args=(theirs, self._name), name=self._name, daemon=True)
-        resource_tracker.ensure_running()  # it would unblock the signals when it starts
+        self.process = context.Process(target=_work, args=(theirs, self._name, folders), name=self._name, daemon=True)
+        with safe_path():
+            resource_tracker.ensure_running()  # it would unblock the signals when it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)  # inherited by the worker
         try:
-            self.process.start()
+            with safe_path(), libraries_first(folders):
+                self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # the pipe now ends with the process
@@ -156,8 +161,16 @@ def _not_portable(reader: Reader, error: BaseException) -> ShardingError:
     )
 
 
-def _work(pipe: Connection, name: str) -> None:
+def _model_folders() -> list[str]:
+    """The folders that model files have put into `sys.path`."""
+    files = [module.__file__ for name, module in sys.modules.items() if name.startswith(MODEL_FILE)]
+    folders = dict.fromkeys(os.path.dirname(file) for file in files if file)
+    return [folder for folder in folders if folder in sys.path]
+
+
+def _work(pipe: Connection, name: str, folders: Sequence[str] = ()) -> None:
     """The main loop of a worker: receives a reader, then sample ids, and sends batches until the pipe ends."""
+    forget_safe_path()
     for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
@@ -165,6 +178,9 @@ def _work(pipe: Connection, name: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
+    for library in ("cloudpickle", "jshard.data.loader"):  # what a reader needs, before files beside the model count
+        importlib.import_module(library)
+    neighbours_first(folders)
     _stacks.ready(name)
     try:
         message = pipe.recv_bytes()

@@ -37,7 +37,9 @@ from jshard.plans.units import Unit
 
 
 def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
-    """Splits a batch so that every data shard keeps its own examples: microbatch i takes every `steps`-th, from i on.
+    """Splits a batch so that every data shard keeps its own examples: microbatch i has rows i, i + steps, and so on.
+
+    Contiguous microbatches would be on a few data shards each, and every step would send their rows to the others.
 
     Scalars are passed whole to every microbatch. A random key is split, typed or raw. So is each key of an array of
     keys, unless it has one for every row: then they are rows.

@@ -172,6 +172,9 @@ class Snapshot:
         variables, attributes = live.contents()
         lost = [path for path, x in attributes.items() if not self._has_attribute(path, x)]
         if lost:
+            built = self._built_modules(live)
+            if built:
+                raise _built_inside([f"{where}: {text}" for text in built])
             raise CallError(
                 "A plain attribute was written inside the call.",
                 where=[f"{where}: {dotted(path[1:])}" for path in lost],
@@ -183,6 +186,22 @@ class Snapshot:
             if not _has_same_leaves(variable.get_raw_value(), self.values.get(path)):
                 changed.append((path, variable))
         return changed
+
+    def _built_modules(self, live: Live) -> list[str]:
+        """Describes the modules that the method built: for each attribute that holds some, its path and their class."""
+        # What holds something was there before. An attribute that was None was no module.
+        known = {path[:length] for path in (*self.values, *self.attributes) for length in range(len(path))}
+        classes: dict[Path, list[str]] = {}
+        for path, x in walk(live.graph):
+            is_container = isinstance(x, nnx.List | nnx.Dict)
+            if isinstance(x, nnx.Module) and not is_container and path not in known:
+                outermost = next(path[:length] for length in range(len(path) + 1) if path[:length] not in known)
+                classes.setdefault(outermost, []).append(plain_class(x).__name__)
+        texts = []
+        for path, names in classes.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            texts.append(f"{dotted(path[1:])}  {names[0]}{more}")
+        return texts
 
     def changed_state(self, live: Live, where: str) -> FlatState:
         """Returns the variables that the method changed or created; raises if a parameter is among them."""
@@ -203,6 +222,16 @@ class Snapshot:
         if before is x:
             return True
         return type(before) is type(x) and isinstance(x, _PLAIN_VALUES) and before == x
+
+
+def _built_inside(places: Sequence[str]) -> CallError:
+    return CallError(
+        "Layers were built inside the call.",
+        where=places,
+        why="the call runs on a copy of the module, which is then dropped, and js.fully_shard has not seen them: their"
+        " parameters would neither be sharded nor trained.",
+        do="model(x)  # once, the plain model, before js.fully_shard; for js.shard_init, where the model is built",
+    )
 
 
 def parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:

@@ -225,7 +225,8 @@ class NnxCall:
             raise parameter_written(
                 unlike,
                 why="it is new, or has another shape than before the call.",
-                do="make every parameter in the model's __init__, in the form that the call gives it",
+                do="make every parameter in the model's __init__, in the form that the call gives it; or, if the first"
+                " call makes it:\nmodel(x)  # once, the plain model, before js.fully_shard",
             )
         return values_before, values_after
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jshard._files import read_named
+from jshard._parsing import is_number, is_text, parse_toml, shown
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, DeviceLink, Reached
 
@@ -51,12 +52,12 @@ def read_device(path: Path) -> DeviceFacts:
         >>> slow = { gb_per_s = 50, name = "one 400 Gb/s adapter per GPU", reached_percent = 84, least_percent = 30 }
     """
     try:
-        found = tomllib.loads(path.read_text())
+        found = parse_toml(read_named(path))
     except (OSError, ValueError) as error:
         _refuse(path, "it cannot be read", str(error), f'like = "h100"  # {path} is TOML, and starts with such a line')
     _known(path, "", found, _KEYS)
     for key in _TEXTS:
-        _check(path, key, found.get(key), isinstance(found.get(key), str), "a quoted string, which is required")
+        _check(path, key, found.get(key), is_text(found.get(key)), "a quoted string, which is required")
     base = DEVICES.get(found["like"])
     if base is None:
         near = difflib.get_close_matches(found["like"], DEVICES, n=1) or ["h100"]
@@ -65,14 +66,14 @@ def read_device(path: Path) -> DeviceFacts:
     changed: dict[str, Any] = {"title": found["title"]}
     for key in _COUNTS:
         if key in found:
-            _check(path, key, found[key], _is_number(found[key]), "a number above 0")
+            _check(path, key, found[key], _is_count(found[key]), "a number from 1 to 2**63 - 1")
             changed[key] = int(found[key])
     if "flops_per_s" in found:
         peaks = found["flops_per_s"]
         _check(path, "flops_per_s", peaks, isinstance(peaks, dict), "a table of dtypes and operations per second")
         _known(path, "flops_per_s.", peaks, ("bf16", "f32", "tf32", "fp8"))
         for dtype, peak in peaks.items():
-            _check(path, f"flops_per_s.{dtype}", peak, _is_number(peak), "a number above 0")
+            _check(path, f"flops_per_s.{dtype}", peak, _is_positive(peak), "a number above 0")
         changed["flops_per_s"] = {**base.flops_per_s, **peaks}
     stated = {key: source for key in changed if key in (*_COUNTS, "flops_per_s")}
     changed |= {key: _table(path, key, found[key], getattr(base, key), source) for key in _TABLES if key in found}
@@ -100,9 +101,10 @@ def _table(path: Path, key: str, given: Any, base: Any, source: str) -> Any:
     _check(path, key, given, isinstance(given, dict), f"a table of {', '.join(names)}")
     _known(path, f"{key}.", given, names)
     for name, value in given.items():
-        is_text = name in ("name", "source")
-        wanted = "a quoted string" if is_text else "a number above 0"
-        _check(path, f"{key}.{name}", value, isinstance(value, str) if is_text else _is_number(value), wanted)
+        if name in ("name", "source"):
+            _check(path, f"{key}.{name}", value, is_text(value), "a quoted string")
+        else:
+            _check(path, f"{key}.{name}", value, _is_positive(value), "a number above 0")
     of = "source" if cls is Reached else "name"
     values = ({} if base is None else vars(base)) | given | {of: f"{given[of]}, {source}" if of in given else source}
     if missing := [field.name for field in dataclasses.fields(cls) if field.name not in values and _is_needed(field)]:
@@ -121,15 +123,22 @@ def _is_needed(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and 0 < value < _LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is a number of bytes or of things: as an integer it is at least 1, and has 64 bits."""
+    return is_number(value) and 1 <= value < 2**63
+
+
+_LARGEST = 1e30  # of a rate: with larger ones, products would be infinite
 
 
 def _check(path: Path, key: str, value: object, is_good: bool, wanted: str) -> None:
     if not is_good:
-        _refuse(
-            path, key, f"it is {'missing' if value is None else repr(value)}, and should be {wanted}.", _LINES[key[:4]]
-        )
+        is_or_has = "it is missing" if value is None else f"it is {shown(value)}"
+        _refuse(path, key, f"{is_or_has}, and should be {wanted}.", _LINES[key[:4]])
 
 
 _LINES = {

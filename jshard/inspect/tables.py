@@ -13,6 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +24,20 @@ _PIPED_WIDTH = 110  # of output that no terminal shows
 _LONG = 24  # characters of a word that may be broken as a last resort
 
 
+class _PlainConsole(Console):
+    """A console that escapes the control characters in what it prints: only its own colours reach the terminal.
+
+    Every report passes here, and any text in one may come from a file that somebody else wrote.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text, keep="\n"))
+
+
 def width() -> int:
     """Characters of a line: those of the terminal, if standard output is one."""
     return Console(file=sys.stdout).width if _is_terminal() else _PIPED_WIDTH
@@ -30,7 +45,7 @@ def width() -> int:
 
 def printed(renderable: Any) -> str:
     """An object rendered by `rich`, as plain text."""
-    console = Console(file=io.StringIO(), width=width(), color_system=None, legacy_windows=False)
+    console = _PlainConsole(file=io.StringIO(), width=width(), color_system=None, legacy_windows=False)
     console.print(renderable, crop=False)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines)
@@ -53,9 +68,9 @@ def show(*things: Any) -> None:
     for thing in things:
         if _is_terminal():
             plain = Text(thing) if isinstance(thing, str) else thing
-            Console(file=sys.stdout, highlight=False).print(plain, crop=False)
+            _PlainConsole(file=sys.stdout, highlight=False).print(plain, crop=False)
         else:
-            print(thing if isinstance(thing, str) else printed(thing), flush=True)
+            print(printable(thing, keep="\n\t") if isinstance(thing, str) else printed(thing), flush=True)
 
 
 def _is_terminal() -> bool:

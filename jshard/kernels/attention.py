@@ -48,6 +48,7 @@ def attention(
     bias: jax.Array | None = None,
     lengths: jax.Array | None = None,
     is_causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
     queries_at_once: int | None = None,
     backend: AttentionBackend = "auto",
@@ -70,13 +71,15 @@ def attention(
         bias: (1 or B, H, T, S), added to the scores.
         lengths: (B,) int32: the number of real keys in each sequence; the rest is padding.
         is_causal: each position sees the positions up to its own; the last query is aligned with the last key.
+        window: in causal attention with as many queries as keys, the number of positions that each one sees, its own
+            included; all up to its own by default.
         scale: factor of the scores; 1 / sqrt(K) by default.
         queries_at_once: in plain form, compute the scores of this many queries at a time, and recompute them in
             backward. For causal attention without bias and lengths.
         backend: "auto"; "cudnn" or "splash", which raise if the kernel cannot run; "xla" for the plain form.
         over_context: on a mesh whose `context` axis splits the sequence: "heads" exchanges heads for positions; "ring"
-            circulates keys and values, in plain form, without bias and lengths; "auto" is "heads" where the degree
-            divides the heads of `q`.
+            circulates keys and values, in plain form, without bias, lengths and window; "auto" is "heads" where the
+            degree divides the heads of `q`.
 
     Returns:
         (B, T, H, K) in the dtype of `q`.
@@ -89,18 +92,25 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
-    over, is_alone = _context_degree(), bias is None and lengths is None
+    _check_window(window, q, k, is_causal)
+    over, is_alone = _context_degree(), bias is None and lengths is None and window is None
     may_go_round = is_alone and backend not in ("cudnn", "splash")
     goes_round = over > 1 and _goes_round(over_context, over, q, k, is_causal, may_go_round)
     has_all_positions = over > 1 and not goes_round
     if has_all_positions:
         q, k, v = _with_all_positions(q, k, v)
-    form = "xla" if goes_round else _form(backend, q, k, bias)
+    form = "xla" if goes_round else _form(backend, q, k, bias, window)
     if goes_round:
         settings = RingSettings(is_causal, _factor(scale, q), queries_at_once or q.shape[1])
         run: Callable[..., jax.Array] = functools.partial(ring_attention, settings)
     else:
-        how: dict[str, Any] = {"bias": bias, "lengths": lengths, "is_causal": is_causal, "scale": scale}
+        how: dict[str, Any] = {
+            "bias": bias,
+            "lengths": lengths,
+            "is_causal": is_causal,
+            "window": window,
+            "scale": scale,
+        }
         run = _function(form, q, k, queries_at_once, **how)
     if note_attention():
         run = jax.checkpoint(run)
@@ -119,6 +129,7 @@ def _function(
     bias: jax.Array | None,
     lengths: jax.Array | None,
     is_causal: bool,
+    window: int | None,
     scale: float | None,
 ) -> Callable[..., jax.Array]:
     """The function of q, k and v for a form."""
@@ -128,12 +139,23 @@ def _function(
         is_fit = bias is None and lengths is None and is_causal and q.shape[1] == k.shape[1]
         why = "queries_at_once needs causal attention with as many queries as keys, without bias and lengths."
         check_shapes("attention", {"q": q, "k": k}, {}, [] if is_fit else [why])
-        return functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
+        return functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once, window=window)
     by_cudnn = {}
     if form == "cudnn":
         by_cudnn, bias = {"implementation": "cudnn"}, None if bias is None else bias.astype(q.dtype)
-    how = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
+    how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
+    if window is not None:
+        how["local_window_size"] = (window - 1, 0)  # before and after a position, without its own
     return functools.partial(jax.nn.dot_product_attention, **how, **by_cudnn)
+
+
+def _check_window(window: int | None, q: jax.Array, k: jax.Array, is_causal: bool) -> None:
+    """Raises unless a window, if there is one, has a meaning for these arrays."""
+    if window is None:
+        return
+    is_fit = is_causal and window > 0 and q.shape[1] == k.shape[1]
+    why = f"window={window} must be above 0, and needs causal attention with as many queries as keys."
+    check_shapes("attention", {"q": q, "k": k}, {}, [] if is_fit else [why])
 
 
 def _factor(scale: float | None, q: jax.Array) -> float:
@@ -154,7 +176,7 @@ def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool
     check_known("attention", "over_context", how, _OVER_CONTEXT)
     parts = 2 * over  # a causal mask pairs chunks
     heads_not = [f"q has {q.shape[2]} heads, not divisible by {over}."] if q.shape[2] % over else []
-    ring_not = [] if is_alone else ["a ring takes no bias and no lengths, and cannot use cuDNN."]
+    ring_not = [] if is_alone else ["a ring takes no bias, no lengths and no window, and cannot use cuDNN."]
     ring_not += [f"{parts} does not divide {n} positions." for n in sorted({q.shape[1], k.shape[1]}) if n % parts]
     ring_not += ["a causal mask needs as many queries as keys."] if is_causal and q.shape[1] != k.shape[1] else []
     reasons = {"heads": heads_not, "ring": ring_not}
@@ -197,18 +219,27 @@ def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
     return held(x, None, None, TENSOR, None)
 
 
-def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int) -> jax.Array:
+def _in_parts(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int, window: int | None
+) -> jax.Array:
     """Causal attention in plain form, some queries at a time: each part sees the keys up to its end."""
-    T, N = q.shape[1], queries_at_once
-    ends = [min(start + N, T) for start in range(0, T, N)]
-    return jnp.concatenate([_look_back(scale, q[:, (e - 1) // N * N : e], k[:, :e], v[:, :e]) for e in ends], axis=1)
+    T, parts = q.shape[1], []
+    for start in range(0, T, queries_at_once):
+        end = min(start + queries_at_once, T)
+        first = 0 if window is None else max(0, start - window + 1)  # no query of the part sees earlier keys
+        parts.append(_look_back(scale, window, q[:, start:end], k[:, first:end], v[:, first:end]))
+    return jnp.concatenate(parts, axis=1)
 
 
-@functools.partial(jax.checkpoint, static_argnums=0)
-def _look_back(scale: float | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def _look_back(
+    scale: float | None, window: int | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
+) -> jax.Array:
     """Attention of the last N of S positions to those up to their own; backward recomputes the scores."""
     N, S = q_BNHK.shape[1], k_BSGK.shape[1]
     mask_NS = jnp.tril(jnp.ones((N, S), bool), S - N)
+    if window is not None:
+        mask_NS &= jnp.triu(jnp.ones((N, S), bool), S - N - window + 1)
     return jax.nn.dot_product_attention(q_BNHK, k_BSGK, v_BSGK, mask=mask_NS[None, None], scale=scale)
 
 
@@ -272,7 +303,7 @@ def _tpu_block(length: int) -> int | None:
 # ---- which form
 
 
-def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> str:
+def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None, window: int | None) -> str:
     """The form to run: the kernel of the device, or the plain form."""
     check_known("attention", "backend", backend, _BACKENDS)
     if backend == "xla":
@@ -282,6 +313,8 @@ def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> s
     title = {"cudnn": "with cuDNN", "splash": "with the TPU kernel"}[kernel]
     reasons = _cudnn_reasons if kernel == "cudnn" else _splash_reasons
     here_not, these_not = reasons(here, q, k, bias)
+    if kernel == "splash" and window is not None:
+        these_not.append("it takes no window")
     if backend != "auto" and (here_not or these_not):
         raise KernelError(
             f"attention cannot run {title} here.",

@@ -1,16 +1,9 @@
-"""The place of a process among those of a run: its deadlines, its token, the ports that it opens, and its signals.
-
-A process that connects to the roll call receives a nonce, and answers with a hello whose signature proves that it
-knows the token of the run; the reply proves the same. The token itself is never sent.
-"""
+"""The place of a process among those of a run: its deadlines, its token, the ports that it opens, and its signals."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import hmac
-import json
 import os
 import signal
 import socket
@@ -18,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from jshard.errors import RunError, ShardingError
 
@@ -33,6 +26,7 @@ GOOD = (0, 128 + signal.SIGINT, RESUME)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal was closed
 _REPEAT_S = 1.0
+_BACKLOG = 4096  # all processes of a large run connect at once, and strangers may, too
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_orte_hnp_uri")
 
@@ -145,22 +139,6 @@ def token_of(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> bytes
     return (given or "|".join(["jshard", *(cluster.variables.get(name, "") for name in _JOB)])).encode()
 
 
-def signed(message: Mapping[str, Any], token: bytes, nonce: str) -> dict[str, Any]:
-    """The message with a signature that proves to the creator of the nonce that the sender knows the token."""
-    return {**message, "proof": _proof(message, token, nonce)}
-
-
-def is_signed(message: Mapping[str, Any], token: bytes, nonce: str) -> bool:
-    """Whether a message has the right signature."""
-    body = {name: value for name, value in message.items() if name != "proof"}
-    return hmac.compare_digest(str(message.get("proof", "")).encode(), _proof(body, token, nonce).encode())
-
-
-def _proof(message: Mapping[str, Any], token: bytes, nonce: str) -> str:
-    text = json.dumps(message, sort_keys=True)
-    return hmac.new(token, f"{nonce}|{text}".encode(), hashlib.sha256).hexdigest()
-
-
 # The addresses on which a run listens.
 
 
@@ -226,10 +204,10 @@ def open_port(host: str, port: int = 0) -> socket.socket:
     """A listening socket; on all interfaces for an empty host, at a free port for 0."""
     if host:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     if not socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), backlog=1024)
-    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
 
 
 def roll_call_port(cluster: Cluster) -> int:
@@ -255,6 +233,11 @@ def roll_call_port(cluster: Cluster) -> int:
 
 
 # The signals that end a run.
+
+
+def unsaved_text(number: int) -> str:
+    """The last line of a run that a second signal ends."""
+    return f"\n{signal.Signals(number).name} again: the run ends now, unsaved.\n"
 
 
 class Signals:
@@ -293,7 +276,7 @@ class Signals:
 
 
 class StopSignal(Signals):
-    """Catches SIGTERM, SIGINT and SIGHUP while the context is open.
+    """Catches SIGTERM, SIGINT and SIGHUP while the context is open; ignored ones stay ignored, as under `nohup`.
 
     A second one, at least a second later, ends the program. A worker of several processes only records them, however
     many: its supervisor decides when to end it. Python delivers signals to the main thread only; in another thread
@@ -303,11 +286,18 @@ class StopSignal(Signals):
         >>> with StopSignal() as stop:
         ...     while stop.received is None:
         ...         step()
+
+    Attributes:
+        asked_by: the first signal, known to `asked_s` before the main thread handles it.
+        is_insisted: whether another came a second or more after it, in the same way.
     """
 
+    asked_by: signal.Signals | None = None
+    is_insisted = False
     _asked_s: float | None = None
     _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which receives the number of a signal at once
     _old_wakeup: int = -1
+    _heard_s: float = 0.0
     _lock = threading.Lock()  # for the pipe: a thread may still read it while it is closed
 
     def report(self) -> None:
@@ -320,8 +310,9 @@ class StopSignal(Signals):
         This includes a signal not yet delivered to the main thread, which may be deep in native code.
         """
         with self._lock, contextlib.suppress(OSError):  # no pipe
-            if self._wakeup is not None and set(os.read(self._wakeup[0], 4096)) & set(self._before):
-                self.report()
+            if self._wakeup is not None:
+                for number in os.read(self._wakeup[0], 4096):
+                    self._hear(number)
         return self._asked_s
 
     def __enter__(self) -> Self:
@@ -340,6 +331,16 @@ class StopSignal(Signals):
                     os.close(fd)
         super().__exit__(*error)
 
+    def _hear(self, number: int) -> None:
+        if number not in self._before:
+            return
+        if self.asked_by is None:
+            self.asked_by = signal.Signals(number)
+            self._heard_s = time.monotonic()
+            self.report()
+        elif time.monotonic() - self._heard_s >= _REPEAT_S:
+            self.is_insisted = True
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_first = self.received is None
         super()._note(number, frame)
@@ -350,5 +351,7 @@ class StopSignal(Signals):
             with contextlib.suppress(OSError):  # not print: the signal may have interrupted one
                 os.write(2, text.encode())
         elif self.repeated and not is_worker():
+            with contextlib.suppress(OSError):
+                os.write(2, unsaved_text(number).encode())
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -1,4 +1,10 @@
-"""An open port that admits only peers that prove that they know the token of the run."""
+"""An open port that admits only peers that prove that they know the token of the run.
+
+Anybody may connect, and may then say anything or nothing. So only so many connections without a proof are kept, each
+for `HELLO_S`, and the oldest of them goes first: strangers displace each other. A peer is never among them, as it sends
+a greeting with its first packet. The greeting proves the token but could have been recorded, so it only keeps the
+connection open; the hello that follows answers a nonce of this door, and admits.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,17 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jshard.launch.cluster import is_signed, signed
-from jshard.launch.peers import Link, parsed
+from jshard.launch.link import Link
+from jshard.launch.messages import opened, parsed, sealed
 from jshard.launch.restarts import History
 
 HELLO_S = 10.0
 """A connection without a valid hello for this long is closed."""
+
+_GREETING = "greeting"  # in place of a nonce
 _STRANGERS = 64
+_EXPECTED = 4096
+_ROUNDS = 64  # per call: so many times _STRANGERS connections are looked at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,70 +50,132 @@ class Knock(NamedTuple):
     history: History
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Visitor:
+    """A connection that has not introduced itself yet, or is closed once its last message was read.
+
+    Attributes:
+        link: the connection.
+        nonce: what its hello must answer; empty if it is being dismissed.
+        since_s: its time of arrival.
+        is_expected: whether it has sent a greeting of this run, or was admitted before.
+    """
+
+    link: Link
+    nonce: str
+    since_s: float
+    is_expected: bool = False
+
+
+def greeting(token: bytes, process: int) -> bytes:
+    """The first line of a peer."""
+    return sealed({"greeting": process}, token, _GREETING)
+
+
 class Door:
     """A listening socket, which it owns, and its connections that have not introduced themselves yet.
 
     Attributes:
-        refused: hellos with another token.
+        refused: lines without a proof of this run's token.
     """
 
     def __init__(self, server: socket.socket, token: bytes) -> None:
         server.setblocking(False)
-        self._server, self._token, self.refused = server, token, 0
-        # The nonce, which is empty for dismissed connections, and the time of arrival.
-        self._strangers: dict[Link, tuple[str, float]] = {}
+        self._server = server
+        self._token = token
+        self.refused = 0
+        self._visitors: list[_Visitor] = []  # the oldest first
         self.port: int = server.getsockname()[1]
 
     def knocks(self) -> list[Knock]:
         """The peers that have sent a valid hello since the last call. Nothing here waits."""
-        self._accept()
-        found = []
-        for link, (nonce, since_s) in list(self._strangers.items()):
-            message = next(iter(link.receive()), None)
-            if message is not None and nonce:
-                del self._strangers[link]
-                hello, history = parsed(Hello, message.get("hello")), parsed(History, message.get("history"))
-                if hello is None or history is None:
-                    link.drop()
-                elif is_signed(message, self._token, nonce):
-                    found.append(Knock(link, hello, history))
-                else:
-                    self._refuse(link)
-            elif link.closed or time.monotonic() - since_s > HELLO_S:
-                del self._strangers[link]
-                link.drop()
-        return found
+        knocks: list[Knock] = []
+        for _ in range(_ROUNDS):
+            # Each is heard before any is dropped: the greeting of a peer arrives with its connection.
+            is_drained = self._accept()
+            knocks += self._heard()
+            self._drop_oldest()
+            if is_drained:
+                break
+        return knocks
 
     def answer(self, knock: Knock, message: Mapping[str, Any]) -> None:
         """Sends a signed message."""
-        knock.link.send(signed(message, self._token, knock.hello.nonce))
+        knock.link.send_line(sealed(message, self._token, knock.hello.nonce))
 
     def dismiss(self, knock: Knock, message: Mapping[str, Any]) -> None:
         """Sends an answer, and closes the connection once it was read."""
         self.answer(knock, message)
-        self._strangers[knock.link] = "", time.monotonic()
+        self._visitors.append(_Visitor(link=knock.link, nonce="", since_s=time.monotonic(), is_expected=True))
 
     def close(self) -> None:
         """Closes the port."""
         self._server.close()
-        for link in self._strangers:
-            link.drop()
+        for visitor in self._visitors:
+            visitor.link.drop()
 
-    def _accept(self) -> None:
-        while len(self._strangers) < _STRANGERS:
+    def _accept(self) -> bool:
+        """Accepts some of the waiting connections; returns whether none is left."""
+        for _ in range(_STRANGERS):
             try:
-                connection, _ = self._server.accept()
-            except OSError:  # no connection is waiting, or it has closed
-                return
-            link, nonce = Link(connection), secrets.token_hex(16)
-            link.send({"nonce": nonce})
-            self._strangers[link] = nonce, time.monotonic()
+                connection, _address = self._server.accept()
+            except OSError:  # no connection is waiting, it has closed, or the process has too many files open
+                return True
+            visitor = _Visitor(link=Link(connection), nonce=secrets.token_hex(16), since_s=time.monotonic())
+            visitor.link.send({"nonce": visitor.nonce})
+            self._visitors.append(visitor)
+        return False
 
-    def _refuse(self, link: Link) -> None:
+    def _heard(self) -> list[Knock]:
+        """Reads from all visitors; those who have introduced themselves, or are over, are visitors no more."""
+        knocks = []
+        staying = []
+        for visitor in self._visitors:
+            knock = self._hear(visitor)
+            if knock is not None:
+                knocks.append(knock)
+            elif visitor.link.closed or time.monotonic() - visitor.since_s > HELLO_S:
+                visitor.link.drop()
+            else:
+                staying.append(visitor)
+        self._visitors = staying
+        return knocks
+
+    def _hear(self, visitor: _Visitor) -> Knock | None:
+        line = visitor.link.line()
+        if line is None or not visitor.nonce:
+            return None
+        if not visitor.is_expected and opened(line, self._token, _GREETING) is not None:
+            visitor.is_expected = True
+            return self._hear(visitor)
+        message = opened(line, self._token, visitor.nonce)
+        if message is None:
+            self._refuse(visitor)
+            return None
+        hello = parsed(Hello, message.get("hello"))
+        history = parsed(History, message.get("history"))
+        if hello is None or history is None:
+            visitor.link.closed = True
+            return None
+        return Knock(visitor.link, hello, history)
+
+    def _drop_oldest(self) -> None:
+        strangers = [visitor for visitor in self._visitors if not visitor.is_expected]
+        expected = [visitor for visitor in self._visitors if visitor.is_expected]
+        surplus = strangers[:-_STRANGERS] + expected[:-_EXPECTED]
+        if not surplus:
+            return
+        for visitor in surplus:
+            visitor.link.drop()
+        self._visitors = [visitor for visitor in self._visitors if not visitor.link.closed]
+
+    def _refuse(self, visitor: _Visitor) -> None:
         self.refused += 1
+        link = visitor.link
         if self.refused in (1, 10, 100, 1000):
             number = "a hello" if self.refused == 1 else f"{self.refused} hellos so far"
             sys.stderr.write(f"port {self.port}: {number} with another token refused, from {link.peer}\n")
             sys.stderr.flush()
         link.send({"refused": 1})
-        self._strangers[link] = "", time.monotonic()
+        visitor.nonce = ""
+        visitor.since_s = time.monotonic()

@@ -2,39 +2,43 @@
 
 A *part* is the state of one process after a step: bytes, which the keeper does not interpret. It exists once all of it
 has arrived, so that a worker that dies in the middle leaves nothing. Workers, also of other machines, write and read
-over TCP: a line of JSON with the keeper's token and one request, and after a put its bytes.
+over TCP: a line with the keeper's token and one request as JSON, and after a put its bytes.
 
     {"put": part, "bytes": n, "beside": [run, step]}, n bytes   of its process, only that part stays beside the new one
     {"read": part, "begin": i, "bytes": n}                      -> {"bytes": n}, n bytes
     {"list": 1}                                                 -> {"parts": [part, ...], "held_bytes": n}
     {"forget": [run, step]}                                     drops the parts of other runs, and of steps before it
 
-Input is untrusted until its token is verified: it is parsed as JSON, and never executed.
+Input is untrusted: `messages` reads the lines, and never executes anything. Connections that have not given the token
+are few, and the oldest of them goes first, so that no number of strangers keeps a worker out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import json
 import mmap
 import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard.launch.cluster import Cluster
+from jshard.launch.messages import LINE_BYTES, with_token, without_token
 
 ADDRESS, TOKEN = "JSHARD_KEEPER", "JSHARD_KEEPER_TOKEN"
 """The environment variables that lead a worker to the keeper of its supervisor."""
 
-_LINE_BYTES, _ANSWER_BYTES = 16384, 1 << 20
-_HELLO_S, _IDLE_S = 10.0, 600.0  # a connection may be silent for this long: before its token was verified, and after
-_CONNECTIONS = 1024
+_ANSWER_BYTES = 1 << 20
+_HELLO_S = 10.0  # from a connection to its token
+_IDLE_S = 600.0  # between two requests of a worker
+_STRANGERS = 256  # connections without the token
 _ANSWER_S = 60.0
+_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -144,12 +148,18 @@ class KeeperClient:
 
     def _ask(self, request: dict[str, Any], pieces: Sequence[memoryview] = ()) -> tuple[dict[str, Any], bytearray]:
         with self._lock:
-            try:
-                return self._answer(request, pieces)
-            except (OSError, ValueError) as error:
-                self._disconnect()
-                reason = getattr(error, "strerror", None) or str(error)
-                raise ConnectionError(f"the keeper at {self.address}: {reason}") from error
+            for attempt in range(1, _TRIES + 1):
+                is_new = self._socket is None
+                try:
+                    return self._answer(request, pieces)
+                except (OSError, ValueError, RecursionError) as error:
+                    self._disconnect()
+                    # Many strangers at once can displace a new connection, before its first line is read.
+                    if isinstance(error, (ConnectionResetError, BrokenPipeError)) and is_new and attempt < _TRIES:
+                        continue
+                    reason = getattr(error, "strerror", None) or str(error)
+                    raise ConnectionError(f"the keeper at {self.address}: {reason}") from error
+            raise AssertionError("the last attempt returns or raises")
 
     def _answer(self, request: dict[str, Any], pieces: Sequence[memoryview]) -> tuple[dict[str, Any], bytearray]:
         if self._socket is None:
@@ -157,15 +167,17 @@ class KeeperClient:
             self._socket = socket.create_connection((host, int(port)), timeout=_ANSWER_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._file = self._socket.makefile("rb")
-        self._socket.sendall(json.dumps({"token": self.token, **request}).encode() + b"\n")
+        self._socket.sendall(with_token(request, self.token) + b"\n")
         for piece in pieces:
             self._socket.sendall(piece)
         answer = json.loads(self._file.readline(_ANSWER_BYTES) or b"{}")
         if not isinstance(answer, dict) or "error" in answer or not answer:
-            raise ConnectionError(str(answer["error"]) if answer else "it has gone")
+            if not answer:
+                raise ConnectionResetError("it has gone")
+            raise ConnectionError(str(answer["error"]))
         data = bytearray(request["bytes"] if "read" in request else 0)
         if self._file.readinto(data) != len(data):
-            raise ConnectionError("it has gone")
+            raise ConnectionResetError("it has gone")
         return answer, data
 
     def _disconnect(self) -> None:
@@ -185,36 +197,53 @@ class _Server(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.parts: dict[KeptPart, mmap.mmap] = {}
         self.lock = threading.Lock()
-        self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        self._strangers: dict[socket.socket, float] = {}  # the oldest first, with their time of arrival
         super().__init__((host, 0), _Visit)
 
     def put(self, part: KeptPart, size: int, beside: Any) -> mmap.mmap:
         """Allocates a part; one other of its process is kept."""
-        self._drop(lambda old: old.process == part.process and [old.run, old.step] != beside)
+        self._forget(lambda old: old.process == part.process and [old.run, old.step] != beside)
         return mmap.mmap(-1, max(size, 1))  # its own memory: freed as soon as it is dropped
 
     def forget(self, run: str, step: int) -> None:
-        self._drop(lambda old: old.run != run or old.step < step)
+        self._forget(lambda old: old.run != run or old.step < step)
 
     def forget_all(self) -> None:
-        self._drop(lambda old: True)
+        self._forget(lambda old: True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self.lock:
+            self._strangers[request] = time.monotonic()
+            surplus = list(self._strangers)[:-_STRANGERS]
+        self._drop(surplus)
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def service_actions(self) -> None:
+        """Drops those who drip their first line, byte after byte; the server calls it twice a second."""
+        with self.lock:
+            since_s = time.monotonic() - _HELLO_S
+            late = [stranger for stranger, arrived_s in self._strangers.items() if arrived_s < since_s]
+        self._drop(late)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.admit(request)
+        super().shutdown_request(request)
+
+    def admit(self, connection: socket.socket) -> None:
+        """Removes a connection from the strangers: it has given the token, or it is over."""
+        with self.lock:
+            self._strangers.pop(connection, None)
+
+    def _drop(self, strangers: Sequence[socket.socket]) -> None:
+        for stranger in strangers:
+            self.admit(stranger)
+            with contextlib.suppress(OSError):  # it has closed
+                stranger.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores connections that break, or send invalid data."""
 
-    def _drop(self, is_old: Any) -> None:
+    def _forget(self, is_old: Any) -> None:
         with self.lock:
             # A reader may still use it: the memory is freed with the last reference.
             self.parts = {part: data for part, data in self.parts.items() if not is_old(part)}
@@ -232,11 +261,11 @@ class _Visit(socketserver.StreamRequestHandler):
             self._reply(*self._answered(request))  # unnamed: a name would keep the data until the next request
 
     def _requests(self) -> Iterator[dict[str, Any]]:
-        while not self._is_over and (line := self.rfile.readline(_LINE_BYTES)):
-            request = json.loads(line)
-            token = request.get("token") if isinstance(request, dict) else None
-            if not (isinstance(token, str) and hmac.compare_digest(token.encode(), self.server.token.encode())):
+        while not self._is_over and (line := self.rfile.readline(LINE_BYTES)):
+            request = without_token(line, self.server.token)
+            if request is None:
                 return
+            self.server.admit(self.connection)
             self.connection.settimeout(_IDLE_S)
             yield request
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import signal
 import socket
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jshard.launch.cluster import GOOD, REQUEST, RESUME, Deadlines
+from jshard.launch.link import Link, close_all
+from jshard.launch.messages import parsed
 from jshard.launch.stall import Stand
 
-GOODBYE_S = 2.0
-"""How long a closing connection waits for the other side to read its last message."""
-
-T = TypeVar("T")
-
-_LINE_BYTES, _PENDING_BYTES = 16384, 1 << 20
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -146,129 +139,6 @@ def ending_of(message: Any) -> Ending | None:
 def hostname() -> str:
     """This machine's name, short enough for a message."""
     return socket.gethostname()[:255]
-
-
-# The connections between supervisors: JSON objects, one per line.
-
-
-class Link:
-    """One end of a connection. Nothing here waits, except `close_all`.
-
-    Input is untrusted until it is checked: it is parsed as JSON and never executed, and a line that is too long or not
-    a JSON object closes the link.
-
-    Args:
-        sock: a connected socket, which the link then owns.
-
-    Attributes:
-        peer: the address of the other side.
-        closed: whether no more messages can arrive.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.peer = sock, _peer(sock)
-        self._received = self.pending = b""
-        self._sent_at = self._heard_at = time.monotonic()
-        self.closed = False
-
-    @property
-    def silent_s(self) -> float:
-        """Time since the last data from the other side."""
-        return time.monotonic() - self._heard_at
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message now or, if the other side is slow, with a later one."""
-        self.pending += json.dumps(message).encode() + b"\n"
-        self._sent_at = time.monotonic()
-        self._flush()
-
-    def beat(self, every_s: float, said: Any = None) -> None:
-        """Sends a sign of life if the last message is older than `every_s`."""
-        if time.monotonic() - self._sent_at >= every_s:
-            self.send({"beat": said})
-        else:
-            self._flush()
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages received since the last call."""
-        # Bounded, so that an endless sender cannot block this loop.
-        for _ in range(64):
-            try:
-                data = b"" if self.closed else self.socket.recv(65536)
-            except BlockingIOError:
-                break
-            except OSError:
-                data = b""
-            if not data:
-                self.closed = True
-                break
-            self._heard_at = time.monotonic()
-            self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        messages = [_parse(line) for line in lines]
-        if len(self._received) > _LINE_BYTES or None in messages:
-            self.closed = True
-        return [message for message in messages if message is not None]
-
-    def drop(self) -> None:
-        """Closes at once, even with messages in transit."""
-        self.socket.close()
-        self.closed = True
-
-    def _flush(self) -> None:
-        try:
-            while self.pending and not self.closed:
-                self.pending = self.pending[self.socket.send(self.pending) :]
-        except BlockingIOError:
-            self.closed = len(self.pending) > _PENDING_BYTES
-        except OSError:
-            # The last messages of the other side are still unread: `receive` will find the end.
-            self.pending = b""
-
-
-def close_all(links: Iterable[Link]) -> None:
-    """Closes links after the other sides have read all messages, within `GOODBYE_S` in total."""
-    links, deadline = list(links), time.monotonic() + GOODBYE_S
-    for link in links:
-        with contextlib.suppress(OSError):
-            link.socket.settimeout(max(deadline - time.monotonic(), 0.01))
-            link.socket.sendall(link.pending)
-            link.socket.shutdown(socket.SHUT_WR)
-    for link in links:
-        # Closing at once with unread data here would reset the connection and lose our last message there.
-        with contextlib.suppress(OSError):
-            while (left_s := deadline - time.monotonic()) > 0:
-                link.socket.settimeout(left_s)
-                if not link.socket.recv(65536):
-                    break
-        link.drop()
-
-
-def parsed(kind: type[T], message: Any) -> T | None:
-    """Parses a dataclass of plain values from the network; None for invalid data."""
-    types = get_type_hints(kind)
-    if not isinstance(message, dict) or message.keys() != types.keys():
-        return None
-    return kind(**message) if all(isinstance(message[name], types[name]) for name in types) else None
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        message = json.loads(line) if len(line) <= _LINE_BYTES else None
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def _peer(sock: socket.socket) -> str:
-    try:
-        name = sock.getpeername()
-    except OSError:  # it has closed
-        return "unknown"
-    return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else "local"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ So a run never continues twice: two parts of more than half have a process in co
 neither a step nor a checkpoint completes without every worker of its part. A supervisor that was restarted by its
 launcher knows only the address of process 0, connects there and learns the rest.
 
-Messages are JSON lines; `cluster` describes their signatures. The leader sends a nonce, the other side a hello with
-what it knows of the run, and the leader {"rows": ...} and {"go": ...} to all; or {"busy": 1} during an attempt, or
-{"elsewhere": 1} from a process that follows another; or {"error": ...}, which ends all.
+Messages are JSON lines; `messages` describes their proofs. The leader sends a nonce, the other side a greeting and a
+hello with what it knows of the run, and the leader {"rows": ...} and {"go": ...} to all; or {"busy": 1} during an
+attempt, or {"elsewhere": 1} from a process that follows another; or {"error": ...}, which ends all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jshard.errors import FourPartError, RunError, ShardingError, is_request
 from jshard.launch.cluster import (
@@ -33,18 +33,20 @@ from jshard.launch.cluster import (
     bind_host,
     coordinator_bind,
     free_port,
-    is_signed,
     listen,
     open_port,
     roll_call_port,
-    signed,
     token_of,
 )
-from jshard.launch.door import HELLO_S, Door, Hello, Knock
-from jshard.launch.peers import Link, Peers, close_all, hostname
+from jshard.launch.door import HELLO_S, Door, Hello, Knock, greeting
+from jshard.launch.link import Link, close_all
+from jshard.launch.messages import decoded, opened, parsed, sealed
+from jshard.launch.peers import Peers, hostname
 from jshard.launch.restarts import History, Restarts
 
-_ROWS = 64  # per message
+T = TypeVar("T")
+
+_ROWS = 32  # per message, which has to fit into a line
 _CONNECT_S = 2.0
 _AGAIN_S = 1.0  # between two rounds of the search for a leader
 
@@ -70,10 +72,35 @@ class Group:
 class _Row:
     """How the others reach a process of the run: its supervisor's machine, address and port."""
 
+    process: int
     host: str
     ip: str
     port: int
     is_member: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Go:
+    """The start of an attempt: the port of JAX's coordinator, the mesh, and a `History`."""
+
+    port: int
+    mesh: str | None
+    history: dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """The error that ends the roll call for all."""
+
+    what: str
+    where: list
+    why: str
+    do: str
+    is_request: bool
+
+
+class _BadMessageError(Exception):
+    """A message of another version of jshard: its proof is right and its contents are not."""
 
 
 class RollCall:
@@ -160,7 +187,9 @@ class _Meeting:
         # It leads if no lower process is present.
         if group is None and (self._me == 0 or (self._up is None and self._rounds and self._call.rows)):
             return self._lead()
-        if group is None and self._up is None and self._waited_s > self._limit_s:
+        # The leader's own limit ends its roll call. Whoever is silent about it for twice that long is no leader.
+        is_over = self._waited_s > self._limit_s and self._up is None
+        if group is None and (is_over or self._waited_s > 2 * self._limit_s + 2 * HELLO_S):
             raise self._unreachable()
         return group
 
@@ -247,15 +276,15 @@ class _Meeting:
         port = wanted if self._history.attempt == 1 else free_port(bind, wanted)
         meshes = {} if self._call.restarts is None else self._call.restarts.meshes or {}
         mesh = meshes.get(number) if number < self._cluster.num_processes else None
-        rows = {self._me: _Row(host=hostname(), ip="", port=0, is_member=True)}
+        rows = {self._me: _Row(process=self._me, host=hostname(), ip="", port=0, is_member=True)}
         rows |= {process: self._row(knock, process in members) for process, knock in self._guests.items()}
-        listed = [[process, *dataclasses.astuple(row)] for process, row in sorted(rows.items())]
+        listed = [dataclasses.asdict(row) for _, row in sorted(rows.items())]
         messages: list[dict[str, Any]] = [{"rows": listed[i : i + _ROWS]} for i in range(0, len(listed), _ROWS)]
         messages.append({"go": {"port": port, "mesh": mesh, "history": dataclasses.asdict(self._history)}})
         for process, knock in self._guests.items():
             if process in members:
                 for message in messages:
-                    knock.link.send(signed(message, self._call.token, knock.hello.nonce))
+                    knock.link.send_line(sealed(message, self._call.token, knock.hello.nonce))
             elif door is not None:
                 door.dismiss(knock, {"busy": 1})
         self._call.rows |= rows
@@ -268,7 +297,9 @@ class _Meeting:
         ip = knock.link.peer
         # A loopback connection is from this machine, which the others know by its name.
         ip = self._cluster.host if ip.startswith("127.") and not self._cluster.is_local else ip
-        return _Row(host=knock.hello.host, ip=ip, port=knock.hello.port, is_member=is_member)
+        return _Row(
+            process=knock.hello.process, host=knock.hello.host, ip=ip, port=knock.hello.port, is_member=is_member
+        )
 
     def _group(
         self,
@@ -289,10 +320,16 @@ class _Meeting:
     def _end(self, error: FourPartError, last: Knock | None = None) -> NoReturn:
         """Ends the roll call for all that came, with the same text."""
         ended = [*self._guests.values(), *([] if last is None else [last])]
-        said = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
-        message = {"error": said, "is_request": is_request(error)}
+        failure = _Failure(
+            what=error.what,
+            where=list(error.where),
+            why=error.why,
+            do=error.do,
+            is_request=is_request(error),
+        )
+        message = {"error": dataclasses.asdict(failure)}
         for knock in ended:
-            knock.link.send(signed(message, self._call.token, knock.hello.nonce))
+            knock.link.send_line(sealed(message, self._call.token, knock.hello.nonce))
         close_all(knock.link for knock in ended)
         self._guests = {}
         raise error
@@ -332,8 +369,13 @@ class _Meeting:
         except OSError as error:
             self._failed(error.strerror or str(error))
             return
-        self._up, self._up_address = Link(connection), at
-        self._nonce, self._is_greeted, self._rows = secrets.token_hex(16), False, {}
+        self._up = Link(connection)
+        self._up_address = at
+        self._nonce = secrets.token_hex(16)
+        self._is_greeted = False
+        self._rows = {}
+        # At once, before the nonce arrives: without it this connection is one of many that strangers may open.
+        self._up.send_line(greeting(self._call.token, self._me))
 
     def _failed(self, reason: str) -> None:
         if self._up is not None:
@@ -346,21 +388,38 @@ class _Meeting:
     def _hear(self, link: Link) -> Group | None:
         if self._is_greeted:
             link.beat(self._deadlines.beat_s)
-        for message in link.receive():
-            if not self._is_greeted and isinstance(message.get("nonce"), str):
-                self._greet(link, message["nonce"])
-            elif message.get("refused") == 1:
-                self._failed("It belongs to another run: it has another token (JSHARD_TOKEN, or the job)")
+        for line in link.lines():
+            message = opened(line, self._call.token, self._nonce)
+            if message is None:
+                self._hear_stranger(link, line)
+            else:
+                group = self._hear_leader(link, message)
+                if group is not None:
+                    return group
+            if self._up is None:
                 return None
-            elif is_signed(message, self._call.token, self._nonce):
-                if "go" in message:
-                    return self._joined(link, message["go"])
-                self._take(message)
-                if self._up is None:
-                    return None
         silent_s = max(self._deadlines.peer_s, HELLO_S) if self._is_greeted else HELLO_S / 2
         if link.closed or link.silent_s > silent_s:
             self._failed("It left, or is not a jshard run" if link.closed else "It does not answer")
+        return None
+
+    def _hear_stranger(self, link: Link, line: bytes) -> None:
+        """Handles a line without a proof: the nonce, a refusal, a sign of life, or anything at all."""
+        message = decoded(line)
+        if message is None:
+            link.closed = True
+        elif not self._is_greeted and isinstance(message.get("nonce"), str):
+            self._greet(link, message["nonce"])
+        elif message.get("refused") == 1:
+            self._failed("It belongs to another run: it has another token (JSHARD_TOKEN, or the job)")
+
+    def _hear_leader(self, link: Link, message: dict[str, Any]) -> Group | None:
+        try:
+            if "go" in message:
+                return self._joined(link, message["go"])
+            self._take(message)
+        except _BadMessageError:
+            self._failed("It has another version of jshard")
         return None
 
     def _greet(self, link: Link, nonce: str) -> None:
@@ -375,7 +434,7 @@ class _Meeting:
             nonce=self._nonce,
         )
         message = {"hello": dataclasses.asdict(hello), "history": dataclasses.asdict(self._history)}
-        link.send(signed(message, self._call.token, nonce))
+        link.send_line(sealed(message, self._call.token, nonce))
         self._is_greeted = True
         for knock in self._guests.values():  # they look for the leader that this process follows now
             if door is not None:
@@ -385,22 +444,33 @@ class _Meeting:
     def _take(self, message: dict[str, Any]) -> None:
         """Handles the leader's messages before all begin."""
         if "error" in message:
-            raise (ShardingError if message["is_request"] else self._history.not_met)(**message["error"])
+            failure = _understood(_Failure, message["error"])
+            kind = ShardingError if failure.is_request else self._history.not_met
+            raise kind(failure.what, where=list(map(str, failure.where)), why=failure.why, do=failure.do)
         if "busy" in message:  # an attempt is in progress, and this process waits for the next, however long
             self._began_s, self._next = time.monotonic(), len(self._lower)
             self._failed("It takes part in an attempt")
         elif "elsewhere" in message:
             self._failed("It follows another process")
-        for process, host, ip, port, is_member in message.get("rows", ()):
-            self._rows[process] = _Row(host=host, ip=ip or self._up_address[0], port=port, is_member=is_member)
+        rows = message.get("rows", [])
+        if not isinstance(rows, list):
+            raise _BadMessageError
+        for each in rows:
+            row = _understood(_Row, each)
+            row.ip = row.ip or self._up_address[0]
+            self._rows[row.process] = row
 
-    def _joined(self, link: Link, go: dict[str, Any]) -> Group:
+    def _joined(self, link: Link, message: Any) -> Group:
+        go = _understood(_Go, message)
+        history = _understood(History, go.history)
         members = sorted(process for process, row in self._rows.items() if row.is_member)
+        if self._me not in members:
+            raise _BadMessageError
         self._rows[members[0]].port = self._up_address[1]
         self._call.rows |= self._rows
-        vars(self._history).update(go["history"])
+        vars(self._history).update(vars(history))
         self._up = None
-        return self._group(members, self._rows, self._up_address[0], go["port"], go["mesh"], {0: link}, {})
+        return self._group(members, self._rows, self._up_address[0], go.port, go.mesh, {0: link}, {})
 
     def _unreachable(self) -> RunError:
         cluster, here = self._cluster, socket.gethostname()
@@ -412,11 +482,19 @@ class _Meeting:
                 f"process 0 is looked for at {cluster.host}:{port}",
                 *cluster.seen(),
             ],
-            why=f"{self._reason}, after {self._waited_s:.0f} s.",
+            why=f"{self._reason or 'It sends no message of the run'}, after {self._waited_s:.0f} s.",
             do=f"check that process 0 runs on {cluster.host} and that its ports {cluster.port} and {port} are open to "
             f"{here};\n"
             "or set another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
         )
+
+
+def _understood(kind: type[T], message: Any) -> T:
+    """Parses a message whose sender knows the token."""
+    value = parsed(kind, message)
+    if value is None:
+        raise _BadMessageError
+    return value
 
 
 def _some(items: Sequence[object], limit: int = 10) -> str:

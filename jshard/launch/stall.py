@@ -15,21 +15,24 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jshard import _stacks
+from jshard._files import write_text
 from jshard.errors import RunError
-from jshard.launch.cluster import RESUME, check_seconds
+from jshard.launch.cluster import RESUME, StopSignal, check_seconds, stopped_code, unsaved_text
 
 DATA, STEP, EVALUATION, SAVE = "waiting for data", "in a step", "evaluating", "saving"
 MEETING, OTHER = "meeting the others between two steps", "at work between two steps"
 PROFILE, SAMPLE = "writing a profile", "writing the sample"
+STARTING, COMPILING = "starting", "compiling"
 _LONG, _SHORT = (SAVE, PROFILE, SAMPLE), (DATA, STEP, EVALUATION, MEETING, OTHER)
 LEAST_S, MOST_S, MEDIANS = 60.0, 1800.0, 20
 """The limit of a step is this multiple of the median, within these bounds; that of a save is the upper bound."""
@@ -94,7 +97,7 @@ def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None)
         text = "\n".join(f"{one.name}, {phase}\n{one.text}" for one in (own, *(one for _, one in workers)) if one)
         with contextlib.suppress(OSError):  # a full disk: the report has the important place
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, name).write_text(text)
+            write_text(Path(folder, name), text)
     return Stand(
         phase=phase,
         marks=int(noted.get("marks", 0)),
@@ -156,8 +159,8 @@ class StallWatch:
             if value is not None:
                 check_seconds(option, value, usual=600)
         self.timeout_s, self.stop_s = timeout_s, stop_s
-        self.phase, self.marks, self.step = "starting", 0, 0
-        self._asked_at: Callable[[], float | None] = lambda: None
+        self.phase, self.marks, self.step = STARTING, 0, 0
+        self._stop = StopSignal()
         self._say: Callable[[str], object] = lambda line: None
         self._alone: Callable[[], str] | None = None
         self._again, self._folder = again, ""
@@ -172,7 +175,7 @@ class StallWatch:
         self,
         folder: Path,
         *,
-        asked_at: Callable[[], float | None],
+        stop: StopSignal,
         alone: Callable[[], str] | None,
         say: Callable[[str], object],
     ) -> Iterator[None]:
@@ -180,13 +183,16 @@ class StallWatch:
 
         Args:
             folder: for the stacks of a stall; created when one occurs.
-            asked_at: returns when the run was asked to stop, by `time.monotonic`.
+            stop: the signals that ask the run to stop.
             alone: for a process without supervisor, which ends itself: returns a description of what is saved. None
                 for the others.
             say: prints the line of a run without progress.
         """
         global _watch
-        self._folder, self._asked_at, self._alone, self._say = str(folder), asked_at, alone, say
+        self._folder = str(folder)
+        self._stop = stop
+        self._alone = alone
+        self._say = say
         _stacks.ready("the run")
         _watch, before = self, _watch
         thread = threading.Thread(target=self._run, daemon=True, name="jshard-stall")
@@ -256,7 +262,10 @@ class StallWatch:
         self._median_s = statistics.median(spans) if len(spans) >= _NEEDED else None
 
     def _look(self, now_s: float) -> None:
-        (deadline_s, _), asked_s = self.deadline(), self._asked_at()
+        deadline_s, _ = self.deadline()
+        asked_s = self._stop.asked_s()
+        if self._stop.asked_by is not None:
+            self._end_unless_needed(self._stop.asked_by)
         if self.stop_s is not None and asked_s is not None and now_s - asked_s > self.stop_s:
             self._stalled = "asked"
         elif deadline_s is not None and self._idle_s > deadline_s:
@@ -270,6 +279,22 @@ class StallWatch:
         elif deadline_s is not None:
             self._warned_s = warn(self._idle_s, self._warned_s, min(_WARN_S, deadline_s / 4), self.phase, self._say)
 
+    @property
+    def _is_preparing(self) -> bool:
+        """Whether this start of the run has nothing to save, and the main thread may not hear a signal for minutes."""
+        return not self._done_at and (self.phase == STARTING or self.phase.startswith(COMPILING))
+
+    def _end_unless_needed(self, asked_by: signal.Signals) -> None:
+        """Ends a run that was asked to stop and has nothing to save, or was asked twice."""
+        if self._stop.is_insisted and self._alone is not None:
+            _end_now(unsaved_text(asked_by), code=128 + asked_by)
+        # All processes of one machine get the signal. In a cluster it may be only one, and they stop together.
+        is_for_all = self._alone is not None or os.environ.get("JSHARD_CLUSTER") == "local"
+        if self._is_preparing and is_for_all:
+            again = self._again or "the same command with --resume"
+            text = f"\n{asked_by.name} while {self.phase}: nothing is trained yet, and the run ends at once.\n"
+            _end_now(f"{text}continue it with: {again}\n", code=stopped_code(asked_by))
+
     def _end_alone(self, kept: str) -> None:
         one = stand(os.getpid(), self.noted(), process=0, step=self.step)
         error = stalled_error(
@@ -280,11 +305,17 @@ class StallWatch:
             others="",
             again=self._again or "the same command with --resume",
         )
-        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        _end_now(f"\n{type(error).__name__}: {error}\n", code=RESUME)
+
+
+def _end_now(text: str, *, code: int) -> NoReturn:
+    """Ends this process, whatever its main thread does."""
+    with contextlib.suppress(OSError, ValueError):  # the reader may be gone
+        sys.stderr.write(text)
         sys.stderr.flush()
-        for worker in multiprocessing.active_children():  # a sleeping one would not notice that this process is gone
-            worker.kill()
-        os._exit(RESUME)
+    for worker in multiprocessing.active_children():  # a sleeping one would not notice that this process is gone
+        worker.kill()
+    os._exit(code)
 
 
 def warn(idle_s: float, warned_s: float, first_s: float, where: str, say: Callable[[str], object]) -> float:

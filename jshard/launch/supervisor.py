@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from jshard._streams import open_standard_streams
 from jshard.errors import FourPartError, RunError, ShardingError, is_request, printable
 from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
@@ -52,6 +54,7 @@ def supervise(
         0 if all completed their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or never came.
     """
+    open_standard_streams()  # the workers inherit them
     deadlines, history = deadlines or Deadlines(), History(left=0 if restarts is None else restarts.most)
     with Signals() as signals, contextlib.ExitStack() as stack:
         is_stopped = lambda: signals.received is not None
@@ -93,6 +96,7 @@ def supervise(
                 ends_at = time.monotonic() + history.pause_s
                 while not is_stopped() and time.monotonic() < ends_at:
                     time.sleep(TICK_S)
+            _say(f"{_name(signals.received)}: the run is stopped; no worker was at work.")
             return stopped_code(signals.received or 0)
         except FourPartError as error:
             _say(f"{type(error).__name__}: {error}")
@@ -129,6 +133,7 @@ class _Attempt:
                 if (cause := self._cause()) is not None:
                     return self._end_badly(cause)
                 time.sleep(TICK_S)
+            _say(f"{_name(self.forwarded)} again: the run ends now, unsaved. Continue it with: {self._again}")
             return stopped_code(self.forwarded or 0)
         finally:
             for worker in self.workers:
@@ -223,6 +228,8 @@ class _Attempt:
             return lost.run_code
         if not was_asked:
             self._report(lost)
+        elif self.last("step") is None:
+            _say(f"{_name(self.forwarded)}: the run is stopped before its first step.")
         self._give_grace()
         return stopped_code(self.forwarded or 0) if was_asked else lost.run_code
 
@@ -258,7 +265,7 @@ class _Attempt:
             num_processes=self.num_processes,
             step=max(steps, default=None),
             checkpoint=self.last("checkpoint") or lost.checkpoint,
-            again=self.last("again") or self.again,
+            again=self._again,
         )
         _say(f"{type(report).__name__}: {report}")
 
@@ -269,6 +276,11 @@ class _Attempt:
             if all(worker.ending is not None or stall.is_stuck(worker.state) for worker in self.workers):
                 return
             time.sleep(TICK_S)
+
+    @property
+    def _again(self) -> str:
+        """The command that continues the run."""
+        return self.last("again") or self.again
 
     def last(self, key: str) -> Any:
         """The value that the workers reported under a name; the largest if they differ."""
@@ -310,6 +322,10 @@ def _so_far(step: int | None, checkpoint: str | None) -> list[str]:
         "no step was reported yet" if step is None else f"last step reported: {step}",
         "no checkpoint was written yet" if checkpoint is None else f"last good checkpoint: {checkpoint}",
     ]
+
+
+def _name(signum: int | None) -> str:
+    return "" if signum is None else signal.Signals(signum).name
 
 
 def _say(text: str) -> None:

@@ -23,6 +23,10 @@ END_S = 30.0
 """The time from the end of a run's work, when all have confirmed it, to the end of each process."""
 
 _PR_SET_PDEATHSIG = 1
+# Never: the supervisors hear of a lost process, and report it. JAX measures the age of a heartbeat by the clock of the
+# wall, and aborts all processes of a healthy run when that is set forward by more than the time-out, or back to before
+# the last heartbeat. With this there is one heartbeat, at the start: only a clock set back to before it still aborts.
+_HEARTBEAT_S = 10**9
 _SECURED = ("JAX_MTLS_", "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS")
 _MESSAGE_BYTES = 4096  # what a pipe accepts atomically
 # Words from the errors that the libraries of collectives raise when another process is gone.
@@ -211,8 +215,7 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             process_id=int(environ["JAX_PROCESS_ID"]),
             cluster_detection_method="deactivate",  # the place is known, and JAX_LOCAL_DEVICE_IDS has its GPUs
             initialization_timeout=math.ceil(deadlines.init_s),
-            # The supervisor's report must come first: JAX ends the process with only a trace.
-            heartbeat_timeout_seconds=math.ceil(max(100.0, 2 * deadlines.peer_s)),
+            heartbeat_timeout_seconds=_HEARTBEAT_S,
         )
     except (RuntimeError, ValueError) as error:
         raise RunError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import pkgutil
 import signal
@@ -23,6 +22,7 @@ from jshard import _stacks
 from jshard.errors import RunError, ShardingError
 from jshard.launch import stall
 from jshard.launch.cluster import Cluster, Deadlines
+from jshard.launch.messages import decoded
 from jshard.launch.peers import Ending, hostname
 
 HOLD_S = 1.0
@@ -260,8 +260,7 @@ class WorkerProcess:
                 self._heard_at, self._is_up = time.monotonic(), True
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 for line in lines:
-                    with contextlib.suppress(ValueError):
-                        self.state.update(json.loads(line))
+                    self.state.update(decoded(line) or {})
         except BlockingIOError:
             pass
 

@@ -8,11 +8,13 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from jshard import _compat
+from jshard._files import read_bytes
+from jshard._parsing import checked, parse_json
 from jshard._processes import all_or_none, is_primary
-from jshard.errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError, UnsafeFileError
 from jshard.kernels.backend import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
 
@@ -135,24 +137,45 @@ def load(path: Path) -> dict[Key, TuningEntry]:
         CacheError: it cannot be read, or has another format. The file is not changed.
     """
     try:
-        return parsed(path.read_text(encoding="utf-8"), path)
+        return parsed(read_bytes(path), path)
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except (CacheError, UnsafeFileError):
+        raise
+    except OSError as error:
         raise _unreadable(path, str(error)) from error
 
 
-def parsed(text: str, path: Path) -> dict[Key, TuningEntry]:
+def parsed(text: str | bytes, path: Path) -> dict[Key, TuningEntry]:
     """The entries in the text of a file."""
     try:
-        data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise _unreadable(path, f"its format is {data['format']!r}, and this version of jshard reads {FORMAT!r}.")
-        return {Key(**one["key"]): _entry(one) for one in data["entries"]}
+        data = parse_json(text)
+        form = checked(data, _Formatted)["format"]
+        if form != FORMAT:
+            raise _unreadable(path, f"its format is {form!r}, and this version of jshard reads {FORMAT!r}.")
+        entries = checked(data, _StoredEntries)["entries"]
+        return {_key(one): _entry(one) for one in entries}
     except CacheError:
         raise
-    except (KeyError, TypeError, ValueError, KernelError) as error:
-        raise _unreadable(path, f"it is damaged: {type(error).__name__}: {error}") from error
+    except KernelError as error:
+        raise _unreadable(path, f"it is damaged: {error.what} {error.why}") from error
+    except ValueError as error:
+        raise _unreadable(path, f"it is damaged: {error}.") from error
+
+
+class _Formatted(TypedDict):
+    format: str
+
+
+class _StoredEntry(TypedDict):
+    key: Key
+    timings: list[Timing]
+    load_bytes: int
+    when: str
+
+
+class _StoredEntries(TypedDict):
+    entries: list[_StoredEntry]
 
 
 def store(path: Path, entries: Measured) -> None:
@@ -182,12 +205,16 @@ def text_of(entries: Measured) -> str:
     return json.dumps({"format": FORMAT, "entries": whole}, indent=1) + "\n"
 
 
+def _key(data: Mapping[str, Any]) -> Key:
+    return Key(**data["key"])
+
+
 def _entry(data: Mapping[str, Any]) -> TuningEntry:
     settings = [None if one["setting"] is None else Occupancy(**one["setting"]) for one in data["timings"]]
     timings = [Timing(**one | {"setting": s}) for one, s in zip(data["timings"], settings, strict=True)]
     if None not in settings:
         raise ValueError("XLA's own time is missing, the baseline of all comparisons.")
-    return TuningEntry(timings=tuple(timings), load_bytes=int(data["load_bytes"]), when=str(data["when"]))
+    return TuningEntry(timings=tuple(timings), load_bytes=data["load_bytes"], when=data["when"])
 
 
 def _unreadable(path: Path, why: str) -> CacheError:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jshard._parsing import FormError, checked, parse_json
 from jshard._text import human_bytes
-from jshard.errors import AnnotationError
+from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.mesh import FSDP, hosts_along
 from jshard.plans.placement import Entry, Placement, ShardPlacement, place, stored_as
 from jshard.plans.policies import MixedPrecision
@@ -181,8 +182,12 @@ class ShardPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "ShardPlan":
-        """Reads what `to_json` wrote."""
-        data = json.loads(text)
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ShardingError: it is something else.
+        """
+        data = _parsed(text)
         return cls(
             mesh=tuple((name, size) for name, size in data["mesh"]),
             units=tuple(UnitPlan(**unit) for unit in data["units"]),
@@ -349,6 +354,20 @@ def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
         prefetch="compiler" if policy.prefetch is None else str(policy.prefetch),
         gathered=unit.placement.gathered,
     )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        data = parse_json(text)
+        checked(data, ShardPlan)
+    except FormError as error:
+        raise ShardingError(
+            "The text is not a plan.",
+            where="ShardPlan.from_json",
+            why=f"{error}.",
+            do="ShardPlan.from_json(plan.to_json())",
+        ) from error
+    return data
 
 
 def _tuples(data: Any) -> Any:

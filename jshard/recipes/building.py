@@ -36,6 +36,7 @@ from jshard.linen.call import PARAMS
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.plan import plan
 from jshard.plans.units import dotted
+from jshard.recipes.hf_config import unchecked_names
 from jshard.recipes.linen_model import Initialising, LinenModel
 from jshard.recipes.model_file import ModelFile, ModelFileError, check_is_text, next_token_loss
 from jshard.recipes.recipe import Recipe
@@ -263,5 +264,9 @@ def _in_words_of_the_command(path: Path) -> Iterator[None]:
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, Names | None]:
     """The checkpoint that a path refers to, and its names of the parameters if another library wrote it."""
     found = checkpoint_at(path)
-    is_foreign = isinstance(found, Path) and foreign_source(found) is not None
-    return found, model_file.names_elsewhere(recipe.model) if is_foreign else None
+    if not isinstance(found, Path) or foreign_source(found) is None:
+        return found, None
+    names = model_file.names_elsewhere(recipe.model)
+    if names is None:
+        unchecked_names({}, str(model_file.path)).check(found)
+    return found, names

@@ -6,7 +6,7 @@ A *model file* is an ordinary Python file. It must define three names:
     build(config, rngs)        the Flax model for `recipe.model`
     annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; for Linen it returns the copy
 
-and may define six more:
+and may define seven more:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar or a `js.WeightedMean`; or (loss, metrics),
                                with a dict of them; without it `next_token_loss`, the cross entropy of `model(inputs)`
@@ -15,6 +15,8 @@ and may define six more:
     flops(recipe)              floating-point operations of a step, and their formula as text, for the MFU
     hf_names(config)           the Hugging Face name of each parameter, for --init-from and `jshard ckpt`
     hf_config(config)          the contents of its config.json for such a model, for `jshard ckpt export`
+    hf_types                   the model types of Hugging Face that it computes, such as ("llama", "mistral"): the
+                               config.json of weights fills the recipe
     wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
                                their paths, such as "*/lora_*"; all by default
 
@@ -46,12 +48,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _compat
 from jshard._paths import expanded
+from jshard.checkpoint.formats import CheckedNames
 from jshard.data.worker_pool import MODEL_FILE
 from jshard.engine.weighted import mean_of
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import as_filter
 from jshard.recipes import model_path, shipped_folder, shipped_models
+from jshard.recipes.hf_config import checked_names, unchecked_names
+from jshard.recipes.hf_families import FAMILIES
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
@@ -87,10 +92,29 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, A
     def run(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         found: Any = loss_fn(model, batch)
         loss, metrics = cast(tuple[Any, Any], found if isinstance(found, tuple) and len(found) == 2 else (found, {}))
+        _check_loss(loss_fn, loss)
         _check_metrics(loss_fn, metrics)
         return loss, dict(metrics)
 
     return run
+
+
+def _check_loss(loss_fn: LossFn, loss: Any) -> None:
+    value = mean_of(loss)
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: x is None)
+    if len(leaves) == 1 and leaves[0] is value and value is not None:
+        form = jax.eval_shape(jnp.asarray, value)
+        if form.shape == () and jnp.issubdtype(form.dtype, jnp.floating):
+            return
+        why = f"it returns {form.dtype}{list(form.shape)}, and a gradient needs one real number in floating point."
+    else:
+        why = f"it returns {_kind(loss)}, and a gradient needs one real number in floating point."
+    raise ModelFileError(
+        "The loss is not a number.",
+        where=getattr(loss_fn, "__qualname__", repr(loss_fn)),
+        why=why,
+        do="return losses.mean()  # over the batch; or return losses.mean(), metrics",
+    )
 
 
 def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
@@ -155,6 +179,7 @@ class ModelFile:
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: the Hugging Face name of each parameter; None if not defined.
         hf_config: the contents of its config.json; None if not defined.
+        hf_types: the `model_type`s of Hugging Face that it computes.
         wrt: the parameters that are trained, as for `nnx.Optimizer`; the others are frozen.
         units: settings of the units changed on the command line, by name; see `jshard.api.fully_shard.revise`.
     """
@@ -168,6 +193,7 @@ class ModelFile:
     flops: Callable[[Any], tuple[float, str]] | None = None
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
     hf_config: Callable[[Any], Mapping[str, Any]] | None = None
+    hf_types: tuple[str, ...] = ()
     wrt: Any = nnx.Param
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -215,7 +241,7 @@ class ModelFile:
         if self.hf_names is None:
             return None
         try:
-            return self.hf_names(config)
+            names = self.hf_names(config)
         except FourPartError:
             raise
         except ValueError as error:
@@ -225,13 +251,34 @@ class ModelFile:
                 why=f"hf_names raised: {error}.",
                 do="use a config that it supports; or a checkpoint of jshard, whose names are the model's own.",
             ) from error
+        if isinstance(names, CheckedNames):
+            return names
+        if self.hf_types:
+            return checked_names(names, config, self.hf_types)
+        return unchecked_names(names, str(self.path))
+
+    def config_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
+        """The result of `hf_config` for a config; None if the file has no such function."""
+        if self.hf_config is None:
+            return None
+        try:
+            return self.hf_config(config)
+        except FourPartError:
+            raise
+        except ValueError as error:
+            raise ModelFileError(
+                "The model of this config has no config.json.",
+                where=place_in(self.path, error),
+                why=f"hf_config raised: {error}.",
+                do="--own-names  # exports it under the model's own names, without a config.json",
+            ) from error
 
 
 def load_model_file(path: str | Path) -> ModelFile:
     """Runs a model file and collects its names.
 
     As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; loading a
-    file twice gives two modules. Errors raised by the file propagate unchanged.
+    file twice gives two modules.
 
     Args:
         path: a Python file, or the name of a model included in jshard, such as "gpt"; a file of that name in the
@@ -241,7 +288,8 @@ def load_model_file(path: str | Path) -> ModelFile:
         Its names, checked as far as possible without calling them.
 
     Raises:
-        ModelFileError: the file is not valid Python, imports a package that is not installed, or lacks a name.
+        ModelFileError: the file is not valid Python, raises an error, imports a package that is not installed, or lacks
+            a name.
     """
     path = model_path(expanded(path))
     _check_file(path)
@@ -256,6 +304,8 @@ def _check_file(path: Path) -> None:
     try:
         if path.is_dir():
             why = "it is a folder."
+        elif path.exists() and not path.is_file():
+            why = "it is not a file."
         elif not path.is_file():
             why = f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
         elif ".py" not in (path.suffix, path.resolve().suffix):
@@ -288,15 +338,14 @@ def _module(path: Path) -> types.ModuleType:
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
-        plain = _file_error(error, path)
-        if plain is None:
+        if isinstance(error, FourPartError | KeyboardInterrupt):
             raise
-        raise plain from error
+        raise _file_error(error, path) from error
     return module
 
 
-def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
-    """The four-part error if it explains more than a traceback; else None."""
+def _file_error(error: BaseException, path: Path) -> ModelFileError:
+    """The error for a model file that raised an error, or ended the program, while its names were collected."""
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",
@@ -313,15 +362,23 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
             do = f"correct the name, or install a version of {top} that has it."
         what = f"The model file imports {error.name!r}, which is not there."
         return ModelFileError(what, where=place_in(path, error), why=why, do=do)
-    return None
+    return ModelFileError(
+        "The model file raises an error.",
+        where=place_in(path, error),
+        why=f"{type(error).__name__}: {error}",
+        do=f"correct it; python {shlex.quote(str(path))} shows the same.",
+    )
 
 
-def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
+def refuses_batches(path: Path, error: Exception) -> ModelFileError:
     """The error for a model that raises while its step is traced, as for a sequence that is too long."""
+    why = f"{str(error).rstrip('.')}."
+    if not isinstance(error, ValueError):  # others are from the library that the model calls, and may name only a value
+        why = f"{type(error).__name__}: {error}."
     return ModelFileError(
         "The model refuses the batches of the recipe.",
         where=place_in(path, error),
-        why=f"{error}.",
+        why=why,
         do="change the recipe, for example --set sequence_length=...; --debug shows the traceback.",
     )
 
@@ -356,7 +413,7 @@ def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
 
 
 def _pick(module: Any, path: Path) -> ModelFile:
-    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]
+    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]  # no recipe is none, too
     if missing:
         raise ModelFileError(
             f"The model file lacks {', '.join(missing)}.",
@@ -371,7 +428,8 @@ def _pick(module: Any, path: Path) -> ModelFile:
     named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
     named = {name: value for name, value in named.items() if value is not None}
     wrt = getattr(module, "wrt", nnx.Param)
-    wrong = list(_wrong_kinds(module.RECIPES, named, wrt))
+    hf_types = getattr(module, "hf_types", ())
+    wrong = [*_wrong_kinds(module.RECIPES, named, wrt), *_wrong_types(hf_types)]
     if wrong:
         raise ModelFileError(
             "The model file defines names that cannot be used.",
@@ -379,7 +437,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
             why="\n".join(why for _, why in wrong),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
         )
-    return ModelFile(path=path, recipes=module.RECIPES, wrt=_filter(wrt), **named)
+    return ModelFile(path=path, recipes=module.RECIPES, hf_types=tuple(hf_types), wrt=_filter(wrt), **named)
 
 
 def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[tuple[str, str]]:
@@ -398,6 +456,12 @@ def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[t
         nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError):
         yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
+
+
+def _wrong_types(hf_types: Any) -> Iterator[tuple[str, str]]:
+    is_known = isinstance(hf_types, list | tuple) and all(name in FAMILIES for name in hf_types)
+    if not is_known:
+        yield "hf_types", f"hf_types is {hf_types!r}, not a tuple of names among {', '.join(FAMILIES)}."
 
 
 def _filter(wrt: Any) -> Any:

@@ -18,10 +18,12 @@ import sys
 import textwrap
 import types
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jshard._parsing import is_text, shown, whole_number
 from jshard.api.fully_shard import SETTINGS
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.policies import Prefetch, check_remat
@@ -68,7 +70,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
         try:
             values[key], lines[key] = read_value(text, keys[key]), line
         except ValueError:
-            raise _refused(line, f"{key} takes {_described(keys[key])}, not {text!r}.", _KEYS) from None
+            raise _refused(line, f"{key} takes {_described(keys[key])}, not {shown(text)}.", _KEYS) from None
     return _rebuilt(recipe, "", values, lines)
 
 
@@ -104,10 +106,9 @@ def read_value(text: str, kind: Any) -> Any:
 
 
 def _int(text: str) -> int:
-    try:
+    with contextlib.suppress(ValueError):
         return int(text)
-    except ValueError:
-        number = float(text)  # people write steps as 1e6
+    number = float(text)  # people write steps as 1e6
     if number.is_integer() and abs(number) < 2**53:
         return int(number)
     raise ValueError(f"{text!r} is not a whole number")
@@ -130,7 +131,7 @@ def _literal(text: str, kind: Any) -> Any:
     """A Python literal of a class; for `Any` also a text."""
     value: Any = text
     with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
+        value = _WORDS[text.lower()] if text.lower() in _WORDS else _evaluated(text)
     try:
         fits = kind is Any or isinstance(value, typing.get_origin(kind) or kind)
     except TypeError:  # a form of typing that isinstance does not know
@@ -140,9 +141,21 @@ def _literal(text: str, kind: Any) -> Any:
     return value
 
 
+def _evaluated(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python about unknown escapes: the text is not a program
+        return ast.literal_eval(text)
+
+
+def _path(text: str) -> Path:
+    if not is_text(text):
+        raise ValueError(f"{shown(text)} is not a path")
+    return Path(text)
+
+
 _READERS: dict[Any, Any] = {
     str: str,
-    Path: Path,
+    Path: _path,
     int: _int,
     float: _float,
     bool: lambda text: _chosen(text.lower(), _BOOLS),
@@ -206,7 +219,7 @@ def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[s
         return dataclasses.replace(node, **changes)
     except SettingError:
         raise
-    except (ValueError, AssertionError) as error:
+    except (ValueError, TypeError, ArithmeticError, AssertionError) as error:  # d_model % n_head, with 0 heads
         text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
         why = f"{type(node).__name__} refuses it: {text or 'one of its assertions failed.'}"
         raise _refused(" ".join(lines[key] for key in here), why, _KEYS) from error
@@ -239,6 +252,12 @@ def _line(key: str, text: str) -> str:
 # `--unit name=value`: settings of a model's units.
 
 
+def _number_or_word(text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return whole_number(text)
+    return _WORDS.get(text.lower(), text)
+
+
 def parse_units(texts: Sequence[str]) -> dict[str, Any]:
     """The settings in texts such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`."""
     found: dict[str, Any] = {}
@@ -251,7 +270,7 @@ def parse_units(texts: Sequence[str]) -> dict[str, Any]:
             check_remat(value)
             found[name] = value
         else:
-            found[name] = int(value) if value.isdecimal() else _WORDS.get(value.lower(), value)
+            found[name] = _number_or_word(value)
             if name == "prefetch":
                 Prefetch.parse(found[name])
             elif isinstance(found[name], str):

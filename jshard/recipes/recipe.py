@@ -152,6 +152,7 @@ _LEAST = {
     "keep_checkpoints": 1,
     "seed": 0,
 }
+_MOST = 2**63 - 1
 LOSS_SCALES = ("auto", "dynamic", "none")
 _SEEDS = 2**32  # the seeds that grain takes
 
@@ -164,6 +165,7 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
     """Raises one `RecipeError` for all invalid numbers; `options` are the options of some keys."""
     problems = [*_counts(recipe)] or [*_together(recipe)]  # the second uses numbers checked by the first
     if not problems:
+        _check_optimizer(recipe)
         return
     keys, whys, values = zip(*problems, strict=True)
     raise RecipeError(
@@ -175,6 +177,18 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
             for key, value in zip(keys, values, strict=True)
         )
         + "\nor the same in the model file.",
+    )
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer()
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return
+    raise RecipeError(
+        "The optimizer of the recipe is not one of Optax.",
+        where=f"{type(recipe).__name__}.optimizer",
+        why=f"it returns {'None' if optimizer is None else f'a {type(optimizer).__name__}'}.",
+        do="return optax.adamw(self.schedule())",
     )
 
 
@@ -211,6 +225,8 @@ def _counts(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
             yield key, f"{key} is a {type(value).__name__}, not an int.", int(value) if is_whole else max(least, 1)
         elif value < least:
             yield key, f"{key} must be at least {least}.", least
+        elif int(value) > _MOST:
+            yield key, f"{key} must be at most 2**63 - 1, as arrays count in 64 bits.", max(least, 1)
     if recipe.loss_scale not in LOSS_SCALES:
         yield "loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto"
     if not _is_finite(recipe.learning_rate):

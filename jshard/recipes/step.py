@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -346,9 +344,6 @@ def _path(path: tuple) -> str:
 
 # Model FLOPs utilisation: the share of the devices' peak used for the model's arithmetic; and peak memory.
 
-_SIDE = 1024  # of the matrices used to measure a CPU
-_MEASURE_S = 0.2
-
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
@@ -359,15 +354,14 @@ class Peak:
 
 
 def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
-    """The total peak of some devices; None, with a warning, if it is not known.
+    """The total peak of some devices; None if it is not known: for CPUs, and with a warning for unknown accelerators.
 
-    For accelerators it is dense bf16, whatever dtype the model computes in. A CPU is measured in a fifth of a second
-    on one device of this process; simulated devices share its cores, so the figure is for all of them.
+    It is dense bf16, whatever dtype the model computes in.
     """
-    kinds = sorted({device.device_kind for device in devices})
     if devices[0].platform == "cpu":
-        device = next(device for device in devices if device.process_index == jax.process_index())
-        return Peak(_cpu_flops_per_s(device), f"measured: float32 matmul {_SIDE}^3 on this host's CPU")
+        # Nobody states a peak for CPUs, and a measured matrix product is none: others exceed it.
+        return None
+    kinds = sorted({device.device_kind for device in devices})
     found = peak_of(kinds[0]) if len(kinds) == 1 else None
     if found is None:
         warnings.warn(f"The peak of {', '.join(kinds)} is unknown, so no MFU is shown.", stacklevel=2)
@@ -376,19 +370,6 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
     each = f"{len(devices)} x {flops_per_s / 1e12:g}e12 of {kinds[0]}"
     dtype = "fp16" if "V100" in kinds[0] else "bf16"
     return Peak(len(devices) * flops_per_s, f"{each}: dense {dtype}, {source}")
-
-
-@functools.cache
-def _cpu_flops_per_s(device: jax.Device) -> float:  # pyright: ignore[reportInvalidTypeForm]
-    matmul = jax.jit(lambda x: x @ x)
-    x = jax.device_put(np.ones((_SIDE, _SIDE), np.float32), device)
-    matmul(x).block_until_ready()
-    best_s, end_s = float("inf"), time.perf_counter() + _MEASURE_S
-    while best_s == float("inf") or time.perf_counter() < end_s:
-        start_s = time.perf_counter()
-        matmul(x).block_until_ready()
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return 2 * _SIDE**3 / best_s
 
 
 @dataclasses.dataclass(frozen=True)

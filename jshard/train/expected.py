@@ -7,17 +7,72 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
+from jshard._files import read_named
+from jshard._parsing import checked, parse_json
 from jshard._text import human_bytes
-from jshard.errors import ShardingError
+from jshard.errors import ShardingError, UnsafeFileError
 from jshard.inspect.audit import Audit
 from jshard.inspect.communication import traffic_of
 from jshard.recipes.recipe import Recipe
 
 _SAVED = "jshard plan MODEL --topology DEVICE:SHAPE --json > plan.json"
+
+
+# The parts of a plan that are compared, as `jshard plan --topology ... --json` prints them.
+
+
+class _PlannedCollective(TypedDict):
+    kind: str
+    executions: int
+    total_bytes: float
+
+
+class _PlannedMixing(TypedDict):
+    total_bytes: float
+
+
+class _PlannedMemory(TypedDict):
+    peak_bytes: float
+
+
+class _PlannedAudit(TypedDict):
+    collectives: list[_PlannedCollective]
+    mixing: list[_PlannedMixing]
+    memory_per_device: _PlannedMemory | None
+
+
+class _CompiledAudit(TypedDict):
+    audit: _PlannedAudit
+
+
+class _CompiledStep(_CompiledAudit, total=False):
+    versions: dict[str, str | None]
+
+
+class _PlannedTraffic(TypedDict):
+    kind: str
+    axes: list[str]
+    dtype: str
+    full_bytes: float
+
+
+class _NeededOfAPlan(TypedDict):
+    compiled: _CompiledStep
+    communication_per_step: list[_PlannedTraffic]
+    platform: str
+    topology: str
+    mesh: dict[str, int]
+    batch_size: int
+
+
+class _PlannedStep(_NeededOfAPlan, total=False):
+    sequence_length: int | None
+    accumulate: int
+    train_command: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +90,7 @@ class ExpectedStep:
     """
 
     path: Path
-    plan: Mapping[str, Any] = dataclasses.field(repr=False)
+    plan: _PlannedStep = dataclasses.field(repr=False)
     within: float
 
     @classmethod
@@ -46,16 +101,13 @@ class ExpectedStep:
             ShardingError: there is no such file, it is not a plan of a compiled step, or `within` is below 0.
         """
         try:
-            plan = json.loads(path.read_text())
-            _ = (
-                plan["compiled"]["audit"],
-                plan["communication_per_step"],
-                plan["platform"],
-                plan["mesh"],
-                plan["batch_size"],
-            )
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            why = "it is not a plan of a compiled step." if isinstance(error, TypeError | KeyError) else str(error)
+            plan = checked(parse_json(read_named(path)), _PlannedStep)
+        except UnsafeFileError:
+            raise
+        except (OSError, ValueError) as error:
+            why = f"it is not a plan of a compiled step: {error}."
+            if isinstance(error, OSError):
+                why = f"{(error.strerror or repr(error)).lower()}."
             raise ShardingError(
                 "There is no plan to compare with.", where=f"--expect {path}", why=why, do=_SAVED
             ) from error

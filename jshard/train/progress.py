@@ -14,10 +14,11 @@ from typing import Any, TextIO
 
 import jax
 
+from jshard._files import write_text
 from jshard._live import LiveLine
 from jshard._paths import expanded
 from jshard._processes import is_primary
-from jshard._text import duration, human_bytes, loss_text
+from jshard._text import clock_text, duration, human_bytes, loss_text
 from jshard.errors import ShardingError
 from jshard.inspect.profile import PROFILE, PROGRAM, process_folder
 from jshard.recipes.step import Mfu
@@ -171,7 +172,7 @@ class Progress:
                 fields.append(f"{_rate(scalars[f'{unit}_per_s'])} {unit}/s")
         if "step_s" in scalars:
             fields.append(f"{duration(scalars['step_s'])}/step")
-            fields.append(f"ETA {_clock((self._num_steps - step) * scalars['step_s'])}")
+            fields.append(f"ETA {clock_text((self._num_steps - step) * scalars['step_s'])}")
         if "mfu" in scalars:
             fields.append(f"MFU {scalars['mfu']:.1%}")
         if "peak_bytes" in scalars:
@@ -203,15 +204,6 @@ def _fitted(fields: list[str], columns: int) -> str:
 
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02}:{minutes:02}:{seconds:02}"
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 # Some steps in a profile: whole ones, marked one by one, with the program's text beside them.
@@ -273,7 +265,7 @@ class StepProfile:
             jax.profiler.stop_trace()
             if is_primary():
                 folder = self._out / PROFILE / self._span
-                (folder / PROGRAM).write_text(self._program() or "")
+                write_text(folder / PROGRAM, self._program() or "")
                 self._say(f"profile: {folder}; shown by: jshard trace {self._out}")
         except _FAILURES as error:
             self._give_up(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import json
 import math
 import numbers
@@ -14,8 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jshard._files import open_in_place, open_new, open_regular, replacing
+from jshard._parsing import is_int, is_number, parse_json
 from jshard._paths import expanded
-from jshard.errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError, UnsafeFileError
 
 
 class Tracker(Protocol):
@@ -97,6 +101,8 @@ def _failure(tracker: Tracker, error: Exception) -> str:
 
 # metrics.jsonl: a line of JSON per step and evaluation.
 
+_LINE_BYTES = 1 << 20  # a longer line is damaged; without a bound, a file without newlines would be one line
+
 
 class Jsonl:
     """Writes one whole line of JSON per call, immediately, so that a killed run keeps its lines.
@@ -127,7 +133,8 @@ class Jsonl:
                 _create(self._path)
             elif self._path.exists():
                 _cut_back(self._path, resume_after)
-            self._file = self._path.open("ab", buffering=0)
+            number = open_in_place(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file = os.fdopen(number, "ab", buffering=0)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes one line.
@@ -148,7 +155,7 @@ class Jsonl:
 
 def keep_on_disk(path: Path) -> None:
     """Waits until the lines of a metrics.jsonl so far would survive a power cut; a RunError if the disk fails."""
-    with _explained_errors(path), path.open("rb") as file:
+    with _explained_errors(path), open_regular(path) as file:
         os.fsync(file.fileno())
 
 
@@ -181,31 +188,28 @@ def _number(value: Any) -> int | float | None:
 
 def _create(path: Path) -> None:
     try:
-        path.open("x").close()
+        open_new(path).close()
     except FileExistsError:
         raise ShardingError(
             "The record would overwrite another one.",
             where=str(path),
-            why=f"there is a file of {path.stat().st_size:,} bytes at that path already.",
+            why=f"there is a file of {path.lstat().st_size:,} bytes at that path already.",
             do="name another folder with --out, or continue that run with --resume.",
         ) from None
 
 
 def _cut_back(path: Path, step: int) -> None:
     """Removes the lines after a step; if this is interrupted, the file is the old or the new one."""
-    aside = path.with_name(path.name + ".cut")
-    with aside.open("wb") as file:
+    with replacing(path) as file:
         file.writelines(line for line, record in _records(path) if record["step"] <= step)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The lines of a file, raw and parsed."""
     torn = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with io.BufferedReader(open_regular(path)) as file:
+        lines = iter(functools.partial(file.readline, _LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
             if torn:
                 raise RunError(
                     "The record of the run is damaged.",
@@ -222,16 +226,24 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    is_step = isinstance(record, dict) and is_int(record.get("step")) and all(map(_is_metric, record.values()))
+    return record if is_step else None
+
+
+def _is_metric(value: Any) -> bool:
+    # null stands for NaN.
+    return value is None or is_number(value)
 
 
 @contextlib.contextmanager
 def _explained_errors(path: Path) -> Iterator[None]:
     try:
         yield
+    except UnsafeFileError:
+        raise
     except OSError as error:
         raise RunError(
             "The record of the run cannot be written.",
@@ -271,4 +283,5 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    FigureCanvasAgg(figure).print_png(str(expanded(png_path)))
+    with replacing(expanded(png_path)) as file:
+        FigureCanvasAgg(figure).print_png(file)

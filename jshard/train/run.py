@@ -18,9 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import launch
+from jshard._files import write_text
 from jshard._live import at_work
 from jshard._paths import expanded
-from jshard._processes import is_primary
+from jshard._processes import all_or_none, is_primary
 from jshard._text import counted
 from jshard.api.gradients import loss_scale_of
 from jshard.checkpoint.buckets import Place
@@ -28,7 +29,7 @@ from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.engine.layer_stacks import as_traced
-from jshard.errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.inspect.audit import audit
 from jshard.launch import StopSignal, stall
 from jshard.plans.plan import plan
@@ -42,12 +43,12 @@ from jshard.train.first_loss import explained
 from jshard.train.loop import Every, Fitted, evaluate, fit
 from jshard.train.memory_copies import MemoryCopies
 from jshard.train.progress import Meter, Progress, StepProfile, check_profile, left_to_profile
-from jshard.train.records import Jsonl, Trackers, plot_loss
+from jshard.train.records import Jsonl, Tracker, Trackers, plot_loss
 from jshard.train.run_checkpoints import RunCheckpoints
-from jshard.train.run_folder import RunFolder
+from jshard.train.run_folder import RunFolder, first_failure
 from jshard.train.run_record import RunRecord
 from jshard.train.sampling import sample_text
-from jshard.train.trackers import check_names, open_trackers
+from jshard.train.trackers import check_login, check_names, open_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ def run_recipe(
     init_from = None if init_from is None else expanded(init_from)
     check_recipe(recipe)
     check_batch(recipe, mesh)
-    check_names(track)
+    check_trackers(track)
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
     check_vocabulary(recipe, data.tokenizer)
@@ -141,7 +142,8 @@ def run_recipe(
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
     series = place_of((options or {}).get("checkpoints") or out / OF_A_RUN)
-    if init_from is not None and not (resume and steps_in(series)):
+    is_begun = bool(steps_in(series))  # now: a bucket may be missing, or refuse the user
+    if init_from is not None and not (resume and is_begun):
         check_source(model_file, recipe, mesh, init_from, extra=extra)
     say = say if is_primary() else (lambda line: None)
     copies = None
@@ -209,9 +211,11 @@ class _Job:
                         why = "units are in float16" if self.recipe.loss_scale == "auto" else "the recipe says so"
                         self.say(f"loss scale: dynamic, now {float(scale.scale):g}, as {why}")
                     if start_step < self.recipe.num_steps:
+                        # Before the step is compiled: a service may refuse the run.
+                        optional = self._optional_trackers(start_step)
                         step = self._step(model, optimizer, start_step)
                         del model, optimizer  # the step owns them, and reuses their memory for its results
-                        fitted = self._fit(step, start_step, loader, eval_loader)
+                        fitted = self._fit(step, start_step, loader, eval_loader, optional)
                         model = step.model
                     else:
                         fitted = Fitted(start_step)
@@ -221,7 +225,8 @@ class _Job:
                         )
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
-            self.folder.ended("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
+            cause = "done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}"
+            self.folder.ended(cause, on_request=True)
             self._say_attempts()
             return finished
         except Exception as error:
@@ -240,7 +245,7 @@ class _Job:
         if self.watch is None:
             return contextlib.nullcontext()
         alone = None if launch.is_worker() else self.checkpoints.kept
-        return self.watch.over(self.folder.path / "stalls", asked_at=self.stop.asked_s, alone=alone, say=self._warn)
+        return self.watch.over(self.folder.path / "stalls", stop=self.stop, alone=alone, say=self._warn)
 
     def _warn(self, line: str) -> None:
         print(f"\n{line}", file=sys.stderr, flush=True)
@@ -264,12 +269,14 @@ class _Job:
             self.say(self.expect.check(found, platform=self._devices[0].platform))
         return step
 
-    def _fit(self, step: TrainStep, start_step: int, loader: Loader, eval_loader: Loader) -> Fitted:
+    def _fit(
+        self, step: TrainStep, start_step: int, loader: Loader, eval_loader: Loader, optional: Sequence[Tracker]
+    ) -> Fitted:
         recipe, checkpoints = self.recipe, self.checkpoints
         like = batch_like(self.data, eval_loader.batch_size, self.mesh)
         with self._at_work("compiling the evaluation"):
             eval_step = EvalStep(self.model_file.loss_fn, step, like)
-        tracker, note = self._tracker(step, start_step)
+        tracker, note = self._tracker(step, start_step, optional)
         profile = self._profile(step, start_step, note)
         start_sample = self.folder.samples_before(start_step)
         batches = loader.train(recipe.num_steps, start_step=start_step, start_sample=start_sample)
@@ -320,12 +327,21 @@ class _Job:
         model, source = self.checkpoints.model_before(start_step, self.init_from)
         return explained(self.model_file, self.recipe, model, batch, step=step, wrong=wrong, source=source)
 
-    def _tracker(self, step: TrainStep, start_step: int) -> tuple[Trackers | None, Callable[[str], object]]:
+    def _optional_trackers(self, start_step: int) -> Sequence[Tracker]:
+        """The requested trackers, open; none in a process that records nothing."""
+        folder = self.folder
+        if not folder.is_primary:
+            return ()
+        resume_after = start_step if folder.is_resumed else None
+        return open_trackers(self.track, out=folder.path, config=folder.config, resume_after=resume_after)
+
+    def _tracker(
+        self, step: TrainStep, start_step: int, optional: Sequence[Tracker]
+    ) -> tuple[Trackers | None, Callable[[str], object]]:
         """The tracker of the run, and a function that prints a line while it is open."""
         if not self.folder.is_primary:
             return None, self.say
         folder, resume_after = self.folder, start_step if self.folder.is_resumed else None
-        optional = open_trackers(self.track, out=folder.path, config=folder.config, resume_after=resume_after)
         record = _Timed(folder.metrics, resume_after=resume_after)
         progress = Progress(self.recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
         trackers = Trackers(record, progress, optional=optional, warn=progress.note)
@@ -355,11 +371,14 @@ class _Job:
 
     def _mfu(self, step: TrainStep, tokens: int | None) -> Mfu | None:
         """How the MFU is computed. One process measures: several on a host would compete for cores."""
-        peak = device_peak(self._devices)
-        if peak is not None and self.model_file.flops is None and tokens is None:
+        if self.model_file.flops is None and tokens is None:
             how = "set Data(tokens_per_sample=...), or, for the MFU alone, flops(recipe) in the model file."
             self.say(f"samples/s instead of tokens/s, and no MFU: {how}")
             return None
+        if self._devices[0].platform == "cpu":
+            self.say("no MFU: it is a share of the devices' peak, and no peak is known for CPUs")
+            return None
+        peak = device_peak(self._devices)
         if peak is None:
             return None
         planned = plan(step.model, wrt=self.model_file.wrt)
@@ -384,7 +403,7 @@ class _Job:
         if folder.is_primary:
             try:
                 if sample is not None:
-                    (folder.path / "sample.txt").write_text(sample + "\n")
+                    write_text(folder.path / "sample.txt", sample + "\n")
                 plot_loss(folder.metrics, folder.path / "loss.png")
             except (OSError, RunError) as error:  # without them the run is still complete
                 self.say(f"sample.txt or loss.png could not be written: {error}")
@@ -409,6 +428,21 @@ def evaluated(model_file: ModelFile, recipe: Recipe, held: HeldModel, data: Data
     loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, held.mesh)
     eval_step = EvalStep(model_file.loss_fn, held, batch_like(data, loader.batch_size, held.mesh))
     return evaluate(held, eval_step, loader.held_out(recipe.eval_sequences))
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuses trackers that the run could not open, before anything is read, written or compiled.
+
+    All processes call it: a login is needed in the first one only, and if that has none, all raise the error.
+    """
+    check_names(names)
+    error = None
+    if is_primary():
+        try:
+            check_login(names)
+        except ShardingError as refused:
+            error = refused
+    all_or_none("login of the trackers", None, error, failed=first_failure)
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> None:

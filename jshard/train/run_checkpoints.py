@@ -17,6 +17,7 @@ from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import DamagedError
 from jshard.checkpoint.restoring import Extra
 from jshard.recipes.building import create, create_from, new_model, restore
+from jshard.recipes.hf_config import config_file
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import TrainStep
@@ -181,9 +182,15 @@ class RunCheckpoints:
                 begun = create(self._model_file, self._recipe, self._mesh)
         else:
             begun = create_from(self._model_file, self._recipe, self._mesh, init_from, extra=self._extra)
-            self._say(f"parameters of {init_from}")
+            self._say(self._described(init_from))
         self.is_begun = True
         return begun
+
+    def _described(self, init_from: Path) -> str:
+        """What a run begins with."""
+        if self._model_file.hf_types and config_file(init_from) is not None:
+            return f"parameters of {init_from}, with the settings of its config.json"
+        return f"parameters of {init_from}"
 
     def _path(self, step: int) -> Place:
         """The path of a checkpoint, relative as the folder of the run was given."""

@@ -27,10 +27,11 @@ import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
+from jshard._files import check_may_write, is_draft, read_json, write_text
 from jshard._paths import expanded
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import place_of
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError, UnsafeFileError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
 from jshard.train.run_record import (
@@ -40,13 +41,14 @@ from jshard.train.run_record import (
     attempt_ready,
     begin_attempt,
     check_agree,
+    checked_record,
     describe_attempts,
     end_attempt,
     ettr,
+    paused_s,
 )
 
-_RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
-_NEEDED = ("recipe", "data", "options", "versions", "starts")
+_RECORD, _LOCK = "run.json", ".lock"
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LETS_GO_S = 120.0
 _SHOWN_S = 30.0  # network file systems show the writes of other processes late
@@ -101,7 +103,7 @@ class RunFolder:
                     error = caught
             report = {"token": token, "notices": folder.notices, "batch_sizes": folder._batch_sizes}
             report |= {"asked": {"resume": resume, **record.said()}, "host": socket.gethostname()}
-            reports = _processes.all_or_none("folder of the run", report, error, failed=_of_first)
+            reports = _processes.all_or_none("folder of the run", report, error, failed=first_failure)
             if folder.is_primary and not resume:
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
             hosts = [report["host"] for report in reports]
@@ -157,10 +159,10 @@ class RunFolder:
         if self._attempts:
             self._note(attempt_ready(self._attempts))
 
-    def ended(self, cause: str) -> None:
-        """Records in run.json how this start ended."""
+    def ended(self, cause: str, *, on_request: bool = False) -> None:
+        """Records in run.json how this start ended, and whether that was asked for."""
         if self._attempts:
-            self._note(end_attempt(self._attempts, self.metrics, cause=cause))
+            self._note(end_attempt(self._attempts, self.metrics, cause=cause, on_request=on_request))
 
     def said_of_attempts(self) -> str | None:
         """A summary of the attempts of the run, in a line; None for a single one."""
@@ -169,7 +171,8 @@ class RunFolder:
     def _note(self, found: list[Attempt]) -> None:
         self._attempts = found
         with _writing(self.path):
-            _write(self.path, _read(self.path) | {"attempts": found, "ettr": ettr(found)})
+            ratio = {"ettr": ettr(found), "paused_s": paused_s(found)}
+            _write(self.path, _read(self.path) | {"attempts": found} | ratio)
 
     def close(self) -> None:
         """Releases the folder."""
@@ -206,14 +209,17 @@ class RunFolder:
 
     @staticmethod
     def check_vacant(path: str | Path) -> None:
-        """Checks that a new run may use a folder: that it is absent or empty.
+        """Checks that a new run may use a folder: that it is absent or empty, and can be written.
 
         Raises:
-            ShardingError: it has a run or other files.
+            ShardingError: it has a run or other files, or may not be written.
             RunError: a live run holds it.
         """
-        RunLock.check_free(expanded(path) / _LOCK)
-        _check_empty(expanded(path))
+        path = expanded(path)
+        RunLock.check_free(path / _LOCK)
+        _check_empty(path)
+        with _writing(path):
+            check_may_write(path)
 
     @staticmethod
     def free_name(parent: str | Path, stem: str) -> Path:
@@ -270,7 +276,7 @@ class RunFolder:
         return sees
 
 
-def _of_first(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+def first_failure(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
     """An error of the first process stops all, with the same text."""
     parts = failures[min(failures)]
     kind = ShardingError if parts["is_request"] else RunError
@@ -281,7 +287,7 @@ def _check_empty(path: Path) -> None:
     if not os.path.lexists(path):
         return
     with _writing(path):
-        names = sorted(set(os.listdir(path)) - {_LOCK, _DRAFT})
+        names = sorted(name for name in os.listdir(path) if name != _LOCK and not is_draft(name, _RECORD))
     if _RECORD in names:
         raise ShardingError(
             "The folder holds another run.",
@@ -313,10 +319,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The contents of run.json."""
     file = path / _RECORD
     try:
-        stored = json.loads(file.read_text())
-        missing = [key for key in _NEEDED if key not in stored]
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
+        return checked_record(read_json(file))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ShardingError(
             "There is no run to resume.",
@@ -324,14 +327,15 @@ def _read(path: Path) -> dict[str, Any]:
             why="it has no run.json." if path.is_dir() else "no such folder.",
             do="name the folder of a run, or leave out --resume to start one.",
         ) from error
-    except (OSError, ValueError, TypeError) as error:
+    except UnsafeFileError:
+        raise
+    except (OSError, ValueError) as error:
         raise ShardingError(
             "The record of the run cannot be read.",
             where=str(file),
             why=f"{error}.",
             do="restore that file from a copy; the checkpoints are intact, and a new run can start in another --out.",
         ) from error
-    return stored
 
 
 def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -345,13 +349,8 @@ def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
     """Writes run.json atomically."""
-    draft = path / _DRAFT
-    with draft.open("w") as file:
-        json.dump(record, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path / _RECORD)
+    text = json.dumps(record, indent=2, allow_nan=False)
+    write_text(path / _RECORD, f"{text}\n")
 
 
 @contextlib.contextmanager
@@ -359,6 +358,8 @@ def _writing(path: Path) -> Iterator[None]:
     """Raises an error of the operating system in four parts: an unsuitable folder, or a failed disk."""
     try:
         yield
+    except UnsafeFileError:
+        raise
     except OSError as error:
         why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:

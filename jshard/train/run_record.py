@@ -4,27 +4,36 @@ For each attempt run.json has its begin and end, the cause, what it lost, and th
 ratio of Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
 (arXiv:2410.21680), productive time over the wall-clock time since the run began. An attempt is productive from the
 moment its first step may begin (parameters exist, the step is compiled) to the record of the last step that the run has
-kept; evaluations and saves between steps are included. Start-up, repeated steps, and the time between attempts are not.
-Time before somebody resumed the run is also wall-clock time.
+kept; evaluations and saves between steps are included. Start-up, repeated steps, and the time from a failure to the
+next attempt are not: that time is lost, however late somebody resumed the run.
+
+A pause is no lost time: the time from an attempt that ended on request (all its steps are done, or a signal stopped it
+and it saved) to the next one. It is left out of the wall-clock time and recorded beside the ratio.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
 import fcntl
+import itertools
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from jshard._text import counted, duration
+from jshard._files import open_in_place, read_text
+from jshard._parsing import FormError, check_writable_values, checked, is_number, shown
+from jshard._text import clock_text, counted, duration
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
 from jshard.train.records import iterate_metrics
+from jshard.train.trust import SEAL, sealed
 
 _FIXED = ("model", "sequence_length", "seed")  # with other values it would be another run
 
@@ -62,7 +71,8 @@ class RunRecord:
 
     def as_json(self) -> dict[str, Any]:
         """The record in the form of the file."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return record | {SEAL: sealed(self.model_file)}
 
     def check_continues(self, stored: Mapping[str, Any], *, where: str) -> list[str]:
         """Checks that this run may continue from the checkpoints of a stored one; returns allowed differences as lines.
@@ -109,6 +119,104 @@ def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None
         )
 
 
+# The form of run.json, which is checked when it is read: the folder may come from elsewhere, or be edited by hand.
+
+
+class StoredData(TypedDict):
+    """What `RunRecord.of` says of the data."""
+
+    description: str
+    fingerprint: str
+
+
+class StoredOptions(TypedDict, total=False):
+    """The options that a resumed run inherits."""
+
+    recipe: str | None
+    set: list[str]
+    unit: list[str]
+    steps: int | None
+    seed: int | None
+    data: list[str]
+    held_out: list[str]
+    text_key: str | None
+    dtype: str | None
+    tokenizer: str | None
+    init_from: str | None
+    checkpoints: str | None
+
+
+class StoredStart(TypedDict):
+    """A start of the run."""
+
+    step: int
+    batch_size: int
+    mesh: dict[str, int]
+    versions: dict[str, str | None]
+
+
+class _BegunAttempt(TypedDict):
+    begin: str
+    ready: str | None
+    end: str | None
+    first_step: int
+    last_step: int
+
+
+class StoredAttempt(_BegunAttempt, total=False):
+    """An attempt; the further keys are those of one that has ended."""
+
+    cause: str
+    productive_s: float
+    steps_lost: int
+    seconds_lost: float
+
+
+class _BegunRun(TypedDict):
+    name: str
+    model_file: str
+    recipe: dict[str, Any]
+    data: StoredData
+    options: StoredOptions
+    versions: dict[str, str | None]
+    starts: list[StoredStart]
+
+
+class StoredRecord(_BegunRun, total=False):
+    """The whole of run.json."""
+
+    attempts: list[StoredAttempt]
+
+
+_OF_AN_END = ("cause", "productive_s", "steps_lost", "seconds_lost")
+
+
+def checked_record(value: Any) -> dict[str, Any]:
+    """The contents of run.json, if they have its form.
+
+    Raises:
+        FormError: they have not.
+    """
+    record = checked(value, StoredRecord)
+    check_writable_values(value, finite=True)
+    for number, attempt in enumerate(record.get("attempts", [])):
+        missing = [key for key in _OF_AN_END if key not in attempt and attempt["end"] is not None]
+        if missing:
+            raise FormError(f"attempts[{number}] has ended, and lacks {', '.join(missing)}")
+        for key in ("begin", "ready", "end"):
+            _check_moment(attempt[key], f"attempts[{number}].{key}")
+    return value
+
+
+def _check_moment(text: str | None, where: str) -> None:
+    if text is None:
+        return
+    try:
+        _seconds(text)
+    except (ValueError, OverflowError) as error:
+        raise FormError(f"{where} is {shown(text)}, not a time") from error
+
+
 NOTHING = object()  # for a missing setting
 
 
@@ -132,6 +240,7 @@ def _data_text(data: Mapping[str, str]) -> str:
 
 # One live run per folder: a lock that ends with the process that holds it.
 
+_LOCK_BYTES = 4096  # more than the file holds: a host name has at most 255
 # Errors of network file systems mounted without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -151,12 +260,13 @@ class RunLock:
 
     Raises:
         RunError: a live process holds it.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is a link: the lock is written in place.
     """
 
     def __init__(self, path: Path, token: str = "") -> None:
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file: int | None = open_in_place(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
+            _close_to_others(self._file, path)
             self.is_held = _locked(self._file, fcntl.LOCK_EX, path)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
@@ -175,8 +285,8 @@ class RunLock:
     def token(path: Path) -> str | None:
         """The word that the holder wrote; None if it cannot be read."""
         try:
-            lines = path.read_text().split("\n")
-        except OSError:
+            lines = read_text(path, _LOCK_BYTES).split("\n")
+        except (OSError, ValueError):
             return None
         return lines[1] if len(lines) > 1 else None
 
@@ -186,7 +296,7 @@ class RunLock:
         until_s = time.monotonic() + wait_s
         while True:
             try:
-                file = os.open(path, os.O_RDONLY)
+                file = open_in_place(path, os.O_RDONLY)
             except OSError:
                 return  # missing, or not readable: a later step reports it
             try:
@@ -201,6 +311,18 @@ class RunLock:
             finally:
                 os.close(file)
             time.sleep(0.2)
+
+
+def _close_to_others(file: int, path: Path) -> None:
+    """Lets only those open a lock file who may write into its folder: a reader of a file can hold its lock."""
+    folder = path.parent.stat().st_mode
+    mode = 0o600
+    if folder & stat.S_IWGRP:
+        mode |= 0o060
+    if folder & stat.S_IWOTH:
+        mode |= 0o006
+    with contextlib.suppress(PermissionError):  # it is a colleague's
+        os.fchmod(file, mode)
 
 
 def _locked(file: int, kind: int, path: Path) -> bool:
@@ -247,11 +369,18 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
     return [*before, {"begin": _moment(_began_s()), "ready": None, "end": None, "first_step": step, "last_step": step}]
 
 
-def end_attempt(attempts: Sequence[Attempt], metrics: Path, *, cause: str) -> list[Attempt]:
-    """Records that the last attempt ended by itself."""
+def end_attempt(attempts: Sequence[Attempt], metrics: Path, *, cause: str, on_request: bool = False) -> list[Attempt]:
+    """Records that the last attempt ended by itself.
+
+    Args:
+        attempts: all attempts.
+        metrics: the record of their steps.
+        cause: why it ended.
+        on_request: whether that was asked for. The time until the next attempt is then a pause.
+    """
     *before, last = [dict(attempt) for attempt in attempts]
     _close(last, _lines(metrics), time.time(), cause)
-    return [*before, last]
+    return [*before, last | {"on_request": on_request}]
 
 
 def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
@@ -260,22 +389,47 @@ def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def ettr(attempts: Sequence[Attempt]) -> float | None:
-    """Productive time over the time from the first start to now, or to the end of the last attempt."""
+    """Productive time over the time since the first start, to now or to the end of the last attempt, without pauses."""
     if not attempts:
         return None
-    last = attempts[-1]["end"]
-    wall_s = (time.time() if last is None else _seconds(last)) - _seconds(attempts[0]["begin"])
-    return sum(attempt.get("productive_s", 0.0) for attempt in attempts) / wall_s if wall_s > 0 else None
+    running_s = _wall_s(attempts) - paused_s(attempts)
+    return _all_productive_s(attempts) / running_s if running_s > 0 else None
+
+
+def paused_s(attempts: Sequence[Attempt]) -> float:
+    """The time between attempts that ended on request and the next ones."""
+    total_s = 0.0
+    for attempt, following in itertools.pairwise(attempts):
+        if attempt.get("on_request"):
+            # Clocks of two machines differ.
+            total_s += max(_seconds(following["begin"]) - _seconds(attempt["end"]), 0.0)
+    return round(total_s, 3)
 
 
 def describe_attempts(attempts: Sequence[Attempt]) -> str:
     """One line for a run of several attempts."""
-    productive_s = sum(attempt.get("productive_s", 0.0) for attempt in attempts)
     lost = sum(attempt.get("steps_lost", 0) for attempt in attempts)
     lost_s = sum(attempt.get("seconds_lost", 0.0) for attempt in attempts)
-    count = counted(len(attempts), "attempt")
+    wall_s, pause_s = _wall_s(attempts), paused_s(attempts)
+    attempts_text = counted(len(attempts), "attempt")
     lost_steps = counted(lost, f"step ({duration(lost_s)}) was lost", f"steps ({duration(lost_s)}) were lost")
-    return f"ETTR {ettr(attempts) or 0:.1%}: {duration(productive_s)} of steps that count, {count}; {lost_steps}"
+    line = (
+        f"ETTR {ettr(attempts) or 0:.1%}: {duration(_all_productive_s(attempts))} of steps that count in "
+        f"{duration(wall_s - pause_s)}, {attempts_text}; {lost_steps}"
+    )
+    if pause_s == 0:
+        return line
+    return f"{line}; {clock_text(pause_s)} between stops on request and the next start are not counted"
+
+
+def _wall_s(attempts: Sequence[Attempt]) -> float:
+    end = attempts[-1]["end"]
+    end_s = time.time() if end is None else _seconds(end)
+    return end_s - _seconds(attempts[0]["begin"])
+
+
+def _all_productive_s(attempts: Sequence[Attempt]) -> float:
+    return sum(attempt.get("productive_s", 0.0) for attempt in attempts)
 
 
 def _close_lost(attempt: Attempt, lines: _Lines, known: Mapping[str, Any]) -> None:
@@ -314,7 +468,7 @@ def _own(attempt: Attempt, lines: _Lines) -> _Lines:
 
 def _lines(metrics: Path) -> _Lines:
     try:
-        return [(line["time"], line["step"]) for line in iterate_metrics(metrics) if line.get("time") is not None]
+        return [(line["time"], line["step"]) for line in iterate_metrics(metrics) if is_number(line.get("time"))]
     except (OSError, RunError):  # the next reader of the file reports the error
         return []
 

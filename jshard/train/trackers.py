@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import html
 import importlib
 import importlib.util
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jshard._files import read_bytes, write_text
 from jshard._paths import expanded
 from jshard.errors import RunError, ShardingError
 from jshard.train.records import Tracker
@@ -23,6 +25,8 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 _FLUSH_EVERY_S = 10.0
 # A run that is asked to stop has 30 seconds, and the upload is not the most important task in them.
 _WANDB_FINISH_S = 15.0
+_RUN_ID_BYTES = 1024
+_WANDB_STAYS_HERE = ("offline", "disabled", "dryrun")
 
 
 class TensorBoard:
@@ -128,10 +132,12 @@ class WeightsAndBiases:
         """Sends loss.png and sample.txt, and waits up to 15 seconds; `wandb sync` sends the rest."""
         plot, sample = self._folder / "loss.png", self._folder / "sample.txt"
         found = {}
-        if plot.exists():
+        # These leave the machine: a link in a folder from elsewhere could name any file of the user.
+        if plot.is_file() and not plot.is_symlink():
             found["loss_plot"] = self._wandb.Image(str(plot))
-        if sample.exists():
-            found["sample"] = self._wandb.Html(f"<pre>{html.escape(sample.read_text())}</pre>")
+        if sample.is_file() and not sample.is_symlink():
+            text = read_bytes(sample, follow=False).decode(errors="replace")
+            found["sample"] = self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
         try:
             if found:
                 self._run.log(found)
@@ -156,6 +162,20 @@ def check_names(names: Iterable[str]) -> None:
                 do=f"--track {(near or [*_PACKAGES])[0]}",
             )
         _import(name)
+
+
+def check_login(names: Iterable[str]) -> None:
+    """Refuses a tracker whose service does not know the user, before anything is written or compiled.
+
+    On a terminal W&B asks for the key, now and not once the step is compiled. Call it in the process that opens the
+    trackers: the others need no login.
+
+    Raises:
+        ShardingError: the service refuses the login.
+    """
+    is_sent = os.environ.get("WANDB_MODE", "online") not in _WANDB_STAYS_HERE
+    if "wandb" in names and is_sent:
+        _log_in(_import("wandb"))
 
 
 def open_trackers(
@@ -217,10 +237,23 @@ def _import(name: str) -> Any:
     return importlib.import_module(package)
 
 
+@functools.cache  # the command checks before it reads the data, and `run_recipe` for those who call it
+def _log_in(wandb: Any) -> None:
+    try:
+        wandb.login(verify=True)
+    except Exception as error:
+        raise ShardingError(
+            "Weights & Biases does not know who you are.",
+            where="--track wandb",
+            why=f"{type(error).__name__}: {error}",
+            do="wandb login  # or export WANDB_API_KEY=...; WANDB_MODE=offline keeps the record here",
+        ) from error
+
+
 def _run_id(path: Path, resumed: bool) -> str:
     if resumed and path.exists():
-        return path.read_text().strip()
+        return read_bytes(path, _RUN_ID_BYTES, follow=False).decode(errors="replace").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
     run_id = uuid.uuid4().hex[:8]
-    path.write_text(run_id + "\n")
+    write_text(path, run_id + "\n")
     return run_id

@@ -97,7 +97,14 @@ def test_a_line_that_a_crash_cut_off_costs_no_other(tmp_path):
         file.write('{"kind": "sa')
     history.append(tmp_path, RECORDS[1])
     history.append(tmp_path, RECORDS[2])
-    assert [timeline.step for timeline in timelines(tmp_path)] == [10, 20, 30]
+    with (tmp_path / history.NAME).open("ab") as file:
+        file.write(b'\xff\xfe\n["no record"]\n{"kind": "save"}\n')
+    said: list[str] = []
+    assert [timeline.step for timeline in timelines(tmp_path, said.append)] == [10, 20, 30]
+    assert [line.split(": ", 1)[1] for line in said] == [
+        "damaged lines are left out: 2, 5, 6",
+        "1 lines that are not of a save or a restore are left out",
+    ]
 
 
 def test_what_all_of_them_took(run, capsys):
@@ -117,7 +124,8 @@ def test_what_all_of_them_took(run, capsys):
 def test_as_text_and_as_pictures(run, capsys):
     assert cli.main(["ckpt", "timeline", "run", "--step", "20", "--out", "t.png", "t.html", "t.json"]) == 0
     reported = capsys.readouterr()
-    assert reported.err == "written: t.png\nwritten: t.html\nwritten: t.json\n"
+    assert reported.err.endswith("written: t.png\nwritten: t.html\nwritten: t.json\n")
+    assert "history.jsonl: damaged lines are left out: 7\n" in reported.err
     assert reported.out.startswith("Save of step 20: 4 processes, 1.50 s, 400.0 MiB\nslowest: process 2 on h2: write")
     assert "(measured), B = 60.0 ms stall (measured)" in reported.out
     assert "between failures (assumed, --mtbf)" in reported.out

@@ -61,6 +61,24 @@ FILES = {
     "empty.py": "",
     "wrong_kinds.py": "RECIPES = ['tiny']\nbuild = 3\nannotate = print\n",
     "import.py": "import os\nimport flux_capacitor\n",
+    "raises.py": "import os\nos.environ['NOT_THERE']\n",
+    "build_raises.py": MODEL + "def build(config, rngs):\n    return {}['layers']\n",
+    "losses.py": MODEL + "def loss_fn(model, batch):\n    return model(batch['inputs']).mean((1, 2))\n",
+    "no_loss.py": MODEL + "def loss_fn(model, batch):\n    model(batch['inputs'])\n",
+    "no_optimizer.py": MODEL
+    + """
+import dataclasses
+from tests import micro_gpt
+first = next(iter(micro_gpt.RECIPES))
+class NoOptimizer(type(micro_gpt.RECIPES[first]())):
+    def optimizer(self):
+        return None
+def recipe():
+    known = micro_gpt.RECIPES[first]()
+    return NoOptimizer(**{f.name: getattr(known, f.name) for f in dataclasses.fields(known)})
+RECIPES = {first: recipe}
+""",
+    "ends.py": "raise SystemExit(0)\n",
     "bad_recipe.py": MODEL + "RECIPES = {'micro': lambda: 1 / 0}\n",
     "linen.py": "from tests.micro_linen import RECIPES, build\ndef annotate(model, mesh): ...\n",
     "not_a_recipe.py": MODEL + "RECIPES = {'micro': lambda: None}\n",
@@ -80,7 +98,17 @@ FILES = {
 CASES: dict[str, str | tuple[str, int]] = {
     "command: unknown": "trian model.py",
     "init: no such model": "init gtp my.py",
+    "init: no folder to write in": "init gpt text.txt/my.py",
     "init: a file that is there": "init gpt model.py",
+    "option: nearly one": "train model.py --recip micro",
+    "option: unknown": "train model.py --xyz=3",
+    "option: no value": "train model.py --out",
+    "option: one file too many": "train model.py wider.py",
+    "option: no such choice": "plan model.py --options fast",
+    "option: no such choice, or none": "train model.py --dtype int3",
+    "option: no number": "train model.py --steps 1e3",
+    "option: no number, and has a default": "plan model.py --timeout soon",
+    "option: no model": "train --steps 3",
     "option: twice": "train model.py --steps 3 --recipe micro --steps=4",
     "model: missing": "train gone.py",
     "model: a name of none": "train gtp",
@@ -89,6 +117,13 @@ CASES: dict[str, str | tuple[str, int]] = {
     "model: without the names": "train empty.py",
     "model: names of another kind": "train wrong_kinds.py",
     "model: imports what is not there": "train import.py",
+    "model: raises an error": "train raises.py",
+    "model: ends the program": "train ends.py",
+    "model: a folder": "train pictures",
+    "model: build raises an error": ("train build_raises.py --data text.txt", 1),
+    "model: a loss for every example": "train losses.py --data text.txt",
+    "model: no loss": "train no_loss.py --data text.txt",
+    "model: no optimizer": "train no_optimizer.py --data text.txt",
     "model: a recipe that fails": "train bad_recipe.py",
     "model: a recipe that is none": "train not_a_recipe.py",
     "model: a Linen module, not annotated": "train linen.py --dry-run",
@@ -139,6 +174,7 @@ CASES: dict[str, str | tuple[str, int]] = {
     "profile: not readable": "train model.py --profile ten --steps 20",
     "profile: no step between": "train model.py --profile 3:3",
     "profile: beyond the end": "train model.py --profile 2:9 --steps 8",
+    "trace: a page that is a folder": "trace run --html pictures",
     "plan: a page without a cluster": "plan model.py --html plan.html",
     "plan: no such device": "plan model.py --topology h10:1x8",
     "plan: another number of devices": "plan model.py --topology h100:1x8 --mesh fsdp=4",
@@ -150,6 +186,8 @@ CASES: dict[str, str | tuple[str, int]] = {
     "processes: do not divide": "train model.py --processes 3",
     "processes: no time to meet": "train model.py --processes 2 --init-timeout 0",
     "sample: no run": "sample thesis",
+    "eval: a file": "eval text.txt",
+    "config: a folder": "plan model.py --config pictures",
     "sample: no prompt": "sample run --prompt ''",
     "sample: no such draw": "sample run --temperature -1",
     "eval: not the data of the run": "eval run --tokenizer words.json",
@@ -272,26 +310,6 @@ def test_the_texts_have_their_form():
         heads = [line[:9].strip() for line in lines[3:]]
         assert [head for head in heads if head] == ["where:", "why:", "do:"]
         assert all(len(line) > 9 for line in lines[3:])
-
-
-PARSED = {
-    "train model.py --recip micro": "Perhaps you meant: --recipe NAME",
-    "train model.py --xyz=3": "Unrecognized options: --xyz=3",
-    "train model.py wider.py": "wider.py",
-    "plan model.py --options fast": "fastest",
-    "train model.py --steps many": "'many'",
-    "train --steps 3": "Python file with the model",
-}
-
-
-def test_the_parser_says_what_it_cannot_read(folder, capsys):
-    before = contents(folder)
-    for line, said in PARSED.items():
-        with pytest.raises(SystemExit) as stop:
-            cli.main(line.split())
-        assert stop.value.code == 2 and contents(folder) == before
-        printed = capsys.readouterr()
-        assert said in " ".join(re.sub(r"[\u2500-\u257f]", "", printed.err).split()) and not printed.out
 
 
 def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys):

@@ -350,6 +350,7 @@ def test_an_import_of_two_names_of_one_path_names_them_and_leaves_nothing(capsys
     assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
+@pytest.mark.usefixtures("signals_as_usual")
 def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
     """Whatever ends it: an error of Orbax, or the user."""
     written_by_the_package("c", {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})

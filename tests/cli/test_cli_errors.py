@@ -82,9 +82,24 @@ def test_debug_is_for_the_shell_around_the_command_and_its_processes(ends_with):
         (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),  # one that is not stdout
     ],
 )
-def test_an_error_of_the_users_file_keeps_its_traceback(ends_with, error, text):
+def test_an_error_that_is_not_of_the_model_file_keeps_its_traceback(ends_with, error, text):
     code, _, printed = ends_with(error)
     assert code == 1 and printed.startswith("Traceback") and printed.endswith(f"{text}\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_an_answer_that_does_not_fit_on_the_disk_is_an_error_in_four_parts():
+    command = [sys.executable, "-P", "-m", "jshard", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("RunError: A file could not be read or written.\n  where: standard output")
+    assert "ENOSPC" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_error_of_a_file_is_in_four_parts(ends_with):
+    code, _, printed = ends_with(FileNotFoundError(2, "No such file or directory", "weights.bin"))
+    assert code == 1 and "\n  where: weights.bin\n  why:   No such file or directory (ENOENT).\n" in printed
 
 
 def test_out_of_memory_says_what_to_do(ends_with):

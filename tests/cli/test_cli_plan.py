@@ -60,6 +60,33 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
     assert said.err == ""
 
 
+def test_it_takes_the_configuration_of_a_run(folder, capsys):
+    cli.main(["train", "my_model.py", "--set", "batch_size=32", "--steps", "7", "--mesh", "fsdp=4", "--print-config"])
+    (folder / "run.json").write_text(capsys.readouterr().out)
+    assert cli.main(["plan", "--config", "run.json", "--set", "model.d_model=32", "--seed", "3"]) == 0
+    assert "4 devices (replica=1, fsdp=4, tensor=1)" in capsys.readouterr().out
+
+
+def test_what_a_configuration_changes_is_compiled_and_in_the_command_that_trains_it(folder, capsys, monkeypatch):
+    (folder / "run.json").write_text('{"recipe": {"batch_size": 32}, "data": ["text.txt"], "out": "there"}')
+    asked = []
+
+    def compiles(request, *, timeout_s):
+        asked.append(request)
+        raise CompileError("Stop.", where="here", why="a test.", do="nothing.")
+
+    monkeypatch.setattr("jshard.cli.plan.compile_step", compiles)
+    monkeypatch.setattr("jshard.cli.plan.require_compiler", lambda platform: None)
+    assert plan("--config", "run.json", "--steps", "7", "--topology", "h100:1x8") == 1
+    assert asked[0].settings == ("batch_size=32", "num_steps=7")
+
+
+def test_a_key_that_no_command_knows_is_refused(folder, capsys):
+    (folder / "run.json").write_text('{"topologie": "h100:1x8"}')
+    assert plan("--config", "run.json") == 2
+    assert "topology instead of topologie" in capsys.readouterr().err
+
+
 @without_gpu_compiler
 def test_a_missing_compiler_is_one_line_to_install(folder, capsys):
     assert plan("--topology", "h100:1x8") == 2

@@ -156,6 +156,34 @@ def test_elsewhere_a_line_at_the_begin_and_one_at_the_end_and_work_that_is_inter
     assert len(said) == 4 and re.fullmatch(r"compiling: stopped after .* s", said[3])
 
 
+def test_long_work_in_a_log_is_mentioned_again_and_again_but_ever_more_rarely():
+    said = []
+    with at_work("compiling", say=said.append, stream=io.StringIO(), plain_first_s=0.02):
+        while len(said) < 4:
+            time.sleep(0.01)
+    assert said[0] == "compiling ..." and said[1:4] == ["compiling ... 0 s so far"] * 3
+    assert re.fullmatch(r"compiling: .* s", said[-1])
+
+
+def test_short_work_that_need_not_be_mentioned_is_not():
+    said = []
+    with at_work("planning", say=said.append, stream=io.StringIO(), quiet_s=60.0):
+        pass
+    assert said == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["ckpt"]])
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 120])
+def test_the_list_of_commands_fits_the_terminal_with_whole_words(columns, arguments, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= columns
+    monkeypatch.setenv("COLUMNS", "1000")
+    cli.main(arguments)
+    assert " ".join(lines).split() == capsys.readouterr().err.split()
+
+
 def test_times_in_words():
     assert [took(s) for s in (0, 0.0, 1.26, 9.96, 12, 185.4)] == ["0 s", "0.0 s", "1.3 s", "10 s", "12 s", "3 min 05 s"]
 

@@ -57,7 +57,7 @@ WRONG = {
     "other like": (H20.replace('"h200"', '"h20"'), 'like = "h200"'),
     "key": (H20.replace("hbm_bytes =", "hbm_byte ="), "do:    hbm_bytes"),
     "dtype": (H20.replace("bf16", "bf61"), r"do:    flops_per_s.bf16"),
-    "text": (H20.replace("4.0e12", '"4 TB/s"'), "it is '4 TB/s', and should be a number above 0"),
+    "text": (H20.replace("4.0e12", '"4 TB/s"'), "it is '4 TB/s', and should be a number from 1"),
     "zero": (H20.replace("core_count = 78", "core_count = 0"), "it is 0, and should be"),
     "order": (H20.replace("least = 70", "least = 85"), "least <= stated <= most"),
     "percent": (H20.replace("most = 90", "most = 120"), "they are 70, 80, 120, in percent"),

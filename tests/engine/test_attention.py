@@ -20,6 +20,7 @@ RNG = np.random.default_rng(0)
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "all": {"scale": 1.0},
+    "window": {"is_causal": True, "window": 5},
     "bias, causal": {"bias": RNG.normal(size=(1, H, T, T)), "is_causal": True},
     "bias of each example": {"bias": RNG.normal(size=(B, H, T, T))},
     "bias, lengths": {"bias": RNG.normal(size=(1, H, T, T)), "lengths": jnp.array([16, 3, 9, 1], jnp.int32)},
@@ -61,6 +62,23 @@ def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case):
     by_cudnn = functools.partial(outcome, CASES[case], "bfloat16", backend="cudnn")
     assert "dot_product_attention_fwd" in str(jax.make_jaxpr(by_cudnn)())
     close(by_cudnn(), exact, TOLERANCE["bfloat16"])
+
+
+def test_a_window_hides_what_was_longer_ago():
+    """In plain form whole and in parts, with the gradients of a mask."""
+    ago = np.arange(T)[:, None] - np.arange(T)
+    hidden = np.where((ago >= 0) & (ago < 5), 0.0, -1e9)
+    exact, (*exact_grads, _) = outcome({"bias": np.broadcast_to(hidden, (1, H, T, T))}, "float32")
+    for how in ({}, {"queries_at_once": 3}):
+        y, (*grads, _) = outcome({"is_causal": True, "window": 5}, "float32", **how)
+        close((y, grads), (exact, exact_grads), TOLERANCE["float32"])
+
+
+def test_a_window_is_for_causal_attention():
+    q = jnp.ones((B, T, H, K))
+    for options in ({"window": 5}, {"window": 0, "is_causal": True}):
+        with pytest.raises(KernelError, match="above 0, and needs causal attention"):
+            js.kernels.attention(q, q, q, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

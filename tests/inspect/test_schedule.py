@@ -211,6 +211,7 @@ ERRORS = {
         "%m = f32[2000000]{0} map(%shard), to_apply=%wrapped",
         computations=WRAPPED,
     ),
+    "a function": jax.jit(jnp.sin),
     "no start": program(gathered("full", "shard")),
     "an unknown kind": program("%r = f32[8]{0} ragged-all-to-all(%shard), channel_id=1"),
 }

@@ -12,7 +12,7 @@ from jshard import cli, recipes
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS
 
-HELPERS = {"clicks", "digits", "spans"}  # they are imported by models
+HELPERS = {"clicks", "digits", "rope", "spans"}  # they are imported by models
 NAMES = {file.stem for file in MODELS.glob("*.py")} - HELPERS
 
 
@@ -112,4 +112,4 @@ def test_init_overwrites_nothing(folder, capsys):
 
 @pytest.mark.parametrize("path", recipes.shipped_models().values(), ids=lambda path: path.stem)
 def test_a_model_file_stays_short(path):
-    assert len(path.read_text().splitlines()) <= {"gpt": 417, "llama": 409, "t5": 375}.get(path.stem, 407)
+    assert len(path.read_text().splitlines()) <= {"gpt": 417, "llama": 442, "t5": 375}.get(path.stem, 407)

@@ -71,6 +71,7 @@ def run(command, lines, *, cwd, env):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # not so under nohup
     ) as process:
         shown = ""
         try:

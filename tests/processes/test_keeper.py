@@ -1,7 +1,6 @@
 """The keeper holds whole parts alone, gives any bytes of them, and talks to nobody without its token."""
 
 import contextlib
-import json
 import socket
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 
 from jshard.errors import ShardingError
 from jshard.launch.keeper import ADDRESS, TOKEN, Keeper, KeeperClient, KeptPart
+from jshard.launch.messages import with_token
 from jshard.train import memory_copies
 from jshard.train.memory_copies import MemoryCopies, neighbours
 
@@ -57,8 +57,8 @@ def test_a_worker_that_dies_in_the_middle_leaves_nothing(keeper, client):
     put(client, "a", 5)
     host, _, port = keeper.environ[ADDRESS].rpartition(":")
     with socket.create_connection((host, int(port))) as dying:
-        request = {"token": keeper.environ[TOKEN], "put": ["a", 10, 0, 2], "bytes": 1000, "beside": ["a", 5]}
-        dying.sendall(json.dumps(request).encode() + b"\n" + b"x" * 999)
+        request = {"put": ["a", 10, 0, 2], "bytes": 1000, "beside": ["a", 5]}
+        dying.sendall(with_token(request, keeper.environ[TOKEN]) + b"\n" + b"x" * 999)
         dying.shutdown(socket.SHUT_WR)
         assert b"truncated" in dying.recv(1000)
     assert names(client) == [("a", 5, 0)]

@@ -13,7 +13,7 @@ import pytest
 
 import jshard as js
 from jshard import launch
-from jshard.launch import worker_process
+from jshard.launch import worker, worker_process
 from jshard.launch.peers import Ending, cause
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
@@ -125,7 +125,10 @@ def test_a_second_signal_kills(capfd, harmless, tmp_path):
     actions = {"p0": "deaf", "p1": "deaf"}
     assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM), (1.2, signal.SIGTERM)]) == 75
     out, err = capfd.readouterr()
-    assert "signal 15" in out and err == ""
+    assert "signal 15" in out
+    assert err == (
+        "SIGTERM again: the run ends now, unsaved. Continue it with: jshard train gpt.py --out runs/a --resume\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,3 +240,13 @@ def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
         "[process 1] Traceback (most recent call last):\n[process 1] KeyError: 3\nRunError: Process 1"
     )
     assert "why:   it ended with exit code 1.\n" in reported
+
+
+def test_a_clock_that_is_set_forward_ends_no_run(monkeypatch):
+    """JAX compares the times of heartbeats by the clock of the wall, and aborts: here the supervisors look."""
+    asked = {}
+    monkeypatch.setattr("jax.distributed.initialize", lambda address, **how: asked.update(how))
+    monkeypatch.setattr("jax.config.update", lambda name, value: None)
+    environ = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    worker._connect(environ, launch.Deadlines())
+    assert asked["heartbeat_timeout_seconds"] > 10 * 365 * 24 * 3600

@@ -18,7 +18,9 @@ import jshard as js
 from jshard import launch
 from jshard.errors import RunError
 from jshard.launch import cluster, rendezvous, worker
-from jshard.launch.peers import Link, Peers, close_all
+from jshard.launch.link import Link, close_all
+from jshard.launch.messages import sealed
+from jshard.launch.peers import Peers
 from jshard.launch.restarts import History
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
@@ -316,7 +318,7 @@ def test_a_hello_is_of_no_use_a_second_time(ports):
         hello = {"process": 1, "of": 2, "at": "x", "host": "h", "port": 0, "waited_s": 0.0, "nonce": "n"}
         message = {"hello": hello, "history": dataclasses.asdict(History(left=0))}
         with socket.create_connection(("127.0.0.1", ports[1])) as again:
-            again.sendall(json.dumps(cluster.signed(message, call.token, "an earlier number")).encode() + b"\n")
+            again.sendall(sealed(message, call.token, "an earlier number") + b"\n")
             assert call.meet(History(left=0), stopped=lambda: call.door.refused == 1) is None
 
 

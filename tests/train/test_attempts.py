@@ -62,8 +62,27 @@ def test_what_a_killed_attempt_has_lost(run):
     assert run_record.ettr(done) == 0.5
     assert (
         run_record.describe_attempts(done)
-        == "ETTR 50.0%: 50.0 s of steps that count, 2 attempts; 3 steps (15.0 s) were lost"
+        == "ETTR 50.0%: 50.0 s of steps that count in 100 s, 2 attempts; 3 steps (15.0 s) were lost"
     )
+
+
+@pytest.mark.parametrize(("on_request", "value"), [(True, 0.5), (False, 40 / 1080)])
+def test_a_pause_after_a_requested_stop_is_no_lost_time(run, on_request, value):
+    attempts = run_record.attempt_ready(run_record.begin_attempt([], run.metrics, step=0, known={}))
+    run.step(1, 1020.0)
+    run.now = 1040.0
+    attempts = run_record.end_attempt(attempts, run.metrics, cause="stopped by SIGINT", on_request=on_request)
+    run.now = 2040.0
+    attempts = run_record.begin_attempt(attempts, run.metrics, step=1, known={})
+    run.now = 2060.0
+    attempts = run_record.attempt_ready(attempts)
+    run.step(2, 2080.0)
+    run.now = 2080.0
+    attempts = run_record.end_attempt(attempts, run.metrics, cause="done", on_request=True)
+    run.now = 9999.0
+    assert run_record.ettr(attempts) == pytest.approx(value)
+    line = run_record.describe_attempts(attempts)
+    assert ("; 16:40 between stops on request and the next start are not counted" in line) == on_request, line
 
 
 def test_a_checkpoint_before_the_last_attempt_takes_back_from_the_one_before(run):

@@ -102,11 +102,12 @@ def test_run_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     before = read(tmp_path)
     folder = RunFolder.open(tmp_path, RECORD, resume=True)
     with monkeypatch.context() as patch:
-        patch.setattr(json, "dump", lambda record, file, **kwargs: (file.write("{"), 1 / 0))
+        patch.setattr(os, "replace", lambda draft, path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             folder.started(step=5, mesh={"fsdp": 8})
     folder.close()
     assert read(tmp_path) == before
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 # One live run.
@@ -270,6 +271,13 @@ def test_a_record_that_cannot_be_read_is_not_overwritten(tmp_path, text):
 
 
 # Names.
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ShardingError, match="cannot be written") as error:
+        RunFolder.check_vacant(tmp_path / "file" / "runs" / "gpt")
+    assert "Not a directory" in error.value.why
 
 
 def test_names(tmp_path):

@@ -6,12 +6,16 @@ import resource
 import struct
 import sys
 import textwrap
+import types
 
 import pytest
 
+import jshard as js
 from jshard.errors import RunError, ShardingError
+from jshard.recipes.model_file import load_model_file
 from jshard.train import trackers
 from jshard.train.records import Trackers
+from jshard.train.run import run_recipe
 
 # A stand-in for the package: it notes its calls as lines of JSON.
 WANDB = """
@@ -38,6 +42,11 @@ WANDB = """
 
     def Settings(**settings):
         return settings
+
+    def login(**asked):
+        note(login=asked)
+        if os.environ.get("WANDB_NO_KEY"):
+            raise RuntimeError("No API key configured.")
 
     def init(**asked):
         if os.environ.get("WANDB_FAILS"):
@@ -186,6 +195,27 @@ def test_a_run_that_wandb_does_not_take_is_told_at_the_start(out, wandb_calls, m
         trackers.open_trackers(["wandb"], out=out, config={})
     assert "No API key configured." in error.value.why
     assert "WANDB_MODE=offline" in error.value.do
+
+
+def test_a_missing_login_is_refused_before_anything_is_read_or_compiled(tmp_path, wandb_calls, monkeypatch):
+    monkeypatch.setenv("WANDB_NO_KEY", "1")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    model_file = load_model_file("gpt")
+    _, recipe = model_file.recipe("tiny")
+    unread = types.SimpleNamespace()  # every look at the data fails
+    with pytest.raises(ShardingError, match="does not know who you are") as error:
+        run_recipe(model_file, recipe, mesh=js.mesh(), data=unread, out=tmp_path / "run", track=["wandb"])
+    assert "No API key configured." in error.value.why
+    assert [*wandb_calls()] == [{"login": {"verify": True}}]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_what_stays_here_needs_no_login(wandb_calls, monkeypatch, mode):
+    monkeypatch.setenv("WANDB_NO_KEY", "1")
+    monkeypatch.setenv("WANDB_MODE", mode)
+    trackers.check_login(["wandb", "tensorboard"])
+    assert not wandb_calls()
 
 
 def test_an_unknown_tracker_is_refused_with_the_nearest_name(out):

@@ -119,6 +119,7 @@ def test_a_continued_run_counts_on():
     assert [entry for entry in log if entry.startswith("save")] == ["save 5", "save 6"]
 
 
+@pytest.mark.usefixtures("signals_as_usual")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_stops(number):
     def on_log(entry):
@@ -135,6 +136,7 @@ def test_a_signal_saves_and_stops(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.usefixtures("signals_as_usual")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_known_before_python_hands_it_to_the_main_thread(number):
     with StopSignal() as stop:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import resource
 
@@ -119,7 +120,7 @@ def test_a_damaged_line_before_the_last_is_told_with_its_number(path, line):
 def test_a_resume_that_is_killed_while_it_cuts_back_loses_nothing(path, monkeypatch):
     write(path, range(1, 8))
     before = path.read_bytes()
-    monkeypatch.setattr(pathlib.Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         metrics.Jsonl(path, resume_after=5)
     assert path.read_bytes() == before

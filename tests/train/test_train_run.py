@@ -64,6 +64,7 @@ class Uploads:
 
     def __init__(self, out, sent):
         self._out, self._sent = out, sent
+        sent.append("opened the tracker")
 
     def log(self, step, scalars):
         pass
@@ -115,7 +116,8 @@ def test_a_run_leaves_its_record(whole):
     assert [line["step"] for line in metrics(finished) if "loss" in line] == list(range(1, 9))
     assert [line["step"] for line in metrics(finished) if "val_loss" in line] == [4, 8]
     assert metrics(finished)[-1]["val_loss"] == finished.val_loss < metrics(finished)[0]["loss"]
-    assert {"grad_norm", "step_s", "tokens_per_s", "mfu", "peak_bytes", "host_bytes"} < metrics(finished)[-2].keys()
+    assert {"grad_norm", "step_s", "tokens_per_s", "peak_bytes", "host_bytes"} < metrics(finished)[-2].keys()
+    assert "mfu" not in metrics(finished)[-2]
     assert (finished.out / "loss.png").stat().st_size > 1000
     assert len(finished.sample.encode()) >= 32 + 8 - 3  # the prompt, and the last bytes may be part of a character
     assert (finished.out / "sample.txt").read_text() == finished.sample + "\n"
@@ -124,8 +126,13 @@ def test_a_run_leaves_its_record(whole):
     run = json.loads((finished.out / "run.json").read_text())
     assert run["recipe"]["model"]["dropout"] == 0.1
     assert [start["step"] for start in run["starts"]] == [0]
-    assert any(line.startswith("MFU = flops per step / step time / peak") for line in lines)
+    assert any(line.startswith("no MFU: it is a share of the devices' peak") for line in lines)
     assert {"sent loss.png", "sent sample.txt"} < set(lines)
+
+
+def test_trackers_are_opened_before_the_step_is_compiled(whole):
+    _, lines = whole
+    assert lines.index("opened the tracker") < next(i for i, line in enumerate(lines) if "compiling the step" in line)
 
 
 def test_a_warmup_that_is_longer_than_the_run_is_said(data, tmp_path):

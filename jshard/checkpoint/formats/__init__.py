@@ -19,9 +19,11 @@ from jshard.checkpoint.formats.safetensors import SUFFIX as _SUFFIX
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
 from jshard.checkpoint.formats.source import ArraySource as ArraySource
+from jshard.checkpoint.formats.source import CheckedNames as CheckedNames
 from jshard.checkpoint.formats.source import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.source import NamedSource as NamedSource
 from jshard.checkpoint.formats.source import Stored as Stored
+from jshard.checkpoint.formats.source import check_settings as check_settings
 from jshard.checkpoint.formats.torch_file import TorchSource as TorchSource
 from jshard.checkpoint.formats.torch_file import is_torch_file as _is_torch_file
 from jshard.checkpoint.formats.zero import ZeroSource as ZeroSource

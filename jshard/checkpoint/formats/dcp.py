@@ -12,14 +12,16 @@ import dataclasses
 import io
 import itertools
 import math
+import os
 import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
+from jshard._files import is_inside, open_new, read_bytes
 from jshard._paths import expanded
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
@@ -36,9 +38,8 @@ from jshard.checkpoint.formats.source import (
     read_region,
     stored_array,
 )
-from jshard.checkpoint.formats.torch_pickle import DTYPES, STORAGES, Archive, Record, records
-from jshard.checkpoint.manifest import StoredLeaf
-from jshard.errors import printable
+from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, STORAGES, Archive, Record, records, short
+from jshard.checkpoint.manifest import StoredLeaf, is_shape
 
 METADATA = ".metadata"
 
@@ -102,10 +103,13 @@ class _Tensor:
     def read(self, box: Box) -> np.ndarray:
         limits = bounds(box, self.leaf.shape)
         low, high = np.array(limits, np.int64).reshape(-1, 2).T
-        values = np.empty(np.maximum(high - low, 0), self.leaf.dtype)
+        size = math.prod(np.maximum(high - low, 0).tolist())
         begin, end = np.maximum(self._begin, low), np.minimum(self._end, high)
-        touched = np.flatnonzero((begin < end).all(axis=1)) if values.size else np.array([], np.int64)
-        self._check_cover(begin[touched], end[touched], values.size)
+        touched = np.flatnonzero((begin < end).all(axis=1)) if size else np.array([], np.int64)
+        self._check_cover(begin[touched], end[touched], size)
+        for i in touched:
+            self._region(int(i))  # before memory is taken: the metadata may state any shape
+        values = np.empty(np.maximum(high - low, 0), self.leaf.dtype)
         for i in touched:
             part = tuple(slice(a, b) for a, b in zip(begin[i] - self._begin[i], end[i] - self._begin[i], strict=True))
             inside = tuple(slice(a, b) for a, b in zip(begin[i] - low, end[i] - low, strict=True))
@@ -148,8 +152,7 @@ def _metadata(path: Path) -> tuple[dict[str, Any], _Places]:
             why=f"the folder has no {METADATA}, which is written last.",
             do="give the folder passed to torch.distributed.checkpoint.save.",
         )
-    with file.open("rb") as stream:
-        metadata = torch_pickle.load(stream, _ALLOWED, file)
+    metadata = torch_pickle.load(read_bytes(file, MOST_PICKLE_BYTES), _ALLOWED, file)
     described = metadata.get("state_dict_metadata") if isinstance(metadata, _METADATA_CLASS) else None
     stored = metadata.get("storage_data") if described is not None else None
     if (
@@ -172,16 +175,16 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
             raise CheckpointError(
                 "The checkpoint was written with extensions that cannot be read.",
                 where=str(file),
-                why=f"{printable(str(name))} was transformed by {info.get('transform_descriptors')}.",
+                why=f"{short(name)} was transformed by {short(info.get('transform_descriptors'))}.",
                 do="load it with PyTorch, and save it without extensions.",
             )
         chunk = index.get("offset")
         numbers = (info.get("offset"), info.get("length"))
         known = isinstance(name, str) and (chunk is None or _are_sizes(chunk))
-        if not known or not _is_inside(relative) or not _are_sizes(numbers):
-            raise damaged(file, f"it places {name} in {relative}, at {numbers}.")
+        if not known or not _names_file(relative) or not _are_sizes(numbers):
+            raise damaged(file, f"it places {short(name)} in {short(relative)}, at {short(numbers)}.")
         if relative not in sizes:
-            if not (path / relative).is_file():
+            if not os.path.isfile(path / relative):
                 raise damaged(file, f"a file that it names is missing: {(path / relative).name}")
             sizes[relative] = (path / relative).stat().st_size
         if sum(numbers) > sizes[relative]:
@@ -211,11 +214,8 @@ def _first(names: Iterable[str], count: int = 3) -> str:
     return ", ".join(unique[:count]) + rest
 
 
-def _is_inside(relative: Any) -> bool:
-    if not isinstance(relative, str) or "\\" in relative or "\0" in relative:
-        return False
-    parts = PurePosixPath(relative).parts
-    return bool(parts) and not relative.startswith("/") and ".." not in parts
+def _names_file(relative: Any) -> bool:
+    return is_inside(relative) and "\\" not in relative  # a path of Windows could lead outside
 
 
 def _are_sizes(numbers: Any) -> bool:
@@ -228,8 +228,8 @@ def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     dtype = DTYPES.get(state[0]) if isinstance(state, tuple) and state and isinstance(state[0], str) else None
     chunks = chunks if isinstance(chunks, list) else []
     corners = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks if isinstance(chunk, Record)]
-    if dtype is None or not _are_sizes(shape) or any(not _lies_in(shape, *corner) for corner in corners):
-        raise damaged(path / METADATA, f"it describes {name} as shape {shape} in chunks {corners[:3]}.")
+    if dtype is None or not is_shape(shape) or any(not _lies_in(shape, *corner) for corner in corners):
+        raise damaged(path / METADATA, f"it describes {name} as shape {short(shape)} in chunks {short(corners)}.")
     begins = [begin for begin, _ in corners]
     if gone := [begin for begin in begins if (name, begin) not in places]:
         raise damaged(path / METADATA, f"it has no location for the chunks {gone[:3]} of {name}.")
@@ -273,9 +273,10 @@ def write_dcp(
     names = [name.replace("/", ".") for name in (*source.leaves, *values)]
     check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, _TORCH_NAMES)
     with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):
-        with data.open("wb") as stream:
+        with open_new(data) as stream:
             places = _write_items(stream, source, values, on_written)
-        metadata.write_bytes(_pickled(_description(folder, source.leaves, places), protocol=4))
+        with open_new(metadata) as stream:
+            stream.write(_pickled(_description(folder, source.leaves, places), protocol=4))
     return [folder / _FILE, folder / METADATA]
 
 

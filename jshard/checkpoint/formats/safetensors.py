@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import io
 import itertools
 import json
 import math
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +17,8 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._files import open_new, open_regular, read_json
+from jshard._parsing import parse_json
 from jshard._paths import expanded
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError, DamagedError
@@ -31,8 +35,8 @@ from jshard.checkpoint.formats.source import (
     stored_array,
     whole,
 )
-from jshard.checkpoint.manifest import StoredLeaf
-from jshard.errors import printable
+from jshard.checkpoint.manifest import StoredLeaf, is_shape
+from jshard.errors import UnsafeFileError, printable
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = SUFFIX + ".index.json"
@@ -192,8 +196,10 @@ def check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str
 def read_index(path: Path) -> Mapping[str, str]:
     """The file of each array, by the index beside the files."""
     try:
-        index = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        index = read_json(path, _MOST_HEADER_BYTES)["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UnsafeFileError):
+            raise
         raise damaged(path, f"it is not an index with a weight_map: {type(error).__name__}: {error}") from error
     names = index.values() if isinstance(index, dict) else [None]
     odd = [str(file) for file in names if not isinstance(file, str) or Path(file).name != file or file in ("", "..")]
@@ -201,7 +207,7 @@ def read_index(path: Path) -> Mapping[str, str]:
         raise damaged(path, f"its weight_map names something that is not a file beside it: {odd[0]}")
     if not index:
         raise damaged(path, "its weight_map names no array.")
-    gone = sorted({file for file in index.values() if not (path.parent / file).is_file()})
+    gone = sorted({file for file in index.values() if not os.path.isfile(path.parent / file)})
     if gone:
         raise damaged(path, f"files that it names are missing: {', '.join(gone)}")
     return index
@@ -225,9 +231,9 @@ def _may_hold_parts(path: Path, metadata: Mapping[str, Any]) -> bool:
     if _PARTS_KEY not in metadata:
         return False
     try:
-        parts = json.loads(metadata[_PARTS_KEY]).values()
+        parts = parse_json(metadata[_PARTS_KEY]).values()
         moved = any(any(part["saved_offsets"]) for part in parts)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"its {_PARTS_KEY} cannot be read: {type(error).__name__}: {error}") from error
     return moved or path.name.startswith("shard-")
 
@@ -245,15 +251,15 @@ def _in_parts(path: Path, why: str) -> CheckpointError:
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The header of a file, and the offset of its data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with io.BufferedReader(open_regular(path)) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
             raise damaged(path, f"its header would have {length} bytes; the file has {size}.")
         text = file.read(length)
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise damaged(path, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise damaged(path, "its header is not a table of arrays.")
@@ -294,7 +300,8 @@ def _numbers(value: Any, count: int | None = None) -> list[int]:
 
 
 def _fits(shape: list[int], dtype: np.dtype, begin: int, end: int, size: int) -> bool:
-    return 0 <= begin <= end <= size and end - begin == math.prod(shape) * dtype.itemsize
+    is_inside = 0 <= begin <= end <= size
+    return is_inside and is_shape(tuple(shape)) and end - begin == math.prod(shape) * dtype.itemsize
 
 
 def _check_cover(path: Path, spans: list[tuple[int, int, str]], size: int) -> None:
@@ -339,10 +346,11 @@ def write_safetensors(
     names += texts
     with finished_together("safetensors", folder, names) as drafts:
         for shard, draft in zip(shards, drafts, strict=False):
-            with draft.open("wb") as stream:
+            with open_new(draft) as stream:
                 _write_file(stream, source, shard, on_written)
         for text, draft in zip(texts.values(), drafts[len(shards) :], strict=True):
-            draft.write_text(text)
+            with open_new(draft) as stream:
+                stream.write(text.encode())
     return [folder / name for name in names]
 
 

@@ -10,13 +10,15 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from jshard._files import open_regular
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError, DamagedError, mend, reason
 from jshard.checkpoint.file_io import flush
@@ -89,13 +91,15 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
     """
     limits = bounds(box, region.shape)
     shape = tuple(max(stop - start, 0) for start, stop in limits)
-    out = np.empty(shape, region.dtype) if out is None else out
+    if out is None:
+        out = np.empty(shape, region.dtype)
     if 0 in shape:
         return out
     first = sum(start * step for (start, _), step in zip(limits, region.strides, strict=True))
     part = region._replace(offset=region.offset + first, shape=shape)
     try:
-        mapped = np.memmap(part.path, np.uint8, mode="r", offset=part.offset, shape=(part.span_bytes,))
+        with open_regular(part.path) as file:
+            mapped = np.memmap(file, np.uint8, mode="r", offset=part.offset, shape=(part.span_bytes,))
     except (OSError, ValueError) as error:  # numpy's errors for a file that has become too short
         raise damaged(part.path, str(error)) from error
     np.copyto(out, np.ndarray(part.shape, part.dtype, buffer=mapped, strides=part.strides))
@@ -144,7 +148,8 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
 
     Raises `RunError` if that fails; no file is then left.
     """
-    drafts = [folder / f".{name}.unfinished" for name in names]
+    token = secrets.token_hex(4)  # nothing that is in the folder already has these names
+    drafts = [folder / f".{name}.{token}.unfinished" for name in names]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield drafts
@@ -266,6 +271,28 @@ def _check_order(path: str, stored: Stored, shapes: Mapping[str, tuple[int, ...]
 
 Names = Mapping[str, str | Stored]
 """From jshard paths, per layer and without the model's name, to what is stored; a string is a `Stored` name."""
+
+
+class CheckedNames(dict[str, str | Stored]):
+    """The names of one model's parameters, and a check of what is stored beside them.
+
+    Several models have parameters of the same names and shapes. Only their settings, in a file beside the weights, say
+    which of them the weights are of.
+
+    Args:
+        names: see `Names`.
+        check: raises if the weights at a path are of another model.
+    """
+
+    def __init__(self, names: Names, check: Callable[[Path], None]) -> None:
+        super().__init__(names)
+        self.check = check
+
+
+def check_settings(path: Path, names: Names | None) -> None:
+    """Raises if the names are of one model, and the settings beside the weights of another."""
+    if isinstance(names, CheckedNames):
+        names.check(path)
 
 
 class NamedSource:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import pickle
+import reprlib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import FileRegion, damaged, read_region
-from jshard.errors import FourPartError
+from jshard.errors import FourPartError, printable
 
 Allowed = Mapping[tuple[str, str], Any]
 
@@ -64,6 +67,9 @@ class Record(metaclass=Sealed):
 class _Ordered(dict, metaclass=Sealed):
     """`collections.OrderedDict`; the module versions that PyTorch attaches to a state dict are dropped."""
 
+    def __init__(self) -> None:  # its items are set afterwards, so that their keys are checked
+        super().__init__()
+
     def __setstate__(self, state: Any) -> None:
         pass
 
@@ -80,6 +86,8 @@ def _sealed(call: Callable[..., Any]) -> Any:
 @_sealed
 def _size(dims: Any = ()) -> Any:
     """`torch.Size`: a tuple."""
+    if len(dims) > _MOST_DIMS:
+        raise ValueError(f"a size of {len(dims)} dims")
     return tuple(dims)
 
 
@@ -130,10 +138,24 @@ PLAIN: dict[tuple[str, str], Any] = {
 """The names in pickles of plain Python values and small PyTorch ones."""
 
 
-def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[..., Any] | None = None) -> Any:
-    """The content of a pickle, if every name in it is allowed."""
+MOST_PICKLE_BYTES = 1 << 30
+_MOST_DIMS = 64
+
+
+def short(value: Any) -> str:
+    """A value of a pickle as a short text. `str` of a few nested tuples can be longer than any memory."""
+    if isinstance(value, str):
+        return printable(value[:200])
     try:
-        return _PickleReader(file, allowed, storage).load()
+        return printable(reprlib.repr(value))
+    except ValueError:  # an integer of thousands of digits
+        return f"a large {type(value).__name__}"
+
+
+def load(content: bytes, allowed: Allowed, path: Path, *, storage: Callable[..., Any] | None = None) -> Any:
+    """The value of a pickle, if every name in it is allowed; memory and time are in proportion to its size."""
+    try:
+        return _PickleReader(content, allowed, storage).load()
     except FourPartError:
         raise
     except _NotAllowed as error:
@@ -149,27 +171,182 @@ def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[...
         raise damaged(path, f"its pickle cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-class _PickleReader(pickle.Unpickler):
-    """Looks names up only in the table."""
+_Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the Python one, whose steps can be replaced
+_COPIED = (tuple, list, dict, set, frozenset, str, bytes, bytearray)
+_WORK_PER_BYTE = 16  # of a pickle; real ones need less than 1
+# Nothing that PyTorch writes has them. They make calls from the stack, or load what `find_class` does not see.
+_REFUSED_STEPS = (
+    pickle.INST,
+    pickle.OBJ,
+    pickle.NEWOBJ_EX,
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+)
 
-    def __init__(self, file: IO[bytes], allowed: Allowed, storage: Callable[..., Any] | None) -> None:
+
+class _PickleReader(_Unpickler):
+    """Looks names up only in the table, and does work in proportion to the size of the pickle.
+
+    The reader in C is some times faster, and can be made to do anything: it keeps its memo in an array, of which ten
+    bytes can ask for gigabytes, and hashes whatever is a key. The hash of a tuple of a tuple of a tuple, each twice in
+    the next, takes 2**n steps; that of a deep one ends the process.
+
+    Here each step takes a time in proportion to the bytes that it reads, but for calls and keys. Those have a budget,
+    which the size of the pickle sets.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        step: do for step, do in _Unpickler.dispatch.items() if bytes([step]) not in _REFUSED_STEPS
+    }
+
+    def __init__(self, content: bytes, allowed: Allowed, storage: Callable[..., Any] | None) -> None:
+        file = io.BytesIO(content)
         super().__init__(file)
+        # Without its checks of frames, which are most of the time. What a step reads may then be too short, and the
+        # next step is that of an empty text, which there is not.
+        self.read, self.readline = file.read, file.readline
         self._allowed, self._storage = allowed, storage
+        self._work_left = _WORK_PER_BYTE * (len(content) + 4096)
+
+    def load(self) -> Any:
+        """The value of the pickle."""
+        self.metastack, self.stack, self.proto = [], [], 0
+        self.append = self.stack.append
+        read, steps = self.read, self.dispatch
+        try:
+            while True:
+                steps[read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+        except IndexError:
+            raise EOFError("it ends too early, or takes what is not on its stack") from None
+        except KeyError as error:
+            raise ValueError(f"it has the unknown step or name {short(error.args[0])}") from None
 
     def find_class(self, module: str, name: str) -> Any:
+        """Looks up a name."""
         if (module, name) not in self._allowed:
             raise _NotAllowed(module, name)
         return self._allowed[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
+        """Looks up the bytes of a tensor."""
         if self._storage is None or not isinstance(pid, tuple):
             raise pickle.UnpicklingError("an unexpected persistent object")
+        self._spend(len(pid))
         return self._storage(*pid)
+
+    def _spend(self, work: int) -> None:
+        self._work_left -= work
+        if self._work_left < 0:
+            raise ValueError("it asks for more work than a pickle of its size can need")
+
+    def _spend_on_call(self, args: Any) -> None:
+        """Counts the arguments of a call, and what they contain: a call may copy it."""
+        if not isinstance(args, tuple):
+            raise TypeError("a call with arguments that are not a tuple")
+        work = len(args)
+        for arg in args:
+            if isinstance(arg, _COPIED):
+                work += len(arg)
+        self._spend(work)
+
+    def _check_key(self, key: Any) -> None:
+        """Raises `ValueError` unless the hash of a key takes little time, and is that of few other keys."""
+        if type(key) is str:
+            return  # its hash is computed once
+        parts = key if isinstance(key, tuple) else (key,)
+        self._spend(len(parts))
+        for part in parts:
+            is_plain = part is None or type(part) in (str, bytes, bool, float, complex) or isinstance(part, Record)
+            is_small = type(part) is int and -(1 << 60) < part < 1 << 60
+            if not is_plain and not is_small:
+                raise ValueError(f"a key of a dict or an element of a set is a {type(part).__name__}")
+
+    def _set_items(self, mapping: Any, items: list[Any]) -> None:
+        if not isinstance(mapping, dict):
+            raise ValueError(f"items are set in a {type(mapping).__name__}")
+        for place in range(0, len(items), 2):
+            self._check_key(items[place])
+            mapping[items[place]] = items[place + 1]
+
+    # Steps. Each replaces one of `pickle`'s, which may be slow or take memory beyond the bytes that it reads.
+
+    def _load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items(self.stack[-1], [key, value])
+
+    def _load_setitems(self) -> None:
+        items = self.pop_mark()
+        self._set_items(self.stack[-1], items)
+
+    def _load_dict(self) -> None:
+        mapping: dict[Any, Any] = {}
+        self._set_items(mapping, self.pop_mark())
+        self.append(mapping)
+
+    def _load_additems(self) -> None:
+        items, target = self.pop_mark(), self.stack[-1]
+        if not isinstance(target, set):
+            raise ValueError(f"items are added to a {type(target).__name__}")
+        for item in items:
+            self._check_key(item)
+        target.update(items)
+
+    def _load_frozenset(self) -> None:
+        items = self.pop_mark()
+        for item in items:
+            self._check_key(item)
+        self.append(frozenset(items))
+
+    def _load_reduce(self) -> None:
+        args = self.stack.pop()
+        call = self.stack[-1]
+        self._spend_on_call(args)
+        if call is set:
+            for item in itertools.chain(*args):
+                self._check_key(item)
+        self.stack[-1] = call(*args)
+
+    def _load_newobj(self) -> None:
+        args = self.stack.pop()
+        kind = self.stack.pop()
+        self._spend_on_call(args)
+        self.append(kind.__new__(kind, *args))
+
+    def _load_build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if not isinstance(target, Record | _Ordered):
+            raise ValueError(f"a state is set in a {type(target).__name__}")
+        target.__setstate__(state)
+
+    def _load_frame(self) -> None:
+        self.read(8)  # its length; all of the content is in memory already
+
+    def _load_bytearray8(self) -> None:
+        size = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(min(size, MOST_PICKLE_BYTES))))
+
+    dispatch |= {
+        pickle.SETITEM[0]: _load_setitem,
+        pickle.SETITEMS[0]: _load_setitems,
+        pickle.DICT[0]: _load_dict,
+        pickle.ADDITEMS[0]: _load_additems,
+        pickle.FROZENSET[0]: _load_frozenset,
+        pickle.REDUCE[0]: _load_reduce,
+        pickle.NEWOBJ[0]: _load_newobj,
+        pickle.BUILD[0]: _load_build,
+        pickle.FRAME[0]: _load_frame,
+        pickle.BYTEARRAY8[0]: _load_bytearray8,
+    }
 
 
 # Archives.
 
-_MOST_PICKLE_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30
 STORAGES = {
     **{"BoolStorage": "bool", "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32"},
@@ -229,11 +406,24 @@ _TENSOR = {
     **records("torch", "Tensor"),
     **records("torch.nn.parameter", "Parameter"),
 }
-_VALUE = {  # the tensors themselves, among other values
-    **_PICKLED,
-    ("torch._utils", "_rebuild_tensor_v2"): _sealed(lambda *args: _read(_tensor_v2(*args))),
-    ("torch._utils", "_rebuild_tensor_v3"): _sealed(lambda *args: _read(_tensor_v3(*args))),
-}
+
+
+def _value_names(most_bytes: int) -> Allowed:
+    """The names of values whose tensors are read: so many bytes of them, as several may share a storage."""
+    left = most_bytes
+
+    def read(region: FileRegion) -> np.ndarray:
+        nonlocal left
+        left -= math.prod(region.shape) * region.dtype.itemsize
+        if left < 0:
+            raise ValueError("its tensors are larger than the archive")
+        return _read(region)
+
+    return {
+        **_PICKLED,
+        ("torch._utils", "_rebuild_tensor_v2"): _sealed(lambda *args: read(_tensor_v2(*args))),
+        ("torch._utils", "_rebuild_tensor_v3"): _sealed(lambda *args: read(_tensor_v3(*args))),
+    }
 
 
 class Archive(NamedTuple):
@@ -252,7 +442,7 @@ class Archive(NamedTuple):
 
     def value(self) -> Any:
         """The archived value: plain Python, with tensors as numpy arrays; raises as `tensor`."""
-        return self._load(_VALUE)
+        return self._load(_value_names(self.length))
 
     def regions(self, allowed: Allowed) -> Any:
         """The value, with an unread `FileRegion` for each tensor; the given names are also allowed."""
@@ -260,7 +450,7 @@ class Archive(NamedTuple):
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _ArchiveWindow]]:
-        with self.path.open("rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             window = _ArchiveWindow(file, self.offset, self.length)
             with zipfile.ZipFile(window) as archive:
                 yield archive, window
@@ -278,10 +468,13 @@ class Archive(NamedTuple):
     def _unpickled(self, archive: zipfile.ZipFile, window: _ArchiveWindow, allowed: Allowed) -> Any:
         members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         self._check_members(members)
-        if "byteorder" in members and archive.read(members["byteorder"]).strip() != b"little":
+        order = members.get("byteorder")
+        if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
             raise damaged(self.path, f"the archive at byte {self.offset} is not little-endian.")
 
         def storage(kind: Any, dtype: Any, key: Any, location: Any, numel: Any, *_: Any) -> _Storage:
+            if not isinstance(key, str | int) or type(numel) is not int:
+                raise ValueError(f"a storage has the key {short(key)} and {short(numel)} elements")
             member = members[f"data/{key}"]
             if kind != "storage" or dtype not in DTYPES or numel * DTYPES[dtype].itemsize > member.file_size:
                 raise ValueError(f"its storage {key} has {member.file_size} bytes but should hold {numel} {dtype}")
@@ -291,10 +484,10 @@ class Archive(NamedTuple):
             return _Storage(self.path, begin, member.file_size, dtype)
 
         with archive.open(members["data.pkl"]) as file:
-            return load(io.BytesIO(file.read()), allowed, self.path, storage=storage)
+            return load(file.read(), allowed, self.path, storage=storage)
 
     def _check_members(self, members: dict[str, zipfile.ZipInfo]) -> None:
-        if "data.pkl" not in members or members["data.pkl"].file_size > _MOST_PICKLE_BYTES:
+        if "data.pkl" not in members or members["data.pkl"].file_size > MOST_PICKLE_BYTES:
             raise damaged(self.path, f"the archive at byte {self.offset} has no pickle, or one that is too large.")
         packed = [m.filename for m in members.values() if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1]
         if packed:
@@ -329,6 +522,8 @@ class _ArchiveWindow(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        if len(buffer) > MOST_PICKLE_BYTES:  # a table of contents of that size, in a file with holes
+            raise ValueError(f"a part of {len(buffer)} bytes")
         count = max(min(len(buffer), self._length - self._at), 0)
         self._file.seek(self._offset + self._at)
         count = self._file.readinto(memoryview(buffer)[:count])
@@ -349,9 +544,10 @@ def _data_offset(window: _ArchiveWindow, member: zipfile.ZipInfo) -> int:
 def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> FileRegion:
     if not isinstance(storage, _Storage) or not isinstance(dtype, str):
         raise ValueError("a tensor without a storage")
-    numbers = (offset, *size, *stride)
-    if len(size) != len(stride) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
-        raise ValueError(f"a tensor of size {size}, stride {stride} at {offset}")
+    size, stride = _dims(size), _dims(stride)
+    is_offset = type(offset) is int and 0 <= offset < 1 << 62
+    if len(size) != len(stride) or not is_offset:
+        raise ValueError(f"a tensor of size {size}, stride {stride} at {short(offset)}")
     itemsize = DTYPES[dtype].itemsize
     strides = tuple(n * itemsize for n in stride)
     region = FileRegion(storage.path, storage.offset + offset * itemsize, tuple(size), DTYPES[dtype], strides)
@@ -359,3 +555,12 @@ def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Fi
     if offset * itemsize + max(region.span_bytes, math.prod(region.shape) * itemsize) > storage.nbytes:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {offset} in {storage.nbytes} bytes")
     return region
+
+
+def _dims(numbers: Any) -> tuple[int, ...]:
+    """Sizes or strides of a tensor."""
+    if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMS:
+        raise ValueError(f"a tensor of size or stride {short(numbers)}")
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError(f"a tensor of size or stride {short(numbers)}")
+    return tuple(numbers)

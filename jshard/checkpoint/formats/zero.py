@@ -16,14 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from jshard._files import is_inside, read_text
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, existing, read_region, stored_array
-from jshard.checkpoint.formats.torch_pickle import Archive, Record, records
-from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.formats.torch_pickle import Archive, Record, records, short
+from jshard.checkpoint.manifest import StoredLeaf, is_shape
 from jshard.errors import printable
 
 _FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 _LATEST = "latest"  # names the folder of the newest step
+_LATEST_BYTES = 4096
 _STAGE = 3
 _ALLOWED = {
     **records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -36,9 +38,23 @@ def zero_folder(path: Path) -> Path | None:
 
     `latest` may only name a folder beside itself.
     """
-    named = path / _LATEST
-    step = path / Path(named.read_text().strip()).name if named.is_file() else path
+    step = path
+    if (path / _LATEST).is_file():
+        named = _named_step(path / _LATEST)
+        if named is None:
+            return None
+        step = path / named
     return step if step.is_dir() and any(_FILE.fullmatch(file.name) for file in step.iterdir()) else None
+
+
+def _named_step(latest: Path) -> str | None:
+    """The folder that the file `latest` names; None if it is another program's file of that name, or damaged."""
+    try:
+        name = Path(read_text(latest, _LATEST_BYTES).strip()).name
+    except (OSError, ValueError):
+        return None
+    is_name = is_inside(name) and name.isprintable()
+    return name if is_name else None
 
 
 class ZeroSource:
@@ -133,7 +149,7 @@ def _flat(file: Path) -> list[FileRegion]:
     stage = state.get("zero_stage")
     stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
     if stage != _STAGE:
-        raise _refused(file, f"it is from ZeRO stage {printable(str(stage))}.")
+        raise _refused(file, f"it is from ZeRO stage {short(stage)}.")
     groups = state.get("fp32_flat_groups")
     groups = groups if isinstance(groups, list) else []
     runs = [run for run in groups if isinstance(run, FileRegion)]
@@ -168,15 +184,13 @@ def _check_alike(
             raise damaged(file, f"it does not list the parameters that {files[0].name} lists.")
         pieces = state.get("frozen_param_fragments")
         if surplus := [name for name in pieces if name not in known] if isinstance(pieces, dict) else []:
-            raise damaged(
-                file, f"it has a piece of {printable(str(surplus[0]))}, and {files[0].name} has no shape of it."
-            )
+            raise damaged(file, f"it has a piece of {short(surplus[0])}, and {files[0].name} has no shape of it.")
 
 
 def _named_shapes(file: Path, shapes: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, shape in shapes.items():
-        if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
-            raise damaged(file, f"a parameter {printable(str(name))} has the shape {printable(str(shape))}.")
+        if not isinstance(name, str) or not is_shape(shape):
+            raise damaged(file, f"a parameter {short(name)} has the shape {short(shape)}.")
         yield name, shape
 
 
@@ -234,7 +248,7 @@ def _buffers(file: Path, held: Mapping[str, Any]) -> Iterator[tuple[str, _FlatTe
         for name in names:
             region = module.get(name) if isinstance(name, str) else None
             if not isinstance(region, FileRegion):
-                raise damaged(file, f"it lists the buffer {printable(str(name))} and does not hold it.")
+                raise damaged(file, f"it lists the buffer {short(name)} and does not hold it.")
             yield name, _Whole(region)
 
 
@@ -250,8 +264,13 @@ class _Whole(_FlatTensor):
 
 def _pairs(shared: Any) -> list[tuple[str, str]]:
     """Names of tensors that share others' storage: alias and name."""
-    pairs = shared.items() if isinstance(shared, dict) else shared if isinstance(shared, list) else ()
-    return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and all(isinstance(x, str) for x in pair)]
+    if isinstance(shared, dict):
+        pairs = list(shared.items())
+    elif isinstance(shared, list):
+        pairs = [pair for pair in shared if isinstance(pair, tuple | list) and len(pair) == 2]
+    else:
+        pairs = []
+    return [(alias, name) for alias, name in pairs if isinstance(alias, str) and isinstance(name, str)]
 
 
 def _refused(path: Path, why: str) -> CheckpointError:

@@ -19,7 +19,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jshard.cli import no_command
+from jshard.cli import no_command, usage
 
 COMMANDS = {
     "ls": "the checkpoints of a run: steps, sizes, whether their files are all there",
@@ -37,16 +37,13 @@ _MODULES = {
     **dict.fromkeys(("reshard", "import", "export"), "convert"),
     "timeline": "timeline",
 }
-_USAGE = "usage: jshard ckpt COMMAND [ARGUMENTS], or jshard ckpt COMMAND --help\n\ncommands:\n" + "\n".join(
-    f"  {name:<10}{summary}" for name, summary in COMMANDS.items()
-)
-_USAGE += "\n\nA path is a checkpoint, a folder of them (its newest counts), or the folder of a run."
+_NOTE = "A path is a checkpoint, a folder of them (its newest counts), or the folder of a run."
 
 
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt`."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, file=sys.stdout if argv else sys.stderr)
+        print(usage("jshard ckpt", COMMANDS, _NOTE), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:

@@ -22,6 +22,7 @@ from jshard.checkpoint.formats import (
     ForeignSource,
     NamedSource,
     SafetensorsSource,
+    check_settings,
     foreign_source,
     write_dcp,
     write_safetensors,
@@ -33,14 +34,17 @@ from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
 from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, remark, simulate_devices
+from jshard.cli._request import stored_settings
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import RunError, ShardingError
+from jshard.inspect.tables import show
 from jshard.recipes.building import abstract_state
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
 from jshard.train.run_folder import RunFolder
+from jshard.train.trust import UntrustedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +61,14 @@ class _ModelArgs:
     json: bool = False
     """Print JSON only."""
 
-    def loaded(self) -> Model | None:
-        """The model that is asked for, if one is."""
+    def loaded(self, weights: Path | None = None) -> Model | None:
+        """The model that is asked for, if one is, with the settings in the config.json of Hugging Face's `weights`."""
         if self.model is not None:
             file = load_model_file(self.model)
-            return Model(file, override(file.recipe(self.recipe)[1], self.set))
+            recipe = file.recipe(self.recipe)[1]
+            if weights is not None:
+                recipe = override(recipe, stored_settings(file, recipe, weights))
+            return Model(file, override(recipe, self.set))
         if self.recipe is not None or self.set:
             raise ShardingError(
                 "There is a recipe, and no model file.",
@@ -109,7 +116,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
         path = str(local_path(args.out))
         print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
     else:
-        print(f"{args.out}: {counted(count, 'leaf')}, {human_bytes(num_bytes, 1)}")
+        show(f"{args.out}: {counted(count, 'leaf')}, {human_bytes(num_bytes, 1)}")
 
 
 # `jshard ckpt import FOREIGN OUT`: converts a checkpoint saved by another library.
@@ -138,7 +145,7 @@ class ImportArgs(_ModelArgs):
 def run_import(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt import`."""
     args = parse(ImportArgs, argv, command="jshard ckpt import")
-    model = args.loaded()
+    model = args.loaded(args.path)
     mesh = cpu_mesh(args.mesh)
     source = _source(args, model)
     with progress("import", sum(leaf.nbytes for leaf in source.arrays.values())) as note:
@@ -166,7 +173,9 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
     if found is None:
         ours = own_checkpoint(args.path.absolute())
         found = Part(ours, {name: (name, None) for name in ours.arrays})
-    named = NamedSource(found, model.names())
+    names = model.names()
+    check_settings(args.path, names)
+    named = NamedSource(found, names)
     bad = [f"{path}  {', '.join(names)} is not there" for path, names in named.absent.items()]
     do = ""
     if args.extra == "error":
@@ -224,8 +233,10 @@ class ExportArgs(_ModelArgs):
     """Keep the model's own names."""
     no_verify: bool = False
     """Skip reading everything first to verify its checksums."""
+    trust: bool = False
+    """Execute the model file that the run names, although the run was not made by you on this machine."""
 
-    def loaded(self) -> Model | None:
+    def loaded_for(self, argv: Sequence[str]) -> Model | None:
         """The requested model, or that of the run that saved the checkpoint, if it defines other names."""
         if self.own_names and (self.model is not None or self.recipe is not None or self.set):
             raise ShardingError(
@@ -237,13 +248,16 @@ class ExportArgs(_ModelArgs):
         place = self.path.absolute()
         run = next((folder for folder in (place, *place.parents[:2]) if RunFolder.holds_run(folder)), None)
         if run is None or self.recipe is not None or self.set:
-            return super().loaded()
+            return self.loaded()
         if self.own_names or (self.model is None and (self.format, self.part) != ("safetensors", "model")):
             return None
         try:
-            stored = StoredRun.read(run, model=self.model)
+            command = ["jshard", "ckpt", "export", *argv]
+            stored = StoredRun.read(run, model=self.model, is_trusted=self.trust, command=command)
             model = Model(stored.model_file, stored.recipe, stored)
             model.names()
+        except UntrustedError:
+            raise
         except ShardingError as error:
             if self.model is not None:
                 raise
@@ -255,7 +269,7 @@ class ExportArgs(_ModelArgs):
 def run_export(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt export`."""
     args = parse(ExportArgs, argv, command="jshard ckpt export")
-    model = args.loaded()
+    model = args.loaded_for(argv)
     args = args if model is None else dataclasses.replace(args, model=model.file.path)
     path = checkpoint_at(args.path)
     ours = own_checkpoint(path)
@@ -278,7 +292,7 @@ def run_export(argv: Sequence[str]) -> int:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
         names = ", ".join(file.name for file in files)
-        print(f"{args.out}: {counted(len(source.leaves), 'array')}, {human_bytes(total, 1)}: {names}")
+        show(f"{args.out}: {counted(len(source.leaves), 'array')}, {human_bytes(total, 1)}: {names}")
     return 0
 
 
@@ -331,11 +345,11 @@ class Model:
 
     def beside(self) -> dict[str, str]:
         """The files beside its arrays that other libraries need, by name."""
-        make = self.file.hf_config
-        if make is None:
+        config = self.file.config_elsewhere(self.recipe.model)
+        if config is None:
             return {}
         tokenizer = {} if self.run is None else self.run.tokenizer_texts()
-        return {"config.json": as_json(make(self.recipe.model)) + "\n", **tokenizer}
+        return {"config.json": as_json(config) + "\n", **tokenizer}
 
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""

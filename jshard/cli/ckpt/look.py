@@ -31,11 +31,13 @@ from jshard.checkpoint.comparing import (
 from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
-from jshard.checkpoint.readers import open_checkpoint
+from jshard.checkpoint.readers import ForeignCheckpoint, open_checkpoint
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import ShardingError, printable
 from jshard.inspect.tables import FittedTable, add_row, made_table, show, whole_line
+from jshard.recipes.hf_config import Reading, config_file, load, read
+from jshard.recipes.hf_families import FAMILIES, HARMLESS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +91,9 @@ def _listing_table(found: Listing) -> Group:
 class InspectArgs:
     """Shows the tree of a checkpoint: shapes, dtypes, bytes, how leaves were sharded, and their stored pieces.
 
-    Equal layers are shown once: 0..11. No values are read. Exit codes: 0 done, 1 its metadata are damaged, 2 there
-    is no checkpoint.
+    For weights of Hugging Face it also shows their config.json: for each key the field of a recipe, or why there is
+    none. Equal layers are shown once: 0..11. No values are read. Exit codes: 0 done, 1 its metadata are damaged, 2
+    there is no checkpoint.
     """
 
     path: tyro.conf.Positional[Path]
@@ -109,6 +112,7 @@ def run_inspect(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt inspect`."""
     args = parse(InspectArgs, argv, command="jshard ckpt inspect")
     opened = open_checkpoint(checkpoint_at(args.path, args.step))
+    reading = _config_of(opened)
     begin = args.below.rstrip("/")
     leaves = opened.described()
     shown = {p: leaf for p, leaf in leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
@@ -121,10 +125,39 @@ def run_inspect(argv: Sequence[str]) -> int:
             do=f"jshard ckpt inspect {args.path} --depth 1",
         )
     if args.json:
-        print(as_json(_leaves_json(opened, shown)))
-    else:
-        show(_leaf_table(opened, shown, args.depth))
+        config = {} if reading is None else {"config": [dataclasses.asdict(row) for row in reading.rows]}
+        print(as_json(_leaves_json(opened, shown) | config))
+        return 0
+    show(_leaf_table(opened, shown, args.depth))
+    if reading is not None:
+        show(_config_table(reading))
     return 0
+
+
+def _config_of(opened: Opened) -> Reading | None:
+    """The config.json beside weights of another library; None if there is none."""
+    if not isinstance(opened, ForeignCheckpoint):
+        return None
+    file = config_file(opened.path)
+    return None if file is None else read(load(file), tuple(FAMILIES))
+
+
+def _config_table(reading: Reading) -> Group:
+    """The keys that a recipe reads or refuses, and a line with the others."""
+    table = made_table("", "config.json", "value", "recipe")
+    harmless = []
+    without_field = "" if reading.family is None else "supported"
+    for row in reading.rows:
+        if not row.field and not row.problem and row.name in HARMLESS:
+            harmless.append(row.name)
+            continue
+        add_row(table, *map(printable, (row.name, row.short, row.problem or row.field or without_field)))
+    lines = []
+    if harmless:
+        lines.append(f"without effect on the logits: {', '.join(harmless)}")
+    if reading.problems:
+        lines.append("no recipe computes this model.")
+    return Group(table, *map(Text, map(printable, lines)))
 
 
 def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:

@@ -67,7 +67,7 @@ def run_timeline(argv: Sequence[str]) -> int:
     args = parse(TimelineArgs, argv, command="jshard ckpt timeline")
     _check(args)
     series = series_at(args.path)
-    every = timelines(series) if series is not None else []
+    every = timelines(series, remark) if series is not None else []
     report = _Report(series or args.path, _chosen(args, every), every, args.mtbf, args.interval)
     for path in args.out:
         if path.suffix == ".png":

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jshard import _compat
 from jshard.engine.rules import PARTIAL, Eqn, Partitioner, State, Value, array_bytes, free_dim, opened, rule, same
 from jshard.errors import CallError
+from jshard.plans.mesh import FSDP
 from jshard.plans.placement import axes_of, spec_over
 
 if TYPE_CHECKING:
@@ -153,11 +154,14 @@ class _Inner:
         sizes = self.sizes = dict(here.shape)
         if wrong := [f"{a} of degree {theirs[a]}" for a in params["newly_manual_axes"] if sizes.get(a) != theirs[a]]:
             ours = ", ".join(f"{a}={n}" for a, n in sizes.items())
+            do = "jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given"
+            if FSDP in theirs:  # only then can parameters be sharded over it
+                do = f"js.fully_shard(model, mesh=mesh)  # the mesh of the shard_map; or, in the model:\n{do}"
             raise CallError(
                 "A shard_map inside the model uses a different mesh than the model.",
                 where=_compat.user_place(eqn),
                 why=f"it is over {', '.join(sorted(wrong))}; the model is over {ours}.",
-                do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
+                do=do,
             )
         specs = (*params["in_specs"], *params["out_specs"])
         if any(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None) for spec in specs):

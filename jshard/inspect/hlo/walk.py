@@ -311,6 +311,20 @@ def _passed(operations: int, work: OpWork) -> _Passed:
     return collections.Counter(operations=operations, matmuls=work.matmuls, flops=work.total_flops)  # type: ignore[arg-type]
 
 
+def _text_of(program: Any) -> str:
+    """The text of a program; an error for what is none."""
+    if isinstance(program, str):
+        return program
+    if not callable(getattr(program, "as_text", None)):
+        raise ProgramError(
+            "This is not a compiled program.",
+            where=f"a {type(program).__name__}",
+            why="it has no text; a function has to be compiled for its arguments first.",
+            do="jax.jit(step).lower(state, batch).compile()",
+        )
+    return program.as_text()
+
+
 def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
     """The collectives of a program, a `jax.stages.Compiled` or its text; their axes are those of a mesh.
 
@@ -320,7 +334,7 @@ def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tup
     Raises:
         ProgramError: communication that cannot be counted: an unknown kind or dtype.
     """
-    walk = Walk(parse_module(program if isinstance(program, str) else program.as_text()), mesh)
+    walk = Walk(parse_module(_text_of(program)), mesh)
     walk.run()
     return tuple(walk.windows)
 
@@ -349,7 +363,7 @@ def read_schedule(
     Raises:
         ProgramError: the text has no schedule, or it holds communication that is not understood.
     """
-    module = parse_module(program if isinstance(program, str) else program.as_text())
+    module = parse_module(_text_of(program))
     if not module.is_scheduled:
         raise ProgramError(
             "The program has no schedule.",

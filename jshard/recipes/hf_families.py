@@ -1,0 +1,210 @@
+"""Tables of the models in Hugging Face's `config.json` that recipes compute: a `Family` for each `model_type`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.recipes.hf_keys import (
+    Choice,
+    ConfigKey,
+    DerivedKey,
+    Fixed,
+    Gated,
+    HeadWidth,
+    LayerWindow,
+    Meaning,
+    Rope,
+    SlidingWindow,
+    TiedAndScaled,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """The table of one `model_type`.
+
+    Attributes:
+        model_type: its name.
+        architectures: the classes whose parameters a model file of jshard has; the first is written.
+        keys: those that are fields of the recipe.
+        fixed: those of which only some values are computed.
+        implied: fields of the recipe that follow from the type.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    keys: tuple[ConfigKey, ...]
+    fixed: tuple[Fixed, ...] = ()
+    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+# What a model without such a field computes.
+OFF = {"attention_bias": "none", "mlp_bias": False, "qk_norm": False, "sliding_window": 0}
+
+_QUANTIZED = "quantized parameters are not read; export them in 16 or 32 bits"
+_CUSTOM_CODE = "the model is the Python code beside it, whatever model_type says"
+ANY_FAMILY = (
+    Fixed(name="add_cross_attention", only=(False, None)),
+    Fixed(name="auto_map", only=(None, {}), why=_CUSTOM_CODE),
+    Fixed(name="cross_attention_hidden_size", only=(None,)),
+    Fixed(name="is_encoder_decoder", only=(False, None)),
+    Fixed(name="per_layer_config", only=(None, {})),
+    Fixed(name="pruned_heads", only=(None, {})),
+    Fixed(name="quantization_config", only=(None,), why=_QUANTIZED),
+    Fixed(name="tie_encoder_decoder", only=(False, None)),
+)
+
+# Keys that leave the logits unchanged, whatever their value is.
+HARMLESS = frozenset(
+    # Of training: the recipe has its own.
+    "attention_dropout attn_pdrop classifier_dropout dropout_rate embd_pdrop gradient_checkpointing"
+    " initializer_factor initializer_range resid_pdrop"
+    # Of the file, of how it is computed, and of what a call returns.
+    " _attn_implementation _attn_implementation_autoset _commit_hash _from_model_config _name_or_path"
+    " attn_implementation chunk_size_feed_forward dtype experts_implementation is_decoder is_llama_config"
+    " keys_to_ignore_at_inference name_or_path output_attentions output_hidden_states output_past pretraining_tp"
+    " reorder_and_upcast_attn return_dict tf_legacy_loss torch_dtype torchscript transformers.js_config"
+    " transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict vocab_file"
+    # Of tokens and of heads of other tasks; `architectures` says whether there is one.
+    " _num_labels bos_token_id decoder_start_token_id eos_token_id finetuning_task id2label label2id n_ctx n_positions"
+    " n_special num_labels pad_token_id predict_special_tokens prefix problem_type sep_token_id summary_activation"
+    " summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class"
+    # Of generation.
+    " assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty"
+    " do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff"
+    " exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length"
+    " no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams"
+    " num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate"
+    " suppress_tokens target_lookbehind temperature top_k top_p typical_p".split()
+)
+
+
+def _decoder(
+    name: str, *, shared: int | None, width: int | None, window: bool = False, bias: bool
+) -> tuple[ConfigKey, ...]:
+    """The keys of Llama and its relatives; `shared` and `width` are the defaults of kv heads and of a head's width."""
+    wide = ConfigKey(name="hidden_size", field="d_model", default=4096)
+    heads = ConfigKey(name="num_attention_heads", field="n_head", default=32)
+    layers = ConfigKey(name="num_hidden_layers", field="n_layer", default=32)
+    length = ConfigKey(name="max_position_embeddings", field="block_size", default=_LENGTHS[name], is_compared=False)
+    keys: list[ConfigKey] = [
+        ConfigKey(name="vocab_size", field="vocab_size", default=151_936 if name.startswith("qwen") else 32_000),
+        length,
+        layers,
+        heads,
+        DerivedKey(name="num_key_value_heads", field="n_kv_head", default=shared, base=heads),
+        HeadWidth(width=wide, heads=heads, default=width),
+        wide,
+        ConfigKey(name="intermediate_size", field="d_ff", default=_HIDDEN_SIZES[name]),
+        ConfigKey(name="rms_norm_eps", field="rms_norm_eps", default=1e-6),
+        Rope(length=length),
+        ConfigKey(name="tie_word_embeddings", field="tied", default=False),
+    ]
+    if bias:
+        keys.append(_ATTENTION_BIAS)
+    if window:
+        keys.append(LayerWindow(layers=layers))
+    return tuple(keys)
+
+
+_LENGTHS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
+_HIDDEN_SIZES = {"llama": 11_008, "mistral": 14_336, "qwen2": 22_016, "qwen3": 22_016}
+_ATTENTION_BIAS = Choice(
+    name="attention_bias",
+    field="attention_bias",
+    default=False,
+    off="none",
+    choices=(Meaning(False, "none"), Meaning(True, "all")),
+)
+_SILU = Fixed(name="hidden_act", only=("silu", "swish"))
+_NO_WINDOW = Fixed(name="sliding_window", only=(None,))
+_NO_MROPE = Fixed(name="use_mrope", only=(False, None))
+_NO_BIAS = (Fixed(name="attention_bias", only=(False, None)), Fixed(name="mlp_bias", only=(False, None)))
+
+_EMBEDDING = ConfigKey(name="n_embd", field="d_model", default=768)
+_T5_LAYERS = ConfigKey(name="num_layers", field="n_layer", default=6)
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            model_type="llama",
+            architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "LlamaModel"),
+            keys=(
+                *_decoder("llama", shared=None, width=None, bias=True),
+                ConfigKey(name="mlp_bias", field="mlp_bias", default=False, off=False),
+            ),
+            fixed=(_SILU, _NO_WINDOW, _NO_MROPE),
+            implied={"qk_norm": False, "sliding_window": 0},
+        ),
+        Family(
+            model_type="mistral",
+            architectures=("MistralForCausalLM", "MistralModel"),
+            keys=(*_decoder("mistral", shared=8, width=None, bias=False), SlidingWindow(default=4096)),
+            fixed=(_SILU, *_NO_BIAS),
+            implied={"attention_bias": "none", "mlp_bias": False, "qk_norm": False},
+        ),
+        Family(
+            model_type="qwen2",
+            architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+            keys=_decoder("qwen2", shared=32, width=None, window=True, bias=False),
+            fixed=(_SILU, _NO_MROPE),
+            implied={"attention_bias": "qkv", "mlp_bias": False, "qk_norm": False},
+        ),
+        Family(
+            model_type="qwen3",
+            architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+            keys=_decoder("qwen3", shared=32, width=128, window=True, bias=True),
+            fixed=(_SILU, _NO_MROPE),
+            implied={"mlp_bias": False, "qk_norm": True},
+        ),
+        Family(
+            model_type="gpt2",
+            architectures=("GPT2LMHeadModel", "GPT2Model"),
+            keys=(
+                ConfigKey(name="vocab_size", field="vocab_size", default=50_257),
+                ConfigKey(name="n_positions", field="block_size", default=1024),
+                ConfigKey(name="n_layer", field="n_layer", default=12),
+                ConfigKey(name="n_head", field="n_head", default=12),
+                _EMBEDDING,
+                DerivedKey(name="n_inner", field="d_ff", base=_EMBEDDING, times=4),
+                ConfigKey(name="layer_norm_epsilon", field="layer_norm_eps", default=1e-5),
+                ConfigKey(name="tie_word_embeddings", field="tied", default=True),
+            ),
+            fixed=(
+                Fixed(name="activation_function", only=("gelu_new", "gelu_pytorch_tanh")),
+                Fixed(name="scale_attn_by_inverse_layer_idx", only=(False,)),
+                Fixed(name="scale_attn_weights", only=(True,)),
+            ),
+            implied={"positions": "learned"},
+        ),
+        Family(
+            model_type="t5",
+            architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"),
+            keys=(
+                ConfigKey(name="vocab_size", field="vocab_size", default=32_128),
+                _T5_LAYERS,
+                DerivedKey(name="num_decoder_layers", field="n_layer", base=_T5_LAYERS),
+                ConfigKey(name="num_heads", field="n_head", default=8),
+                ConfigKey(name="d_model", field="d_model", default=512),
+                ConfigKey(name="d_kv", field="d_kv", default=64),
+                ConfigKey(name="d_ff", field="d_ff", default=2048),
+                ConfigKey(name="relative_attention_num_buckets", field="num_buckets", default=32),
+                ConfigKey(name="relative_attention_max_distance", field="max_distance", default=128),
+                Gated(
+                    name="feed_forward_proj",
+                    field="gated",
+                    default="relu",
+                    choices=(Meaning("relu", False), Meaning("gated-gelu", True)),
+                ),
+                TiedAndScaled(),
+            ),
+            fixed=(
+                Fixed(name="is_encoder_decoder", only=(True,)),
+                Fixed(name="layer_norm_epsilon", only=(1e-6,)),
+            ),
+        ),
+    )
+}

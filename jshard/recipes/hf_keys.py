@@ -1,0 +1,429 @@
+"""The keys of Hugging Face's `config.json`, and the fields of a recipe that have their values.
+
+A `ConfigKey` is read in three directions: from the file to the value that Transformers computes with, from there to
+fields of the recipe, and back. A value that a recipe cannot have raises a ValueError with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+"""The contents of a config.json."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigKey:
+    """A key whose value is a field of the recipe's model.
+
+    Attributes:
+        name: of the key.
+        field: of the recipe's model.
+        default: what Transformers takes if the key is absent; its type is that of the value.
+        off: the value of a model without such a field; None if there is none.
+        is_compared: whether another value of the recipe is another model.
+    """
+
+    name: str
+    field: str
+    default: Any
+    off: Any = None
+    is_compared: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys of the file that it reads."""
+        return (self.name,)
+
+    @property
+    def described(self) -> str:
+        """The fields of the recipe, for people."""
+        return f"model.{self.field}"
+
+    def stored(self, config: Config) -> Any:
+        """The value that Transformers computes with."""
+        return typed(config.get(self.name, self.default), type(self.default))
+
+    def computed(self, model: Any) -> Any:
+        """The same of the recipe's model; None if it has no such field."""
+        return getattr(model, self.field, self.off)
+
+    def fields(self, value: Any) -> dict[str, Any]:
+        """The fields of the recipe for a value."""
+        return {self.field: value}
+
+    def can_be(self, value: Any) -> bool:
+        """Whether a file can have a value that a recipe computes."""
+        return value is not None
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """The keys of the file for a value."""
+        return {self.name: value}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DerivedKey(ConfigKey):
+    """A key that may be null or absent: then its value follows from other keys.
+
+    Attributes:
+        base: a key that the value follows from.
+        times: the value is so many times that of `base`.
+    """
+
+    base: ConfigKey
+    times: int = 1
+    default: Any = None
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`."""
+        value = config.get(self.name, self.default)
+        if value is None:
+            return self.times * self.base.stored(config)
+        return typed(value, int)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadWidth(ConfigKey):
+    """The width of a head: by default that of the model over its heads, which the recipe has as 0."""
+
+    name: str = "head_dim"
+    field: str = "head_dim"
+    default: Any = None
+    width: ConfigKey
+    heads: ConfigKey
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`."""
+        value = config.get(self.name, self.default)
+        if value is None:
+            return self.width.stored(config) // self.heads.stored(config)
+        return typed(value, int)
+
+    def computed(self, model: Any) -> Any:
+        """See `ConfigKey.computed`."""
+        return getattr(model, self.field, 0) or model.d_model // model.n_head
+
+
+@dataclasses.dataclass(frozen=True)
+class Meaning:
+    """A value of the file and the value of the recipe's field that means the same."""
+
+    stored: Any
+    field: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice(ConfigKey):
+    """A key whose values have other names in the recipe."""
+
+    choices: tuple[Meaning, ...]
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`."""
+        value = config.get(self.name, self.default)
+        check_only({self.name: value}, self.name, tuple(choice.stored for choice in self.choices))
+        return value
+
+    def computed(self, model: Any) -> Any:
+        """See `ConfigKey.computed`; a value that the file cannot have is left as it is."""
+        own = super().computed(model)
+        return next((choice.stored for choice in self.choices if choice.field == own), own)
+
+    def fields(self, value: Any) -> dict[str, Any]:
+        """See `ConfigKey.fields`."""
+        return {self.field: next(choice.field for choice in self.choices if choice.stored == value)}
+
+    def can_be(self, value: Any) -> bool:
+        """See `ConfigKey.can_be`."""
+        return any(choice.stored == value for choice in self.choices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gated(Choice):
+    """The feed-forward of T5, which newer files describe by three keys."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `ConfigKey.names`."""
+        return (self.name, "dense_act_fn", "is_gated_act")
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`."""
+        value = super().stored(config)
+        is_gated = value == "gated-gelu"
+        check_only(config, "is_gated_act", (is_gated,))
+        check_only(config, "dense_act_fn", ("gelu_new" if is_gated else "relu",))
+        return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiedAndScaled(ConfigKey):
+    """Whether T5 scores tokens by their table: then, and only then, its recipe scales what it scores."""
+
+    name: str = "tie_word_embeddings"
+    field: str = "tied"
+    default: Any = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `ConfigKey.names`."""
+        return (self.name, "scale_decoder_outputs")
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`."""
+        is_tied = super().stored(config)
+        check_only(config, "scale_decoder_outputs", (is_tied,))
+        return is_tied
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlidingWindow(ConfigKey):
+    """The sliding window of Mistral, null for none."""
+
+    name: str = "sliding_window"
+    field: str = "sliding_window"
+    default: Any = None
+    off: Any = 0
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`."""
+        value = config.get(self.name, self.default)
+        if value is None:
+            return 0
+        return typed(value, int)
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """See `ConfigKey.written`."""
+        return {self.name: value or None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerWindow(SlidingWindow):
+    """The sliding window of Qwen, which other keys switch on, for all layers or some."""
+
+    default: Any = 4096
+    layers: ConfigKey
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `ConfigKey.names`."""
+        return ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`."""
+        window = 0
+        if typed(config.get("use_sliding_window", False), bool):
+            window = super().stored(config)
+        count = self.layers.stored(config)
+        kinds = config.get("layer_types")
+        if kinds is None:
+            first = config.get("max_window_layers", 28)
+            if first != 0:
+                first = typed(first, int)
+            sliding = max(count - first, 0) if window else 0
+        elif isinstance(kinds, list) and len(kinds) == count and set(kinds) <= {"full_attention", "sliding_attention"}:
+            sliding = kinds.count("sliding_attention")
+        else:
+            raise ValueError(f"layer_types={json.dumps(kinds)} does not name the attention of {count} layers")
+        if sliding and not window:
+            raise ValueError("layer_types has sliding attention, and use_sliding_window is off")
+        if sliding not in (0, count):
+            raise ValueError(f"{sliding} of {count} layers have a window; the recipe has one in all layers or in none")
+        return window if sliding else 0
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """See `ConfigKey.written`."""
+        if value:
+            return {"use_sliding_window": True, "sliding_window": value, "max_window_layers": 0}
+        return {"use_sliding_window": False}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalingKey:
+    """A key of `rope_scaling`, and the field of the recipe's `rope_scaling` that has its value."""
+
+    name: str
+    field: str
+    default: Any = None  # None: the key is needed
+
+
+_FACTOR = ScalingKey(name="factor", field="factor")
+_ORIGINAL = ScalingKey(name="original_max_position_embeddings", field="original_size")
+_SCALINGS: Mapping[str, tuple[ScalingKey, ...]] = {
+    "default": (),
+    "linear": (_FACTOR,),
+    "dynamic": (_FACTOR, _ORIGINAL),
+    "llama3": (
+        _FACTOR,
+        _ORIGINAL,
+        ScalingKey(name="low_freq_factor", field="low_freq_factor"),
+        ScalingKey(name="high_freq_factor", field="high_freq_factor"),
+    ),
+    "yarn": (
+        _FACTOR,
+        _ORIGINAL,
+        ScalingKey(name="beta_fast", field="beta_fast", default=32.0),
+        ScalingKey(name="beta_slow", field="beta_slow", default=1.0),
+        ScalingKey(name="truncate", field="truncate", default=True),
+        ScalingKey(name="attention_factor", field="attention_factor"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope(ConfigKey):
+    """Rotary positions: in `rope_theta` and `rope_scaling`, or from Transformers 5 on together in `rope_parameters`."""
+
+    name: str = "rope_parameters"
+    field: str = "rope_theta"
+    default: Any = 10_000.0
+    length: ConfigKey
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `ConfigKey.names`."""
+        return ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleaved")
+
+    @property
+    def described(self) -> str:
+        """See `ConfigKey.described`."""
+        return "model.rope_theta, model.rope_scaling"
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`; a dict with "rope_theta", "kind" and the fields of that kind."""
+        check_only(config, "partial_rotary_factor", (None, 1))
+        check_only(config, "rope_interleaved", (None, False))
+        parts = [dict(value) for value in map(config.get, ("rope_parameters", "rope_scaling")) if value]
+        thetas = {part.pop("rope_theta") for part in parts if part.get("rope_theta") is not None}
+        thetas |= {config["rope_theta"]} if config.get("rope_theta") is not None else set()
+        if len(thetas) > 1:
+            raise ValueError(f"rope_theta is {' and '.join(map(str, sorted(thetas)))}")
+        scalings = [self._scaling(part, config) for part in parts]
+        if any(scaling != scalings[0] for scaling in scalings):
+            raise ValueError("rope_parameters and rope_scaling differ")
+        theta = typed(next(iter(thetas), self.default), float)
+        return {"rope_theta": theta, **next(iter(scalings), {"kind": "default"})}
+
+    def _scaling(self, part: dict[str, Any], config: Config) -> dict[str, Any]:
+        """The kind of a scaling and its fields."""
+        check_only(part, "partial_rotary_factor", (None, 1))
+        kinds = {part[name] for name in ("rope_type", "type") if part.get(name) is not None}
+        if len(kinds) > 1 or not kinds <= _SCALINGS.keys():
+            raise ValueError(f"the kind {json.dumps(sorted(map(str, kinds)))} is not one of {', '.join(_SCALINGS)}")
+        kind = next(iter(kinds), "default")
+        keys = {name: value for name, value in part.items() if value is not None}
+        for name in ("rope_type", "type", "partial_rotary_factor"):
+            keys.pop(name, None)
+        longest = self.length.stored(config)
+        if kind == "dynamic" and keys.setdefault(_ORIGINAL.name, longest) != longest:
+            raise ValueError(f"dynamic scaling begins at max_position_embeddings={longest}")
+        if kind in ("llama3", "yarn"):
+            keys.setdefault(_ORIGINAL.name, longest)
+        if kind == "yarn":
+            _settle_yarn(keys, longest)
+        unknown = keys.keys() - {key.name for key in _SCALINGS[kind]}
+        if unknown:
+            raise ValueError(f"{', '.join(sorted(unknown))} of {kind} scaling is not known here")
+        return {"kind": kind, **{key.field: _scaling_value(key, keys) for key in _SCALINGS[kind]}}
+
+    def computed(self, model: Any) -> Any:
+        """See `ConfigKey.computed`."""
+        theta = super().computed(model)
+        if theta is None:
+            return None
+        scaling = getattr(model, "rope_scaling", None)
+        kind = getattr(scaling, "kind", "default")
+        fields = {key.field: getattr(scaling, key.field) for key in _SCALINGS.get(kind, ())}
+        return {"rope_theta": theta, "kind": kind, **fields}
+
+    def fields(self, value: Any) -> dict[str, Any]:
+        """See `ConfigKey.fields`."""
+        scaling = {f"rope_scaling.{name}": setting for name, setting in value.items() if name != "rope_theta"}
+        if value["kind"] == "default":
+            scaling = {"rope_scaling.kind": "default"}
+        return {"rope_theta": value["rope_theta"]} | scaling
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """See `ConfigKey.written`; in the form that all versions of Transformers read."""
+        kind = value["kind"]
+        if kind == "default":
+            return {"rope_theta": value["rope_theta"], "rope_scaling": None}
+        keys = {key.name: value[key.field] for key in _SCALINGS[kind] if value[key.field] is not None}
+        result: dict[str, Any] = {"rope_theta": value["rope_theta"]}
+        if kind == "dynamic":  # it begins there
+            result[self.length.name] = keys.pop(_ORIGINAL.name)
+        return result | {"rope_scaling": {"rope_type": kind, **keys}}
+
+
+def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
+    """Replaces the keys of yarn from which Transformers computes others."""
+    if "factor" not in keys:
+        keys["factor"] = longest / typed(keys[_ORIGINAL.name], int)
+    top, bottom = keys.pop("mscale", None), keys.pop("mscale_all_dim", None)
+    if top and bottom and "attention_factor" not in keys:
+        growth = 0.1 * math.log(typed(keys["factor"], float))
+        keys["attention_factor"] = (typed(top, float) * growth + 1) / (typed(bottom, float) * growth + 1)
+
+
+def _scaling_value(key: ScalingKey, keys: Mapping[str, Any]) -> Any:
+    value = keys.get(key.name, key.default)
+    if value is None and key.name == "attention_factor":
+        return None
+    if value is None:
+        raise ValueError(f"{key.name} is missing")
+    if key is _ORIGINAL:
+        return typed(value, int)
+    if isinstance(key.default, bool):
+        return typed(value, bool)
+    return typed(value, float)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """A key of which only some values are computed, and absent means one of them."""
+
+    name: str
+    only: tuple[Any, ...]
+    why: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys of the file that it reads."""
+        return (self.name,)
+
+    def check(self, config: Config) -> None:
+        """Raises a ValueError for another value."""
+        if self.name in config and not _is_among(config[self.name], self.only):
+            raise ValueError(self.why or f"is supported as {_listed(self.only)} only")
+
+
+def typed(value: Any, kind: type) -> Any:
+    """The value in the type of its key; integers count as floats."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    if not is_kind:
+        raise ValueError(f"{json.dumps(value)} is no {kind.__name__}")
+    if kind is not bool and not 0 < value < math.inf:
+        raise ValueError(f"{value} is not above 0")
+    return value
+
+
+def _is_among(value: Any, values: Iterable[Any]) -> bool:
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+
+def check_only(config: Config, name: str, only: tuple[Any, ...]) -> None:
+    """Raises a ValueError if the key is there with another value than these."""
+    if name in config and not _is_among(config[name], only):
+        raise ValueError(f"{name} is supported as {_listed(only)} only")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    """The values as JSON; of several, those that say something."""
+    full = [value for value in values if value not in (None, [], {})]
+    return " or ".join(json.dumps(value) for value in full or values[:1])
