@@ -1,14 +1,17 @@
 """Compiled programs on disk, beside the runs, so that a restarted run does not compile again.
 
 JAX's own cache writes its files in place: a process that is killed leaves half a program, which is never replaced.
-Here a file is written atomically and has a checksum; a damaged one is deleted and compiled again. The folder is
-private, because anyone who can write there decides what the run executes.
+Here a file is written atomically and has a checksum; a damaged one is deleted and compiled again.
+
+Anyone who can write a program decides what the run executes. So the folder is private, and the checksum is made with a
+key of the user: programs that came with a folder from elsewhere are not found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import os
 import platform
 import re
@@ -20,6 +23,7 @@ import jax
 
 from jshard import _compat
 from jshard._paths import expanded
+from jshard.train.user_key import user_key
 
 _SUFFIX, _MOST_BYTES, _SUM_BYTES = ".program", 4 << 30, 32
 _FOLDER, _LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
@@ -40,7 +44,13 @@ def keep_programs(beside: Path, given: str) -> str:
     if given == "none":
         jax.config.update(_FOLDER, None)
         return "compiled programs are not stored (--compile-cache none)"
-    folder = (beside / ".compiled" if given == "beside" else expanded(given)) / _machine()
+    key = user_key()
+    if key is None:
+        jax.config.update(_FOLDER, None)
+        return "compiled programs are not stored: there is no home folder for the key that they are signed with"
+    # Users who share a folder do not delete the programs of each other as damaged.
+    user = hmac.digest(key, b"folder of programs", "sha256").hex()[:8]
+    folder = (beside / ".compiled" if given == "beside" else expanded(given)) / f"{_machine()}-{user}"
     try:
         _make_private(folder)
     except OSError as error:
@@ -48,7 +58,7 @@ def keep_programs(beside: Path, given: str) -> str:
         return f"compiled programs are not stored: {folder}: {error.strerror or error}"
     if os.environ.get(_LEAST_S.upper()) is None:
         jax.config.update(_LEAST_S, _WORTH_S)
-    _compat.use_program_cache(ProgramCache(folder), str(folder))
+    _compat.use_program_cache(ProgramCache(folder, key), str(folder))
     return f"compiled programs: {folder}"
 
 
@@ -57,27 +67,30 @@ class ProgramCache:
 
     Args:
         folder: the folder of the files.
+        user_key: the secret that programs are signed with.
         most_bytes: above this size the least recently used files are deleted.
     """
 
-    def __init__(self, folder: Path, *, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, folder: Path, user_key: bytes, *, most_bytes: int = _MOST_BYTES) -> None:
         self._path = folder  # the name under which JAX looks for it
+        self._user_key = user_key
         self._most_bytes = most_bytes
 
     def get(self, key: str) -> bytes | None:
-        """The program of a key; None if it is missing or damaged."""
+        """Returns the program of a key; None if it is missing, damaged, or from somebody else."""
         path = self._path / f"{key}{_SUFFIX}"
         try:
             data = path.read_bytes()
         except OSError:
             return None
-        is_whole = hashlib.sha256(data[_SUM_BYTES:]).digest() == data[:_SUM_BYTES]
+        checksum, program = data[:_SUM_BYTES], data[_SUM_BYTES:]
+        is_whole = hmac.compare_digest(checksum, self._checksum(key, program))
         with contextlib.suppress(OSError):
             if is_whole:
                 os.utime(path)  # last used now
             else:
                 path.unlink()
-        return data[_SUM_BYTES:] if is_whole else None
+        return program if is_whole else None
 
     def put(self, key: str, value: bytes) -> None:
         """Stores a program. A failing disk does not end the run."""
@@ -85,13 +98,17 @@ class ProgramCache:
         with contextlib.suppress(OSError):
             try:
                 with draft.open("wb") as file:
-                    file.write(hashlib.sha256(value).digest() + value)
+                    file.write(self._checksum(key, value) + value)
                     file.flush()
                     os.fsync(file.fileno())
                 draft.replace(path)
             finally:
                 draft.unlink(missing_ok=True)
             self._make_room()
+
+    def _checksum(self, key: str, program: bytes) -> bytes:
+        """Signs a program and its key: under another name it would run in place of another program."""
+        return hmac.digest(self._user_key, key.encode() + b"\0" + program, "sha256")
 
     def _make_room(self) -> None:
         files = []

@@ -7,11 +7,9 @@ the user names it, or trusts the folder.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
-import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +17,10 @@ from typing import Any
 
 from jshard.errors import ShardingError
 from jshard.recipes import shipped_models
+from jshard.train.user_key import user_key
 
 SEAL = "model_file_seal"
 """The entry of run.json."""
-
-_KEY_BYTES = 32
 
 
 class UntrustedError(ShardingError):
@@ -34,7 +31,7 @@ def sealed(model_file: str) -> str | None:
     """The seal of the file that a run of this user names; None if it needs none, or this user can keep no key."""
     if model_file in shipped_models():
         return None
-    key = _key()
+    key = user_key()
     if key is None:
         return None
     return _seal(key, model_file)
@@ -72,7 +69,7 @@ def _is_own(record: Mapping[str, Any], name: str) -> bool:
     stated = record.get(SEAL)
     if not isinstance(stated, str) or not stated.isascii():
         return False
-    key = _key(is_needed=False)
+    key = user_key(is_needed=False)
     return key is not None and hmac.compare_digest(stated, _seal(key, name))
 
 
@@ -80,38 +77,3 @@ def _seal(key: bytes, model_file: str) -> str:
     """Signs the path of the file; not its contents, as a user may edit it between two runs."""
     path = os.fsencode(Path(model_file).resolve())
     return hmac.new(key, path, hashlib.sha256).hexdigest()
-
-
-def _key(*, is_needed: bool = True) -> bytes | None:
-    """The key of this user; None if there is none, or it is not this user's alone. Created if it is needed."""
-    try:
-        file = _key_file()
-        if is_needed and not file.exists():
-            _create_key(file)
-        status = file.stat()
-        key = file.read_bytes()
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
-        return None
-    is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    if not is_private or len(key) != _KEY_BYTES:
-        return None
-    return key
-
-
-def _create_key(file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
-    try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(secrets.token_bytes(_KEY_BYTES))
-        with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
-            os.link(draft, file)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _key_file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME")
-    folder = Path(state) if state else Path.home() / ".local" / "state"
-    return folder / "jshard" / "key"

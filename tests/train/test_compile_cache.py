@@ -12,12 +12,14 @@ from jshard.train.compile_cache import ProgramCache
 from jshard.train.records import read_metrics
 from tests.compiling import environment
 
+KEY = bytes(32)
+
 
 def test_a_torn_or_damaged_program_is_taken_away(tmp_path):
-    cache = ProgramCache(tmp_path)
+    cache = ProgramCache(tmp_path, KEY)
     assert cache.get("a") is None
     cache.put("a", b"program" * 1000)
-    assert ProgramCache(tmp_path).get("a") == b"program" * 1000
+    assert ProgramCache(tmp_path, KEY).get("a") == b"program" * 1000
     (path,) = tmp_path.iterdir()
     for damaged in (path.read_bytes()[:-1], b"", path.read_bytes()[:100] + b"x" + path.read_bytes()[101:]):
         path.write_bytes(damaged)
@@ -26,8 +28,22 @@ def test_a_torn_or_damaged_program_is_taken_away(tmp_path):
     assert cache.get("a") == b"program" * 1000 and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_program_that_another_user_made_is_not_executed(tmp_path):
+    ProgramCache(tmp_path, b"somebody else" * 3).put("a", b"program")
+    assert ProgramCache(tmp_path, KEY).get("a") is None
+    ProgramCache(tmp_path, KEY).put("a", b"program")
+    (tmp_path / "a.program").rename(tmp_path / "b.program")
+    assert ProgramCache(tmp_path, KEY).get("b") is None, "it was signed as the program of another key"
+
+
+def test_a_run_of_a_user_without_a_home_stores_no_programs(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "user_key", lambda: None)
+    assert "not stored" in compile_cache.keep_programs(tmp_path, "beside")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_not_used_for_longest_makes_room(tmp_path):
-    cache = ProgramCache(tmp_path, most_bytes=300)
+    cache = ProgramCache(tmp_path, KEY, most_bytes=300)
     for i, key in enumerate("abc"):
         cache.put(key, b"x" * 100)
         if key != "c":
@@ -36,7 +52,7 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path):
-    ProgramCache(tmp_path / "nowhere").put("a", b"x")
+    ProgramCache(tmp_path / "nowhere", KEY).put("a", b"x")
 
 
 def test_a_folder_where_others_may_write_is_not_used(tmp_path):
