@@ -18,7 +18,7 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine.context import in_shapes_only
-from jshard.engine.rules.reductions import flops
+from jshard.engine.rules.products import flops
 from jshard.errors import CallError
 from jshard.plans.mesh import CONTEXT
 from jshard.plans.placement import Placement

@@ -126,7 +126,7 @@ class _Execution:
             is_split = [isinstance(one.state, int) for one in self._operands]
             of_examples = functools.partial(products_that_depend, call.program.jaxpr.jaxpr, is_split)
             arguments, num_shards = list(region.arguments), data_degree(region.mesh)
-            warn_of_whole(region.name, arguments, region.batch, num_shards, p.noted, of_examples)
+            warn_of_whole(region.name, arguments, region.batch, num_shards, p.records, of_examples)
         kept = region.keeps(p, self._operands) if call.returns_copies else {}
 
         is_own = [target.is_own for target in self._targets]
@@ -147,7 +147,7 @@ class _Execution:
         wanted = [PARTIAL if target.is_own else target.state for target in self._targets]
         shards = {i: state for i, state in enumerate(wanted) if isinstance(state, Shard)}
         outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, shards)
-        free = [p.land(p.settle(v)) for v in outs[len(wanted) :]]
+        free = [p.materialize(p.reduce_partial(v)) for v in outs[len(wanted) :]]
         if not wanted:
             return free
 
