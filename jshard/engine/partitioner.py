@@ -431,7 +431,7 @@ class Partitioner:
         same_dims = [dim for dim in candidates if split_sizes.get(dim) == result.shape[dim]]
         dim = (same_dims or candidates)[0]
         split = self.split(result, dim)
-        split.conversions[None] = result  # whoever reads it whole need not gather it
+        split.conversions[None] = result  # who reads it whole need not gather it
         return split
 
     def bind(self, eqn: JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:

@@ -132,7 +132,7 @@ def _convert_index_dim(eqn: JaxprEqn, operands: Sequence[Value]) -> int | None:
 
 @index_dim("select_n")
 def _select_index_dim(eqn: JaxprEqn, operands: Sequence[Value]) -> int | None:
-    """JAX reads negative indices from the end, by `where(i < 0, i + n, i)`: an index that counts up is none of them."""
+    """JAX reads negative indices from the end, by `where(i < 0, i + n, i)`. No index that counts up is negative."""
     predicate, if_false = operands[:2]
     test = predicate.provenance
     if test is None or test.name != "lt" or index_dim_of(test.operands[0]) is None:

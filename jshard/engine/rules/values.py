@@ -35,7 +35,7 @@ State = int | str | Shard | None
 
     a dim      each shard has the part of the value along that dim that has its number
     PARTIAL    the value is the sum over the shards
-    a Shard    it is stored like a parameter, and gathered by whoever reads it
+    a Shard    it is stored like a parameter, and gathered by its reader
     None       whole: every shard has all of it
 """
 
