@@ -19,7 +19,7 @@ from jshard.plans.units import Unit
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Crossing:
-    """How a value enters or leaves a region; `counted` and `parameter` are those of `Value`.
+    """How a value enters or leaves a region; `index_dims` and `parameter` are those of `Value`.
 
     Attributes:
         state: its state.
@@ -29,7 +29,7 @@ class Crossing:
 
     state: State
     is_own: bool = False
-    counted: dict[int, int] = dataclasses.field(default_factory=dict)
+    index_dims: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
     inner: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class Crossing:
 
     def enter(self, x: jax.Array) -> Value:
         """Returns the value of an array that has entered."""
-        return Value(x[0] if self.is_own else x, self.state, index_dims=self.counted, parameter=self.parameter)
+        return Value(x[0] if self.is_own else x, self.state, index_dims=self.index_dims, parameter=self.parameter)
 
     def behind_a_mapped_dim(self) -> "Crossing":
         """Returns the crossing of the same value with one more dim, the first."""
