@@ -143,7 +143,7 @@ def _recorded_times(p: Partitioner, trips: int) -> Iterator[None]:
 # ---- scan
 
 
-def rows(value: Value, x: Any) -> Value:
+def row_of(value: Value, x: Any) -> Value:
     """Returns one iteration's value of a scanned value: it has one dim less, the first."""
     row = value.with_array(x)
     if value.is_split:
@@ -240,7 +240,7 @@ class Scan:
         def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
             with self.p.own_trace():
                 carry = in_states(carry_xs, states)
-                scanned = [rows(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
+                scanned = [row_of(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
                 arguments = self.body_arguments(carry, scanned, shared_xs)
                 with self.recorded_times(self.length):
                     results = self.body_results(self.p.run_body(self.jaxpr, self.consts, arguments))

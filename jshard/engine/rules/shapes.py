@@ -98,7 +98,7 @@ def reshape(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
     pairs = [pair for pair in _same_parts(old_shape, new_shape) if _divides(p, pair, old_shape, new_shape)]
     if not pairs:
         return None
-    # The operand moves least if it stays split as it is, and then within the group: the last key of `min` decides.
+    # Nothing moves if the operand stays split as it is. Second best is another dim of the same group.
     pair = min(pairs, key=lambda pair: (pair.old != value.dim, pair.old not in group.old))
     x = lax.reshape(p.split(value, pair.old).x, shard_shape(p, new_shape, pair.new))
     result = Value(x, pair.new)
@@ -128,7 +128,7 @@ def merged_dims(old: Sequence[int], new: Sequence[int]) -> list[_MergedDims]:
             if old_size == new_size:
                 break
             can_take_old = old_end < len(old)
-            # The smaller side takes its next dim, or the other side if it has none: dims of size 1 at its end.
+            # The smaller side takes its next dim; if it has none left, the other side does.
             if new_end == len(new) or (old_size < new_size and can_take_old):
                 old_end += 1
             else:
@@ -140,9 +140,10 @@ def merged_dims(old: Sequence[int], new: Sequence[int]) -> list[_MergedDims]:
 
 
 def _same_parts(old: Sequence[int], new: Sequence[int]) -> list[_SplitPair]:
-    """Returns the pairs of dims with the same number of elements before them: one is the outermost part of the other.
+    """Returns the pairs of dims, of the operand and of the result, that have equally many indices before them.
 
-    The first half of the elements of both is the same then, and so is any other part along them.
+    Split along either, a shard has the same elements. For (4, 6) to (4, 2, 3), with dims 1 and 1: there are 4 blocks of
+    6 elements, and a shard has the same part of each block, whether it is seen as 6 elements or as 2 * 3.
     """
     pairs = []
     for i in range(len(old)):
