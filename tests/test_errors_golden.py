@@ -5,6 +5,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import os
 import pathlib
@@ -30,7 +31,7 @@ from jshard import _files, _processes, errors
 from jshard.api.fully_shard import revise
 from jshard.api.gradients import LossScale
 from jshard.engine.created import check_same
-from jshard.engine.rules import RULES
+from jshard.engine.rules import PRIMITIVES
 from jshard.errors import MeshError
 from jshard.plans.mesh import _in_torus
 from tests.helpers import with_placement
@@ -229,7 +230,8 @@ def loop_over_padded_layers():
 def with_a_rule_that_fails():
     """A fault of the engine's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RULES, "sin", lambda p, eqn, values: 1 // 0)
+        failing = dataclasses.replace(PRIMITIVES["sin"], rule=lambda p, eqn, operands: 1 // 0)
+        patch.setitem(PRIMITIVES, "sin", failing)
         call(annotated(lambda model, x: jnp.sin(model.out(x))), X)
 
 

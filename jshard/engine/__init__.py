@@ -8,7 +8,7 @@ From the outside in:
     program_call a call as one equation, whose rules give calls of new programs: of a region (`region_call`), of a unit
                  (`unit_call`)
     on_shards    a region's program in one `jax.shard_map` over the data axes; how arrays cross its border (`crossing`)
-    partitioner  runs a program equation by equation on one data shard, by the table in `rules`
+    partitioner  runs a program equation by equation on one data shard, by the records in `rules`
     schedule     its treatment of units: gathers them in time, reduces gradients (with the collectives in `stored`)
 
 In addition: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for

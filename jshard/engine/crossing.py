@@ -19,7 +19,7 @@ from jshard.plans.units import Unit
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Crossing:
-    """How a value enters or leaves a region; `counted` and `parameter` are those of `Value`.
+    """How a value enters or leaves a region; `index_dims` and `parameter` are those of `Value`.
 
     Attributes:
         state: its state.
@@ -29,7 +29,7 @@ class Crossing:
 
     state: State
     is_own: bool = False
-    counted: dict[int, int] = dataclasses.field(default_factory=dict)
+    index_dims: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
     inner: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class Crossing:
     def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
         """Returns how a value leaves; each device has its own piece of a parameter."""
         is_own = is_own or (value.is_stored and value.shard.pieces > 0)
-        return cls(value.state, is_own, value.counted, value.parameter)
+        return cls(value.state, is_own, value.index_dims, value.parameter)
 
     def leave(self, value: Value) -> jax.Array:
         """Returns the array as which a value leaves."""
@@ -55,7 +55,7 @@ class Crossing:
 
     def enter(self, x: jax.Array) -> Value:
         """Returns the value of an array that has entered."""
-        return Value(x[0] if self.is_own else x, self.state, counted=self.counted, parameter=self.parameter)
+        return Value(x[0] if self.is_own else x, self.state, index_dims=self.index_dims, parameter=self.parameter)
 
     def behind_a_mapped_dim(self) -> "Crossing":
         """Returns the crossing of the same value with one more dim, the first."""

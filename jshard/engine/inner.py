@@ -13,13 +13,14 @@ from typing import Any, cast
 import jax
 from jax import lax
 from jax.extend import core as jex
+from jax.extend.core import JaxprEqn
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from jshard import _compat
 from jshard.engine.mixing import Mixing
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.rules import PARTIAL, Eqn, State, Value, rule, same
+from jshard.engine.rules import IN_ALL, PARTIAL, State, Value, rule, same
 from jshard.plans.mesh import TENSOR
 
 FUSED = "fused"
@@ -53,7 +54,10 @@ exchanged.defvjp(
 )
 
 
-rule("over_axis")(lambda p, eqn, values: same(p, eqn, values, values[0].state))  # who is of another axis has all of it
+@rule("over_axis", linear=IN_ALL)
+def _of_another_axis(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Leaves the state as it is: for the partitioner of another axis this is the identity."""
+    return same(p, eqn, operands, operands[0].state)
 
 
 class InnerPartitioner(Partitioner):
@@ -63,7 +67,7 @@ class InnerPartitioner(Partitioner):
 
     _next: Value | None = None  # the operand of the next collective, if that is also over this axis
 
-    def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+    def equation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that define what happens over the axis are not in the table."""
         name = eqn.primitive.name
         if name == "over_axis":
@@ -83,7 +87,7 @@ class InnerPartitioner(Partitioner):
         spec, run = PartitionSpec(*[None] * self._beside, TENSOR), functools.partial(super().move, old=old, new=new)
         return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(x)
 
-    def _over(self, eqn: Eqn, value: Value, *, axis: str, dim: Any, beside: int | None) -> Value:
+    def _over(self, eqn: JaxprEqn, value: Value, *, axis: str, dim: Any, beside: int | None) -> Value:
         """An instruction for an axis: executed here if it is this axis, else left to the partitioner of the other."""
         if axis not in self.axes:
             found = value.with_array(self.bind(eqn, [value.x])[0])
@@ -94,7 +98,7 @@ class InnerPartitioner(Partitioner):
             return value
         return self._placed(value, dim, beside)
 
-    def _fused(self, eqn: Eqn, value: Value) -> Value | None:
+    def _fused(self, eqn: JaxprEqn, value: Value) -> Value | None:
         """A parameter's gather, or its gradient's reduction, also over this axis; None if there is nothing to do."""
         axes, q = (*eqn.params.get("axis_name", ()), *self.axes), eqn.params
         if eqn.primitive.name == "all_gather" and value.state == q["all_gather_dimension"]:
@@ -175,5 +179,5 @@ def over_axis(
             outs[i] = Value(p.sum(v.x))
         else:
             outs[i] = Value(lax.psum_scatter(v.x, p.axes, scatter_dimension=cast(int, dim), tiled=True), dim)
-    outs[len(wanted) :] = [p.land(p.settle(v)) for v in outs[len(wanted) :]]
+    outs[len(wanted) :] = [p.materialize(p.reduce_partial(v)) for v in outs[len(wanted) :]]
     return [v.x for v in outs], [v.dim if v.is_split else None for v in outs], p.moved

@@ -124,7 +124,7 @@ class _Execution:
         mixing.note(region.unit, region.name, call.part, p.moved)
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
-            self._warn_of_whole([record for record in p.noted if isinstance(record, LocalProduct)])
+            self._warn_of_whole([record for record in p.records if isinstance(record, LocalProduct)])
         kept = region.keeps(p, self._operands) if call.returns_copies else {}
 
         is_own = [target.is_own for target in self._targets]
@@ -158,7 +158,7 @@ class _Execution:
         wanted = [PARTIAL if target.is_own else target.state for target in self._targets]
         shards = {i: state for i, state in enumerate(wanted) if isinstance(state, Shard)}
         outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, shards)
-        free = [p.land(p.settle(v)) for v in outs[len(wanted) :]]
+        free = [p.materialize(p.reduce_partial(v)) for v in outs[len(wanted) :]]
         if not wanted:
             return free
 

@@ -1,70 +1,103 @@
 """Runs a program that was traced in global view on one data shard, inside a `jax.shard_map`.
 
 Every value has a state: whole on every shard, split along a dim, or partial (the sum over the shards is the value). The
-table in `jshard.engine.rules` defines for each primitive how states flow. Operations without a rule, or rejected by
-theirs, are computed whole from gathered operands: slower, never wrong, and noted with the bytes and the user's line.
+registry in `jshard.engine.rules` defines for each primitive how states flow. Operations without a rule, or rejected by
+theirs, are computed whole from gathered operands: slower, never wrong, and recorded with the bytes and the user's line.
+
+An equation is tried in this order, and the first that returns results has run it:
+
+    a rule for operands in any state      calls, loops, collectives, effects
+    linear in its partial operands        on the parts, whose sum is left open
+    no operand is split                   whole, on every device
+    a rule for split operands             on the shards
+    anything else                         whole, on every device, from gathered operands
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jshard import _compat
-from jshard.engine import rules
 from jshard.engine.mixing import Mixing, scope_of
-from jshard.engine.rules import PARTIAL, Eqn, MadeFrom, Shard, State, Value, known
-from jshard.engine.rules import loops as loops  # enters rules into the table, like the others here
-from jshard.engine.rules import opaque as opaque
-from jshard.engine.rules.reductions import flops
+
+# Importing a module of rules enters them into the registry.
+from jshard.engine.rules import along_dims as along_dims
+from jshard.engine.rules import collectives as collectives
+from jshard.engine.rules import data_free, linear
+from jshard.engine.rules import effects as effects
+from jshard.engine.rules import elementwise as elementwise
+from jshard.engine.rules import indexing as indexing
+from jshard.engine.rules import loops as loops
+from jshard.engine.rules import opaque_calls as opaque_calls
+from jshard.engine.rules import reductions as reductions
+from jshard.engine.rules import shapes as shapes
+from jshard.engine.rules import shard_maps as shard_maps
+from jshard.engine.rules.products import flops
+from jshard.engine.rules.registry import OperandStates, record_of
+from jshard.engine.rules.values import PARTIAL, Provenance, Shard, State, Value, arrays_of, type_of
 from jshard.engine.unsplit import LocalProduct, shapes_of
 from jshard.errors import CallError, FourPartError
 
 if TYPE_CHECKING:
-    from jshard.engine.rules.loops import Scan
+    from jshard.engine.rules.loops import CarryStates, Scan
 
 
 class Partitioner:
     """Interprets programs on one data shard, inside a `shard_map` over axes such as ("replica", "fsdp").
 
-    A constant with a dim of one of `batch_sizes` is kept as a shard where it is stored; without any, only if a split of
-    it was requested.
+    Attributes:
+        axes: the axes over which values are split.
+        degree: the number of shards.
+        batch_sizes: sizes of dims of the batch. A constant with such a dim is kept as a shard where it is stored;
+            without any, only if a split of it was requested.
+        records: what was sent and multiplied, in trace order. What is traced again is recorded again.
+        carry_states: the states of the carries of loops that have been traced.
+        random_bits: functions of a key that draw one shard's bits, by their width, shape and split dim.
+        trips: product of the lengths of the loops around: a collective in them is recorded as so many.
+        is_last: whether its result is run. Else it is partitioned once more, over an inner axis.
+        is_quiet: whether nothing is recorded, as nothing is sent, or what is sent is no mixing of the model's own.
     """
 
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
-        self.axes, self.degree = tuple(axes), degree
+        self.axes = tuple(axes)
+        self.degree = degree
         self.batch_sizes = set(batch_sizes)
-        self.noted: list[Mixing | LocalProduct] = []  # in trace order; retraced operations are noted again
-        self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
-        self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
-        self.trips = 1  # product of the lengths of the loops around
-        self.is_last = True  # its result is run; else it is partitioned once more, over an inner axis
-        self.is_quiet = degree == 1  # nothing is sent, or it is no mixing of the model's own: not noted, and unnamed
-        self._computed: Eqn | None = None  # the last equation whose operands were gathered, to compute it whole
-        self._around: list[Eqn] = []  # the equation that is run, last, and those whose programs it is part of
-        self._needed_elsewhere: set[Any] | None = None  # of the program that is run; None: all of it
+        self.records: list[Mixing | LocalProduct] = []
+        self.carry_states: dict[Hashable, CarryStates] = {}
+        self.random_bits: dict[tuple, Any] = {}
+        self.trips = 1
+        self.is_last = True
+        self.is_quiet = degree == 1
+        self._gathered_eqn: JaxprEqn | None = None  # the last whose operands were gathered, to compute it whole
+        self._eqn_stack: list[JaxprEqn] = []  # the equation that runs, last, and those whose programs it is part of
+        # Of the program that runs, what does not flow to its gradients alone; None: all of it.
+        self._needed_elsewhere: set[Var] | None = None
 
     @property
-    def eqn(self) -> Eqn | None:
-        """The equation that is run."""
-        return self._around[-1] if self._around else None
+    def eqn(self) -> JaxprEqn | None:
+        """The equation that runs."""
+        if not self._eqn_stack:
+            return None
+        return self._eqn_stack[-1]
 
     # ---- hooks
+
     def read(self, value: Value) -> Value:
-        """A value for a rule to compute with. A subclass gathers stored shards here."""
+        """Returns a value for a rule to compute with. A subclass gathers stored shards here."""
         return value
 
     def store(self, value: Value, state: Shard) -> Value:
-        """A value as stored shards; implemented by subclasses that have them."""
+        """Returns a value as stored shards; implemented by subclasses that have them."""
         raise NotImplementedError
 
-    def store_row(self, value: Value, stack: Any) -> Value:
-        """One row of a variable that a loop stacks; a subclass stores those of gradients as shards."""
+    def store_row(self, value: Value, stack: Var) -> Value:
+        """Returns one row of a variable that a loop stacks; a subclass stores those of gradients as shards."""
         return value
 
     @contextlib.contextmanager
@@ -80,243 +113,356 @@ class Partitioner:
         """Runs a loop; a subclass may choose another form of it."""
         return scan.run()
 
-    def run_body(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
+    def run_body(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: list[Value], *, gradients: Collection[int] = ()
+    ) -> list[Value]:
         """Runs the program of a loop's body or of a branch, in its own trace."""
         return self.run(jaxpr, consts, args, gradients=gradients)
 
+    # ---- records
+
     @contextlib.contextmanager
-    def sends(self, kind: Any, eqn: Eqn | None, size: int) -> Iterator[None]:
-        """A context for tracing a collective of the equation: it is recorded, and named in the compiled program."""
+    def sends(self, kind: str, eqn: JaxprEqn | None, size: int) -> Iterator[None]:
+        """A context for tracing a collective of the equation: it is recorded, and named in the compiled program.
+
+        Args:
+            kind: see `Mixing.kind`.
+            eqn: the equation that needs data from other shards; None: the program's results need it.
+            size: bytes of the result on one device.
+        """
         if self.is_quiet:
             yield
             return
-        with jax.named_scope(scope_of(self.note(kind, eqn, size), size)):
+        with jax.named_scope(scope_of(self.record(kind, eqn, size), size)):
             yield
 
-    def note(self, kind: Any, eqn: Eqn | None, size: int) -> Mixing:
-        """Records data that the equation needs from other shards; None: the program's results need it."""
+    def record(self, kind: str, eqn: JaxprEqn | None, size: int) -> Mixing:
+        """Records data that an equation needs from other shards; the arguments are those of `sends`."""
         operation = "output" if eqn is None else eqn.primitive.name
-        one = Mixing(kind, operation, self.place(eqn), 1, size * self.trips)
-        self.noted += [] if self.is_quiet else [one]
-        return one
+        mixing = Mixing(kind, operation, self.place(eqn), 1, size * self.trips)
+        if not self.is_quiet:
+            self.records.append(mixing)
+        return mixing
 
-    def _note_product(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
+    def _record_product(self, eqn: JaxprEqn, operands: list[Value], results: list[Value]) -> None:
         """Records a product, except one of constants, of which each device computes its part."""
-        if (work := flops(eqn)) and found[0].source is None:
-            is_whole = self._computed is eqn or not any(v.is_split or v.is_partial for v in values)
-            share = 1 if is_whole else self.degree
-            where, shapes = (self.place(eqn), shapes_of(eqn)) if is_whole else ("", ())
-            self.noted.append(LocalProduct(work * self.trips / share, is_whole, where, shapes))
+        num_flops = flops(eqn)
+        if not num_flops or results[0].provenance is not None:
+            return
+        is_on_shards = any(v.is_split or v.is_partial for v in operands)
+        if is_on_shards and self._gathered_eqn is not eqn:
+            product = LocalProduct(num_flops * self.trips / self.degree, False, "", ())
+        else:
+            product = LocalProduct(num_flops * self.trips, True, self.place(eqn), shapes_of(eqn))
+        self.records.append(product)
 
     @property
     def moved(self) -> list[Mixing]:
         """The recorded communication."""
-        return [one for one in self.noted if isinstance(one, Mixing)]
+        return [record for record in self.records if isinstance(record, Mixing)]
 
-    def place(self, eqn: Eqn | None) -> str:
-        """The user's line of an equation, or of a call of a function that the library traced once; empty if unknown."""
-        places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)) if e is not None)
-        return next(filter(None, places), "")
+    def place(self, eqn: JaxprEqn | None) -> str:
+        """Returns the user's line of an equation, or of a call of a function that the library traced once.
 
-    # ---- collectives, which note nothing
+        It is empty if unknown.
+        """
+        for candidate in (eqn, *reversed(self._eqn_stack)):
+            if candidate is None:
+                continue
+            place = _compat.user_place(candidate)
+            if place:
+                return place
+        return ""
+
+    # ---- collectives, which record nothing
+
     @property
     def shard(self) -> jax.Array:
         """Number of this shard."""
         return lax.axis_index(self.axes)
 
     def gather(self, x: Any, dim: int) -> Any:
-        """All shards of an array, one after the other along `dim`."""
+        """Returns all shards of an array, one after the other along `dim`."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             bits = lax.all_gather(jax.random.key_data(x), self.axes, axis=dim, tiled=True)
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
         return lax.all_gather(x, self.axes, axis=dim, tiled=True)
 
     def sum(self, x: Any) -> Any:
-        """The sum over the shards, on every shard."""
+        """Returns the sum over the shards, on every shard."""
         return lax.psum(x, self.axes)
 
     def move(self, x: Any, old: int, new: int) -> Any:
-        """An array split along another dim than before."""
+        """Returns an array split along another dim than before."""
         return lax.all_to_all(x, self.axes, split_axis=new, concat_axis=old, tiled=True)
 
-    def cut(self, x: Any, dim: int) -> Any:
-        """This shard's part of a whole array."""
+    def local_slice(self, x: Any, dim: int) -> Any:
+        """Returns this shard's part of a whole array."""
         size = x.shape[dim] // self.degree
         return lax.dynamic_slice_in_dim(x, self.shard * size, size, dim)
 
-    # ---- conversions
+    # ---- conversions: each is computed once, and kept with the value
+
     def whole(self, value: Value) -> Value:
-        """The value, whole on every shard."""
+        """Returns a value, whole on every shard."""
         value = self.read(value)
         if value.state is None:
             return value
-        if None not in value.done:
-            kind, times = ("sum", 1) if value.is_partial else ("whole", self.degree)
-            with self.sends(kind, self.eqn, value.bytes * times):
-                x = self.sum(value.x) if value.is_partial else self.gather(value.x, value.dim)
-            value.done[None] = Value(x)
-        return value.done[None]
+        if None not in value.conversions:
+            value.conversions[None] = Value(self._combined(value))
+        return value.conversions[None]
 
-    def settle(self, value: Value) -> Value:
-        """A partial value summed; any other as it is."""
-        return self.whole(value) if value.is_partial else value
+    def _combined(self, value: Value) -> Any:
+        """Returns the whole array of a partial or a split value."""
+        if value.is_partial:
+            with self.sends("sum", self.eqn, value.bytes):
+                return self.sum(value.x)
+        with self.sends("whole", self.eqn, value.bytes * self.degree):
+            return self.gather(value.x, value.dim)
+
+    def reduce_partial(self, value: Value) -> Value:
+        """Returns a partial value summed; any other as it is."""
+        if value.is_partial:
+            return self.whole(value)
+        return value
 
     def split(self, value: Value, dim: int) -> Value:
-        """The value split along `dim`, whose size divides by the degree."""
+        """Returns a value split along `dim`, whose size divides by the degree."""
         value = self.read(value)
         if value.state == dim:
             return value
-        if dim not in value.done:
-            value.done[dim] = Value(self._part(value, dim), dim)
-        return value.done[dim]
+        if dim not in value.conversions:
+            value.conversions[dim] = Value(self._part(value, dim), dim)
+        return value.conversions[dim]
 
     def _part(self, value: Value, dim: int) -> Any:
-        if value.is_partial and None not in value.done:
+        """Returns this shard's part of a value along a dim, by whatever sends least."""
+        is_combined = None in value.conversions  # then a slice of that sends nothing
+        if value.is_partial and not is_combined:
             with self.sends("sum", self.eqn, value.bytes // self.degree):
                 return lax.psum_scatter(value.x, self.axes, scatter_dimension=dim, tiled=True)
-        if value.is_split and None not in value.done:
+        if value.is_split and not is_combined:
             with self.sends("move", self.eqn, value.bytes):
                 return self.move(value.x, value.dim, dim)
-        if value.is_known:
-            if (x := known.shard_of(self, value, dim)) is not None:
+        if value.is_data_free:
+            x = data_free.shard_of(self, value, dim)
+            if x is not None:
                 return x
-            self.note("made whole", self.eqn, value.bytes)
-        return self.cut(self.whole(value).x, dim)
+            self.record("made whole", self.eqn, value.bytes)
+        return self.local_slice(self.whole(value).x, dim)
 
     def partial(self, value: Value) -> Value:
-        """A whole value as a partial one: the first shard has it, the others zeros."""
+        """Returns a whole value as a partial one: the first shard has it, the others zeros."""
         if value.is_partial:
             return value
         x = self.whole(value).x
         return Value(jnp.where(self.shard == 0, x, jnp.zeros_like(x)), PARTIAL)
 
     def in_state(self, value: Value, state: State) -> Value:
-        """The value in a state; a split value is not made partial."""
+        """Returns a value in a state; a split value is not made partial."""
         if isinstance(state, int):
             return self.split(value, state)
         if isinstance(state, Shard):
             return self.store(value, state)
-        return self.whole(value) if state is None else self.partial(value)
+        if state is None:
+            return self.whole(value)
+        return self.partial(value)
 
     # ---- values known without data, where a trace begins or ends
-    def land(self, value: Value, skip: Sequence[int] = ()) -> Value:
-        """A value as an array that leaves this trace; see `known.land`."""
-        return known.land(self, value, skip)
 
-    def cross(self, value: Value) -> Value:
-        """A value for an inner trace: one that is cheap to compute enters as its equations."""
-        return value if value.is_known and not known.is_costly(value) else self.land(value)
+    def materialize(self, value: Value, skip: Sequence[int] = ()) -> Value:
+        """Returns a value as an array that leaves this trace; see `data_free.materialize`."""
+        return data_free.materialize(self, value, skip)
+
+    def for_inner_trace(self, value: Value) -> Value:
+        """Returns a value for an inner trace: one that is cheap to compute enters as its equations."""
+        if value.is_data_free and not data_free.is_costly(value):
+            return value
+        return self.materialize(value)
 
     # ---- programs
-    def run(self, jaxpr: Any, consts: Any, args: list[Value], *, gradients: Collection[int] = ()) -> list[Value]:
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: list[Value], *, gradients: Collection[int] = ()
+    ) -> list[Value]:
         """Runs a program, traced in global view; returns its results in any state.
 
-        Of `gradients` (results, by number) what flows to them alone is summed at the end.
+        Args:
+            jaxpr: the program.
+            consts: its constants: arrays, or values.
+            args: its arguments.
+            gradients: positions of results that are gradients. What flows to them alone is summed at the end.
         """
-        env: dict[Any, Value] = {}
-        env.update(zip(jaxpr.constvars, (c if isinstance(c, Value) else Value(c) for c in consts), strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+        variables: dict[Var, Value] = {}
+        for variable, const in zip(jaxpr.constvars, consts, strict=True):
+            variables[variable] = const if isinstance(const, Value) else Value(const)
+        variables.update(zip(jaxpr.invars, args, strict=True))
 
-        def look_up(atom: Any) -> Value:
-            if isinstance(atom, jex.Literal):
-                aval: Any = atom.aval
-                return Value(np.asarray(atom.val, aval.dtype))  # no tracer, so that rules can read it
-            return env[atom]
+        def look_up(atom: Var | Literal) -> Value:
+            if isinstance(atom, Literal):
+                return Value(np.asarray(atom.val, type_of(atom).dtype))  # no tracer, so that rules can read it
+            return variables[atom]
 
+        # The analysis is of one program's variables: that of the program around it applies again when this one ends.
         outer = self._needed_elsewhere
-        self._needed_elsewhere = rules.needed_elsewhere(jaxpr, gradients) if gradients else None
+        self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
         try:
             for eqn in jaxpr.eqns:
                 with _compat.running(eqn):
-                    found = self._guarded(eqn, [look_up(atom) for atom in eqn.invars])
-                env.update(zip(eqn.outvars, found, strict=True))
+                    results = self._run_checked(eqn, [look_up(atom) for atom in eqn.invars])
+                variables.update(zip(eqn.outvars, results, strict=True))
         finally:
             self._needed_elsewhere = outer
         return [look_up(atom) for atom in jaxpr.outvars]
 
-    def is_for_gradients(self, variable: Any) -> bool:
-        """Whether a variable of the program that is run flows to gradients alone."""
+    def is_for_gradients(self, variable: Var) -> bool:
+        """Returns whether a variable of the program that runs flows to gradients alone."""
         return self._needed_elsewhere is not None and variable not in self._needed_elsewhere
 
-    def _guarded(self, eqn: Eqn, values: list[Value]) -> list[Value]:
-        """An equation's results, checked; errors name the user's line."""
-        self._around.append(eqn)
+    # ---- equations
+
+    def _run_checked(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Returns an equation's results, checked; errors name the user's line."""
+        self._eqn_stack.append(eqn)
         try:
-            found = self.equation(eqn, values)
-            for atom, value in zip(eqn.outvars, found, strict=True):
-                shape = self.full_shape(value)
-                assert value.is_stored or shape == tuple(atom.aval.shape), (
-                    f"{eqn.primitive.name}: state {value.state} of {value.shape} for {atom.aval.str_short()}, "
-                    f"from {[(v.state, v.shape) for v in values]}; {eqn.params}"
-                )
-                if self.batch_sizes and value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
-                    self.batch_sizes.add(shape[value.dim])  # a dim may also be a part of it
-            self._note_product(eqn, values, found)
-            return found
+            results = self.equation(eqn, operands)
+            for variable, result in zip(eqn.outvars, results, strict=True):
+                self._check_shape(eqn, operands, variable, result)
+                # Constants of the batch's new size are kept as shards from here on, like those of the old one.
+                if self.batch_sizes and result.is_split and record_of(eqn).resizes_batch:
+                    self.batch_sizes.add(self.full_shape(result)[result.dim])
+            self._record_product(eqn, operands, results)
+            return results
         except FourPartError:
             raise
         except Exception as error:
-            whole_or_sum = {None: "whole", PARTIAL: "a sum over the shards"}
-            how = lambda v: f"split along dim {v.dim}" if v.is_split else whole_or_sum.get(v.state, "stored")
-            given = zip(eqn.invars, values, strict=True)
-            operands = ", ".join(f"{a.aval.str_short()} ({how(v)})" for a, v in given) or "none"
-            raise CallError(
-                f"The engine cannot run {eqn.primitive.name} on a data shard.",
-                where=self.place(eqn) or "in the model",
-                why=f"{type(error).__name__}: {error}\noperands: {operands}, on {self.degree} data shards.",
-                do="with js.global_view(): loss, grads = step(...)  # the model as one program\n"
-                "Please report this, with the lines above.",
-            ) from error
+            raise self._failure(eqn, operands, error) from error
         finally:
-            self._around.pop()
+            self._eqn_stack.pop()
 
-    def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
-        """Runs one equation."""
-        name = eqn.primitive.name
-        if name not in rules.KEEP_STORED:
-            values = [self.read(value) for value in values]
-        if name in rules.TAKE_PARTIAL:
-            found = rules.RULES[name](self, eqn, values)
-            assert found is not None, f"{name} has no result"
-            return found
-        if any(v.is_partial for v in values) and (found := rules.apply_linear(self, eqn, values)) is not None:
-            return found
-        if not any(v.is_split for v in values):
-            values = [self.whole(v) for v in values]
-            found = self.bind(eqn, [v.x for v in values])
-            if not known.can_be_known(eqn, values):
-                return [Value(x) for x in found]
-            return [Value(x, source=MadeFrom(eqn, values, k) if x.ndim else None) for k, x in enumerate(found)]
-        if name not in rules.CONVERT_PARTIAL:
-            values = [self.settle(v) for v in values]
-        found = rules.RULES[name](self, eqn, values) if name in rules.RULES else None
-        return self._computed_whole(eqn, values) if found is None else found
+    def _check_shape(self, eqn: JaxprEqn, operands: list[Value], variable: Var, result: Value) -> None:
+        """Raises if the array of a result has not the shape of its state: a rule is wrong."""
+        if result.is_stored:
+            return
+        result_type = type_of(variable)
+        assert self.full_shape(result) == tuple(result_type.shape), (
+            f"{eqn.primitive.name}: state {result.state} of {result.shape} for {result_type.str_short()}, "
+            f"from {[(v.state, v.shape) for v in operands]}; {eqn.params}"
+        )
 
-    def _computed_whole(self, eqn: Eqn, values: list[Value]) -> list[Value]:
-        """Results from gathered operands, split again where they are as large as the batch."""
-        self._computed = eqn
-        found = [Value(x) for x in self.bind(eqn, [self.whole(v).x for v in values])]
-        sizes = {} if eqn.effects else {v.dim: self.full_shape(v)[v.dim] for v in values if v.is_split}
-        for k, value in enumerate(found):
-            dims = [d for d, n in enumerate(value.shape) if n in sizes.values()]
-            if dims:  # the one that operands were split along, or one of that size
-                dim = next((d for d in dims if sizes.get(d) == value.shape[d]), dims[0])
-                found[k] = self.split(value, dim)
-                found[k].done[None] = value
-        return found
+    def _failure(self, eqn: JaxprEqn, operands: list[Value], error: Exception) -> CallError:
+        """Returns the error of an equation that cannot run."""
+        texts = []
+        for atom, operand in zip(eqn.invars, operands, strict=True):
+            texts.append(f"{type_of(atom).str_short()} ({_describe_state(operand)})")
+        operands_text = ", ".join(texts) or "none"
+        return CallError(
+            f"The engine cannot run {eqn.primitive.name} on a data shard.",
+            where=self.place(eqn) or "in the model",
+            why=f"{type(error).__name__}: {error}\noperands: {operands_text}, on {self.degree} data shards.",
+            do="with js.global_view(): loss, grads = step(...)  # the model as one program\n"
+            "Please report this, with the lines above.",
+        )
 
-    def bind(self, eqn: Eqn, xs: Sequence[Any], **params: Any) -> list[Any]:
+    def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Runs one equation: see the order at the top of this file."""
+        states = record_of(eqn).operand_states
+        if states is not OperandStates.ANY_OR_STORED:
+            operands = [self.read(v) for v in operands]
+        if states.is_always_called:
+            results = self._apply_rule(eqn, operands)
+            # Its operands were not made ready for any other way to compute it.
+            assert results is not None, f"{eqn.primitive.name} has no result"
+            return results
+        if any(v.is_partial for v in operands):
+            results = linear.apply_linear(self, eqn, operands)
+            if results is not None:
+                return results
+        if not any(v.is_split for v in operands):
+            return self._compute_whole(eqn, operands)
+        return self._compute_on_shards(eqn, operands)
+
+    def _apply_rule(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
+        rule = record_of(eqn).rule
+        if rule is None:
+            return None
+        return rule(self, eqn, operands)
+
+    def _compute_on_shards(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Runs an equation on operands some of which are split: by its rule, if that knows how."""
+        if record_of(eqn).operand_states is not OperandStates.PARTIAL_BESIDE_SPLIT:
+            # A rule that reads the array of a partial operand would take a part for the sum.
+            operands = [self.reduce_partial(v) for v in operands]
+        results = self._apply_rule(eqn, operands)
+        if results is not None:
+            return results
+        return self._compute_gathered(eqn, operands)
+
+    def _compute_whole(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Runs an equation on operands none of which is split. A result known without data remembers its equation."""
+        operands = [self.whole(v) for v in operands]
+        arrays = self.bind(eqn, arrays_of(operands))
+        results = [Value(x) for x in arrays]
+        if data_free.is_result_data_free(eqn, operands):
+            for index, result in enumerate(results):
+                if result.ndim:  # a scalar is never split
+                    result.provenance = Provenance(eqn, operands, index)
+        return results
+
+    def _compute_gathered(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Runs an equation on gathered operands. Results as large as the batch are split again."""
+        self._gathered_eqn = eqn
+        arrays = self.bind(eqn, [self.whole(v).x for v in operands])
+        results = [Value(x) for x in arrays]
+        if eqn.effects:
+            return results
+        split_sizes = {v.dim: self.full_shape(v)[v.dim] for v in operands if v.is_split}
+        return [self._split_again(result, split_sizes) for result in results]
+
+    def _split_again(self, result: Value, split_sizes: dict[int, int]) -> Value:
+        """Splits a whole result like the operands were: along the same dim, or any other of that size.
+
+        Args:
+            result: a whole value.
+            split_sizes: the dims along which operands were split, and their sizes.
+        """
+        candidates = [dim for dim, size in enumerate(result.shape) if size in split_sizes.values()]
+        if not candidates:
+            return result
+        same_dims = [dim for dim in candidates if split_sizes.get(dim) == result.shape[dim]]
+        dim = (same_dims or candidates)[0]
+        split = self.split(result, dim)
+        split.conversions[None] = result  # who reads it whole need not gather it
+        return split
+
+    def bind(self, eqn: JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:
         """Runs the primitive of an equation on other arrays, with some parameters changed."""
         for name in ("sharding", "out_sharding"):
             if name in eqn.params:
-                params = {name: None, **params}
-        found = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params({**eqn.params, **params}))
-        return list(found) if eqn.primitive.multiple_results else [found]
+                params = {name: None, **params}  # it is of the mesh of the trace, and of the whole array
+        results = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params({**eqn.params, **params}))
+        if eqn.primitive.multiple_results:
+            return list(results)
+        return [results]
 
     def full_shape(self, value: Value) -> tuple[int, ...]:
-        """Shape of the value in global view."""
-        return tuple(n * self.degree if i == value.state else n for i, n in enumerate(value.shape))
+        """Returns the shape of a value in global view."""
+        shape = list(value.shape)
+        if value.is_split:
+            shape[value.dim] *= self.degree
+        return tuple(shape)
 
     def divides(self, size: int) -> bool:
-        """Whether a dim of this size can be split."""
+        """Returns whether a dim of this size can be split."""
         return size > 0 and size % self.degree == 0
+
+
+def _describe_state(value: Value) -> str:
+    """Returns the words for a state in an error."""
+    if value.is_split:
+        return f"split along dim {value.dim}"
+    if value.is_partial:
+        return "a sum over the shards"
+    if value.is_stored:
+        return "stored"
+    return "whole"

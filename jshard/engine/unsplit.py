@@ -16,7 +16,7 @@ from jshard import _compat
 from jshard._text import shortened
 from jshard.engine.context import in_shapes_only
 from jshard.engine.program import abstract
-from jshard.engine.rules.reductions import flops
+from jshard.engine.rules.products import flops
 
 WARNED_FLOPS = 1e8
 WARNED_PART = 0.1

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
+from jax.extend.core import JaxprEqn
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jshard import _compat
-from jshard.engine.rules import Eqn, Partitioner, Value, rule, same
+from jshard.engine.rules import OperandStates, Partitioner, Value, rule, same, type_of
 from jshard.plans.mesh import CONTEXT, TENSOR
 
 
@@ -54,8 +55,8 @@ _ring_p.def_abstract_eval(lambda *avals, how: jax.make_jaxpr(functools.partial(_
 mlir.register_lowering(_ring_p, mlir.lower_fun(_alone, multiple_results=True))
 
 
-@rule("ring_attention", converts_partial=True)
-def _split(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+@rule("ring_attention", operands=OperandStates.PARTIAL_BESIDE_SPLIT)
+def _split(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value] | None:
     """Over `context` along the sequence, where it communicates; over any other axis along the batch."""
     shapes = [p.full_shape(v) for v in values]
     if CONTEXT not in p.axes:
@@ -68,12 +69,12 @@ def _split(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value] | None:
     return [Value(x, of_array(x)) for x in found]
 
 
-def _on_heads(run: Callable[..., list[jax.Array]], eqn: Eqn) -> Callable[..., list[jax.Array]]:
+def _on_heads(run: Callable[..., list[jax.Array]], eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
     """The same on each part of the heads where the compiler split them over `tensor`, else it would gather them."""
     over = _compat.automatic_axes().get(TENSOR, 1)
-    if over == 1 or any(a.aval.shape[2] % over for a in eqn.invars[:3]):
+    if over == 1 or any(type_of(a).shape[2] % over for a in eqn.invars[:3]):
         return run
-    spec = lambda a: PartitionSpec(*[None] * (2 if a.aval.ndim == 4 else 1), TENSOR)
+    spec = lambda a: PartitionSpec(*[None] * (2 if type_of(a).ndim == 4 else 1), TENSOR)
     ins, outs = tuple(map(spec, eqn.invars)), list(map(spec, eqn.outvars))
     return jax.shard_map(run, in_specs=ins, out_specs=outs, axis_names={TENSOR}, check_vma=False)
 

@@ -24,7 +24,7 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.rules.shapes import ELEMENTWISE
+from jshard.engine.rules import record_of
 from jshard.errors import CallError
 from jshard.plans.memories import key_texts, update_layout
 from jshard.plans.mesh import AnyMesh
@@ -225,7 +225,7 @@ class _UpdateProgram:
             large = [v for v in eqn.outvars if v.aval.size >= _BIG]
             of = next((v for v in self._variables(i) if v in self.specs), None)
             is_mixed = any(v in mixed for v in self._variables(i))
-            if eqn.primitive.name in ELEMENTWISE:
+            if record_of(eqn).is_elementwise:
                 mixed.update(large if is_mixed else ())
                 if of is not None and not is_mixed:
                     self.specs |= {v: self.specs[of] for v in large if v.aval.shape == of.aval.shape}

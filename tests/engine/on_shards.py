@@ -188,7 +188,7 @@ class _Region:
         def on_shard(*xs: Any) -> list[Any]:
             p = Partitioner(AXES, self.degree, batch_sizes={self.batch})
             values = p.run(closed.jaxpr, closed.consts, [Value(x, s) for x, s in zip(xs, states, strict=True)])
-            values = [p.land(p.settle(v)) for v in values]
+            values = [p.materialize(p.reduce_partial(v)) for v in values]
             self.moved += p.moved
             found[:] = [v.state for v in values]
             specs[:] = [_spec(v.state) for v in values]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.engine.rules.known import positions
+from jshard.engine.rules.data_free import positions
 from tests.engine.on_shards import TWO_BY_4, check_on, mesh_of
 
 BATCH, LENGTH, WIDTH = 40, 6, 11

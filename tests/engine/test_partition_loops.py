@@ -1,5 +1,7 @@
 """Loops and branches on data shards are those of one device, whatever state their carries come to."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 import jshard as js
-from jshard.engine.rules import RULES
+from jshard.engine.rules import PRIMITIVES
 from tests.engine.on_shards import ONE_BY_8, check, mesh_of, on_shards
 
 rng = np.random.default_rng(0)
@@ -77,10 +79,11 @@ def nested(depth, x, start):
 
 
 def test_a_loop_in_loops_is_traced_a_few_times(monkeypatch):
-    """The states of each loop are found once. Seen to fail without `settled`: 31 traces and not 9."""
+    """The states of each loop are found once. Seen to fail without `carry_states`: 31 traces and not 9."""
     traces = []
-    rule = RULES["sin"]
-    monkeypatch.setitem(RULES, "sin", lambda *args: traces.append(1) or rule(*args))
+    sin = PRIMITIVES["sin"]
+    counted = dataclasses.replace(sin, rule=lambda *args: traces.append(1) or sin.rule(*args))
+    monkeypatch.setitem(PRIMITIVES, "sin", counted)
     found = on_shards(
         lambda x, w: nested(4, x, jnp.concatenate([w, w])), (X, W), mesh_of(*ONE_BY_8), gradients=False, run=False
     )

@@ -1,5 +1,6 @@
 """Every rule of the partitioner's table equals one device: each split of each operand, whole and partial ones."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,15 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jshard.engine import rules
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.rules import PARTIAL, RULES, State, Value
+from jshard.engine.rules import IN_ALL, PARTIAL, PRIMITIVES, State, Value
 from tests.engine.partition_cases import CASES, FAMILIES, KEYS, KEYS_OF_FIRST, SINCE_0_12, UNTIL_0_11, Case
 from tests.helpers import equations_run
 from tests.wide import wide
 
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
-OWN_TESTS = ("inner", "loops", "opaque", "ring")
+OWN_TESTS = ("inner", "loops", "opaque_calls", "shard_maps", "collectives", "effects", "ring")
 """Modules of rules that have files of tests of their own, beside the cases here."""
 NOT_COMPILED = ("mulhi",)
 """Primitives that XLA of jax 0.12 cannot compile in any `jax.shard_map` on CPU."""
@@ -63,7 +63,7 @@ def parts_of(arg: Any) -> np.ndarray:
 def given(p: Partitioner, arg: Any, part: Any, state: State) -> Value:
     """An operand in a state."""
     if isinstance(state, int):
-        return Value(p.cut(arg, state), state)
+        return Value(p.local_slice(arg, state), state)
     return Value(arg) if state is None else Value(part[0], PARTIAL)
 
 
@@ -211,9 +211,10 @@ def test_bits_of_one_key_of_any_kind_equal_one_device() -> None:
 
 
 def test_no_rule_is_without_a_case() -> None:
-    elsewhere = {name for name, rule in RULES.items() if rule.__module__.endswith(OWN_TESTS)}
+    rules = {name: record.rule for name, record in PRIMITIVES.items() if record.rule is not None}
+    elsewhere = {name for name, rule in rules.items() if rule.__module__.endswith(OWN_TESTS)}
     made_by_jax = {"closed_call", "eval_jaxpr"}  # of other programs: test_linen_composition has them
-    assert set(RULES) - elsewhere - set(CASES) == made_by_jax | {"ragged_dot"}
+    assert set(rules) - elsewhere - set(CASES) == made_by_jax | {"ragged_dot"}
     assert {name for name in CASES if is_here(name) and not CASES[name]} <= {"compute_on", "xla_metadata_call"}
 
 
@@ -228,7 +229,7 @@ def test_a_broken_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     double = lambda p, eqn, values: [Value(x, values[0].state) for x in p.bind(eqn, [v.x * 2 for v in values])]
     whole = lambda p, eqn, values: [Value(x) for x in p.bind(eqn, [v.x for v in values])]
     for name, rule in (("cos", double), ("cos", whole), ("reduce_max", whole)):
-        monkeypatch.setitem(RULES, name, rule)
+        monkeypatch.setitem(PRIMITIVES, name, dataclasses.replace(PRIMITIVES[name], rule=rule))
         assert failures(CASES[name][:1]) != []
-    monkeypatch.setattr(rules, "SUMS", rules.SUMS | {"tanh"})
+    monkeypatch.setitem(PRIMITIVES, "tanh", dataclasses.replace(PRIMITIVES["tanh"], linear=IN_ALL))
     assert any("('partial',)" in failure for failure in failures(CASES["tanh"]))

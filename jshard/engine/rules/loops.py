@@ -1,6 +1,18 @@
-"""Loops and branches. The states of carried values are found by repeating an abstract run to a fixed point."""
+"""Loops and branches on a data shard.
+
+Their programs are traced once more, on the shard's arrays, and run in the same loop. A loop's carry has one state in
+all iterations. It is found by tracing the body until the states that it returns are those that it takes:
+
+    carry (gradient sum, x)         taken                    returned by the body
+    first trace                     (whole, split)           (partial, split)
+    second trace                    (partial, split)         (partial, split)        found: summed once, after the loop
+
+A program that is traced on its own must not use an array of the trace around it but as an argument. So operands cross
+as arrays, all but those known without data: these cross as equations, which are repeated inside.
+"""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -9,282 +21,440 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.rules import PARTIAL, Eqn, Partitioner, Shard, State, Value, known, opened, rule, traced
+from jshard.engine.rules import data_free
+from jshard.engine.rules.building_blocks import traced
+from jshard.engine.rules.calls import opened
+from jshard.engine.rules.registry import OperandStates, Partitioner, rule
+from jshard.engine.rules.values import PARTIAL, Shard, State, Value, arrays_of, in_states
+
+# ---- the states of a carry
 
 
-def fixed_point(p: Partitioner, body: Any, operands: list[Value], states: list[State], once: Callable) -> tuple:
-    """The states of a loop's carry.
+@dataclasses.dataclass(frozen=True)
+class TracedIteration:
+    """One iteration of a loop, traced for states of its carry.
+
+    Attributes:
+        states: the states that the carry has when the iteration begins.
+        states_after: the states in which the body leaves it, before it is converted to `states` again.
+        start: the arrays of the carry before the first iteration, in `states`.
+        program: the iteration, as a program of arrays.
+    """
+
+    states: list[State]
+    states_after: list[State]
+    start: list[Any]
+    program: ClosedJaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class CarryStates:
+    """The states of the carry of a loop that has been traced.
+
+    Attributes:
+        states: the states.
+        body: keeps the body alive, as its id is part of the key.
+    """
+
+    states: list[State]
+    body: object
+
+
+def find_carry_states(
+    p: Partitioner,
+    body: object,
+    operands: Sequence[Value],
+    states: list[State],
+    trace: Callable[[list[State]], TracedIteration],
+) -> TracedIteration:
+    """Traces a loop's body until its carry has the same states before and after.
 
     A whole value becomes split or partial if it leaves the body that way; one that does not stay partial becomes whole
-    again, or split. A loop inside a loop starts from the earlier result, so that its body is traced only once more.
-    `once` traces the body for states of the carry, and returns the resulting states and values, like this function.
+    again, or split. It never becomes partial a second time, so the search ends.
+
+    Args:
+        p: the partitioner. It remembers what was found: a loop in a loop starts from there when the outer body is
+            traced again, so its own body is traced only once more.
+        body: identifies the loop.
+        operands: all operands of the loop.
+        states: the states of its carry before the first iteration.
+        trace: traces the body for states of the carry.
     """
+    # Operands and the carry's first states decide what is found, so the same loop may have several entries.
+    key = (id(body), tuple((v.state, v.is_data_free) for v in operands), tuple(states))
+    if key in p.carry_states:
+        states = p.carry_states[key].states
     never_partial: set[int] = set()
-    key = id(body), tuple((v.state, v.is_known) for v in operands), tuple(states)
-    _, states = p.settled.get(key, (body, states))
+    # A state may change more than once, and the states of others with it. If they never agree, some rule is wrong.
     for _ in range(2 * len(states) + 3):
-        mark = len(p.noted)
-        out, made = once(states)
-        new = list(states)
-        for k, (before, after) in enumerate(zip(states, out, strict=True)):
+        num_records = len(p.records)
+        iteration = trace(states)
+        new_states = list(states)
+        for i, (before, after) in enumerate(zip(states, iteration.states_after, strict=True)):
+            # A split value stays split whatever the body makes of it: it is split again at the end of an iteration.
             if before == PARTIAL and after != PARTIAL:
-                never_partial.add(k)
-                new[k] = after
-            elif before is None and not (after == PARTIAL and k in never_partial):
-                new[k] = after
-        if new == states:
-            p.settled[key] = body, states  # the body stays alive, as its id is the key
-            return states, made
-        states = new
-        del p.noted[mark:]
+                never_partial.add(i)
+                new_states[i] = after
+            elif before is None and not (after == PARTIAL and i in never_partial):
+                new_states[i] = after
+        if new_states == states:
+            p.carry_states[key] = CarryStates(states, body)
+            return iteration
+        states = new_states
+        del p.records[num_records:]  # the body is traced again
     raise RuntimeError("The states of a loop do not settle.")
 
 
-def _array(value: Value) -> Any:
-    """The values that cross into the inner trace as arrays; known values do not."""
-    return jnp.zeros(()) if value.is_known else value.x
+# ---- values that cross into another trace
+
+
+def _crossing_arrays(values: Sequence[Value]) -> list[Any]:
+    """Returns the arrays that cross. What is known without data has none, and a scalar in its place."""
+    return [jnp.zeros(()) if v.is_data_free else v.x for v in values]
 
 
 def _inside(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
-    """Values that crossed into a trace whose arrays are `xs`."""
-    memo: dict[int, tuple[Value, Value]] = {}
-    return [known.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
+    """Returns the values that crossed, in a trace whose arrays are `xs`."""
+    copies: dict[Value, Value] = {}
+    inside = []
+    for value, x in zip(values, xs, strict=True):
+        if value.is_data_free:
+            inside.append(data_free.copy_into_trace(value, copies))
+        else:
+            inside.append(value.with_array(x))
+    return inside
 
 
 @contextlib.contextmanager
-def _times(p: Partitioner, trips: int) -> Iterator[None]:
-    """A context in which a collective is noted as many times as it runs."""
-    before, p.trips = p.trips, p.trips * trips
+def _recorded_times(p: Partitioner, trips: int) -> Iterator[None]:
+    """A context in which a collective is recorded as many times as it runs."""
+    outer_trips = p.trips
+    p.trips = outer_trips * trips
     try:
         yield
     finally:
-        p.trips = before
+        p.trips = outer_trips
 
 
-def rows(value: Value, x: Any) -> Value:
-    """One trip's value of a scanned value."""
+# ---- scan
+
+
+def row_of(value: Value, x: Any) -> Value:
+    """Returns one iteration's value of a scanned value: it has one dim less, the first."""
     row = value.with_array(x)
-    row.state = value.dim - 1 if value.is_split else value.state
-    row.counted = {column: dim - 1 for column, dim in value.counted.items() if dim}
+    if value.is_split:
+        row.state = value.dim - 1
+    row.index_dims = {column: dim - 1 for column, dim in value.index_dims.items() if dim != 0}
     return row
 
 
 def row_type(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of a row, on the mesh of this trace, as for a program that was traced for cut rows."""
+    """Returns the type of one row, on this trace's mesh, so that it matches a body traced on sliced rows."""
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
 def is_stored_along_trips(value: Value) -> bool:
-    """Whether a stored parameter is split along the dim that a loop runs over, so that no trip has its row."""
-    from_end = value.shard.placement.dim_from_end if value.is_stored else None
-    return from_end is not None and value.ndim + from_end == 0
+    """Returns whether a stored parameter is split along the dim that a loop runs over: no iteration has its row."""
+    if not value.is_stored:
+        return False
+    dim_from_end = value.shard.placement.dim_from_end
+    return dim_from_end is not None and value.ndim + dim_from_end == 0
 
 
 class Scan:
-    """A `lax.scan` on a data shard. Scanned values are not split along the dim of the trips."""
+    """A `lax.scan` on a data shard. Scanned values are not split along the dim of the iterations.
 
-    def __init__(self, p: Partitioner, eqn: Eqn, values: list[Value]) -> None:
-        self.p, self.eqn = p, eqn
-        n_consts, self.n_carry = _compat.scan_arguments(eqn)
-        end = n_consts + self.n_carry
-        self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
+    Attributes:
+        p: the partitioner.
+        eqn: the equation.
+        jaxpr: the loop's body.
+        consts: its constants.
+        length: the number of iterations.
+        reverse: whether the last row comes first.
+        n_carry: how many of the body's results are carried.
+        shared: operands that every iteration reads.
+        carry: the carry before the first iteration.
+        scanned: operands of which each iteration reads a row.
+        states: the states of the carry, in all iterations.
+        start: the arrays of the carry before the first iteration, in these states.
+        traced: one iteration, as a program of the arrays of `shared`, the carry, and the rows.
+        row_states: the states of the rows of the stacked results.
+        passed_through: for each stacked result, of which stored value in `scanned` it is a row, unread; None if it is
+            none. Its stack is that value.
+        num_records: how much was recorded before the loop.
+    """
+
+    def __init__(self, p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> None:
+        self.p = p
+        self.eqn = eqn
         self.jaxpr, self.consts = opened(eqn.params["jaxpr"])
-        self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]  # read by every trip
-        self.carry = values[n_consts:end]  # at the start
-        scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
+        self.length: int = eqn.params["length"]
+        self.reverse: bool = eqn.params["reverse"]
+        n_consts, self.n_carry = _compat.scan_arguments(eqn)
+        end_of_carry = n_consts + self.n_carry
+        # The order is that of what is emitted: it is part of the program.
+        self.shared = [p.for_inner_trace(p.reduce_partial(v)) for v in operands[:n_consts]]
+        self.carry = operands[n_consts:end_of_carry]
+        scanned = [p.materialize(p.reduce_partial(v), skip=(0,)) for v in operands[end_of_carry:]]
         self.scanned = [p.whole(v) if v.state == 0 or is_stored_along_trips(v) else v for v in scanned]
-        self.mark = len(p.noted)
-        self.row_states: list[State] = []  # of the results of one trip that are stacked
-        self.through: list[int | None] = []  # for each: of which stored value in `scanned` it is a row
-        self._settle([v.state for v in self.carry])
-        landed = [p.land(v) if s is None else v for v, s in zip(self.carry, self.states, strict=True)]
-        if any(v.is_split and s is None for v, s in zip(landed, self.states, strict=True)):
-            # values that no trip splits, and that are as large as the batch, are carried as shards
-            del p.noted[self.mark :]
-            self._settle([v.state if s is None else s for v, s in zip(landed, self.states, strict=True)])
+        self.num_records = len(p.records)
+        self.row_states: list[State] = []
+        self.passed_through: list[int | None] = []
+        self._trace_in([v.state for v in self.carry])
 
-    def _settle(self, states: list[State]) -> None:
-        """Finds the states of the carry, in every trip."""
-        operands = [*self.shared, *self.carry, *self.scanned]
-        self.states, (self.traced, self.start) = fixed_point(self.p, self.jaxpr, operands, states, self._once)
+        self._split_carry_of_batch()
 
-    def _once(self, states: list[State]) -> tuple[list[State], Any]:
-        """Traces one trip for states of the carry."""
-        start = [self.p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
-        row = [row_type(v.x) for v in self.scanned]
-        found: list[State] = []
+    def _split_carry_of_batch(self) -> None:
+        """Traces again if the carry has values known without data that are as large as the batch: they become shards.
 
-        def step(*xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            with self.p.own_trace():
-                return trip(*xs)
-
-        def trip(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            carry = [Value(x, state) for x, state in zip(carry_xs, states, strict=True)]
-            scanned = [rows(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
-            outs = self.trip(carry, scanned, shared_xs=shared_xs, trips=self.length)
-            found[:] = [v.state for v in outs[: self.n_carry]]
-            stacked = outs[self.n_carry :]
-            self.row_states = [v.state for v in stacked]
-            at = {id(v): i for i, v in enumerate(scanned) if v.is_stored}
-            self.through = [at.get(id(v)) for v in stacked]
-            with _times(self.p, self.length):
-                kept = [self.p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
-            return kept, [v.x for v, i in zip(stacked, self.through, strict=True) if i is None]
-
-        program = jax.make_jaxpr(step)([_array(v) for v in self.shared], start, row)
-        return list(found), (program, start)
-
-    def trip(self, carry: list[Value], scanned: list[Value], shared_xs: Any = None, trips: int = 1) -> list[Value]:
-        """One trip: the carry, then the stacked results.
-
-        This trace stands for `trips` of them; `shared_xs` are the arrays that every trip reads, by default those
-        outside.
+        No iteration splits them, or they would be in another state already.
         """
-        arguments = self.body_arguments(carry, scanned, shared_xs)
-        with self.counted(trips):
-            return self.body_results(self.p.run_body(self.jaxpr, self.consts, arguments))
+        states = list(self.states)
+        for i, value in enumerate(self.carry):
+            if states[i] is None:
+                states[i] = self.p.materialize(value).state
+        is_changed = [isinstance(new, int) and old is None for new, old in zip(states, self.states, strict=True)]
+        if any(is_changed):
+            del self.p.records[self.num_records :]
+            self._trace_in(states)
 
-    def body_arguments(self, carry: list[Value], scanned: list[Value], shared_xs: Any = None) -> list[Value]:
-        """Returns the arguments of the loop's body, in its order; `shared_xs` as in `trip`."""
-        arrays = [v.x for v in self.shared] if shared_xs is None else shared_xs
-        return [*_inside(self.shared, arrays), *carry, *scanned]
+    def _trace_in(self, states: list[State]) -> None:
+        """Traces the loop, for a carry in these states before the first iteration."""
+        operands = [*self.shared, *self.carry, *self.scanned]
+        iteration = find_carry_states(self.p, self.jaxpr, operands, states, self._trace_iteration)
+        self.states = iteration.states
+        self.start = iteration.start
+        self.traced = iteration.program
 
-    def counted(self, trips: int) -> AbstractContextManager[None]:
-        """A context in which a collective is recorded as many times as `trips` run it."""
-        return _times(self.p, trips)
+    def _trace_iteration(self, states: list[State]) -> TracedIteration:
+        """Traces one iteration for states of the carry. `row_states` and `passed_through` are of the last trace."""
+        start = [self.p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
+        row_types = [row_type(v.x) for v in self.scanned]
+        states_after: list[State] = []
+
+        def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            with self.p.own_trace():
+                carry = in_states(carry_xs, states)
+                scanned = [row_of(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
+                arguments = self.body_arguments(carry, scanned, shared_xs)
+                with self.recorded_times(self.length):
+                    results = self.body_results(self.p.run_body(self.jaxpr, self.consts, arguments))
+                new_carry = results[: self.n_carry]
+                stacked = results[self.n_carry :]
+                # Replaced, not extended: JAX may trace the function again.
+                states_after[:] = [v.state for v in new_carry]
+                self.row_states = [v.state for v in stacked]
+                # A stored row that the body returns unread: stacked, the rows are the operand again.
+                positions = {v: i for i, v in enumerate(scanned) if v.is_stored}
+                self.passed_through = [positions.get(v) for v in stacked]
+                with self.recorded_times(self.length):
+                    carried = [self.p.in_state(v, state).x for v, state in zip(new_carry, states, strict=True)]
+                return carried, [v.x for v in stacked if v not in positions]
+
+        program = jax.make_jaxpr(step)(_crossing_arrays(self.shared), start, row_types)
+        return TracedIteration(states, list(states_after), start, program)
+
+    def body_arguments(
+        self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[Any] | None = None
+    ) -> list[Value]:
+        """Returns the arguments of the loop's body, in its order.
+
+        Args:
+            carry: the carry when an iteration begins.
+            scanned: its rows.
+            shared_xs: the arrays that every iteration reads; by default those outside of the loop.
+        """
+        if shared_xs is None:
+            shared_xs = arrays_of(self.shared)
+        return [*_inside(self.shared, shared_xs), *carry, *scanned]
+
+    def recorded_times(self, trips: int) -> AbstractContextManager[None]:
+        """Returns a context in which a collective is recorded as many times as `trips` iterations run it."""
+        return _recorded_times(self.p, trips)
 
     def body_results(self, outs: list[Value]) -> list[Value]:
-        """Returns the results of the loop's body as a trip passes them on: gradients of layers are reduced."""
-        landed = [self.p.land(v) for v in outs]
-        carry, stacked = landed[: self.n_carry], landed[self.n_carry :]
+        """Returns the results of the loop's body as an iteration passes them on: gradients of layers are reduced."""
+        results = [self.p.materialize(v) for v in outs]
         stacks = self.eqn.outvars[self.n_carry :]
-        return [*carry, *(self.p.store_row(row, stack) for row, stack in zip(stacked, stacks, strict=True))]
+        for i, stack in enumerate(stacks, self.n_carry):
+            results[i] = self.p.store_row(results[i], stack)
+        return results
 
     def run(self) -> list[Value]:
-        """The loop in its traced form."""
-        function, shared = jex.jaxpr_as_fun(self.traced), [_array(v) for v in self.shared]
+        """Runs the loop in its traced form."""
+        iterate = jaxpr_as_fun(self.traced)
+        shared = _crossing_arrays(self.shared)
 
         def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = function(*shared, *carry_xs, *row_xs)
+            outs = iterate(*shared, *carry_xs, *row_xs)
             return outs[: self.n_carry], outs[self.n_carry :]
 
+        # What the partitioner has traced is run in a loop of JAX like the user's.
         settings = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        last, stacked = lax.scan(step, self.start, [v.x for v in self.scanned], **settings)
+        last, stacked = lax.scan(step, self.start, arrays_of(self.scanned), **settings)
         return self.results(last, stacked)
 
     def results(self, last: Sequence[Any], stacked: Sequence[Any]) -> list[Value]:
-        """The loop's results, from the arrays of the carry and of the stacked results."""
+        """Returns the loop's results, from the arrays of the carry and of the results that it stacks itself."""
+        results = in_states(last, self.states)
         arrays = iter(stacked)
-        found = [Value(x, state) for x, state in zip(last, self.states, strict=True)]
-        for state, i in zip(self.row_states, self.through, strict=True):
-            if i is None:
-                found.append(Value(next(arrays), state + 1 if isinstance(state, int) else state))
+        for state, position in zip(self.row_states, self.passed_through, strict=True):
+            if position is not None:
+                results.append(self.scanned[position])
+            elif isinstance(state, int):
+                results.append(Value(next(arrays), state + 1))  # the rows are stacked along a new first dim
             else:
-                found.append(self.scanned[i])
-        return found
+                results.append(Value(next(arrays), state))
+        return results
 
 
-@rule("scan", keeps_stored=True)
-def scan(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """The body runs on a shard."""
-    return p.run_scan(Scan(p, eqn, values))
+@rule("scan", operands=OperandStates.ANY_OR_STORED)
+def scan(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs the loop with its body on a shard."""
+    return p.run_scan(Scan(p, eqn, operands))
 
 
-@rule("while", keeps_stored=True)
-def while_loop(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """The condition is whole: all shards take the same trips. A loop over rows continues while any row does."""
-    params, n_test, n_body = eqn.params, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    values = [p.settle(v) for v in values]
-    for_test = [p.cross(v) for v in values[:n_test]]
-    for_body = [p.cross(v) for v in values[n_test : n_test + n_body]]
-    carry = [p.land(v) for v in values[n_test + n_body :]]
-    in_states = lambda xs, states: [Value(x, s) for x, s in zip(xs, states, strict=True)]
-    for_each_row = bool(params["cond_jaxpr"].out_avals[0].shape)
+# ---- while
 
-    def test(xs: list[Any], states: list[State]) -> Value:
-        args = _inside(for_test, [v.x for v in for_test]) + in_states(xs, states)
-        (going,) = p.run_body(*opened(params["cond_jaxpr"]), args)
-        return going
 
-    def once(states: list[State]) -> tuple[list[State], Any]:
-        start = [p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
-        found: list[State] = []
+@rule("while", operands=OperandStates.ANY_OR_STORED)
+def while_loop(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs the loop with its body on a shard. The condition is whole: all shards run the same iterations."""
+    return _While(p, eqn, operands).run()
 
-        def body(xs: list[Any]) -> list[Any]:
+
+class _While:
+    """A `lax.while_loop` on a data shard.
+
+    Under `jax.vmap` its condition has one element for each row. It then continues while any row does, and rows that
+    have ended keep their values.
+
+    Attributes:
+        p: the partitioner.
+        eqn: the equation.
+        condition_operands: what the condition reads besides the carry.
+        body_operands: what the body reads besides the carry.
+        carry: the carry before the first iteration.
+        has_rows: whether the condition has an element for each row.
+    """
+
+    def __init__(self, p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> None:
+        self.p = p
+        self.eqn = eqn
+        start_of_body = eqn.params["cond_nconsts"]
+        start_of_carry = start_of_body + eqn.params["body_nconsts"]
+        # An open sum in the carry would be read by the condition in each iteration.
+        operands = [p.reduce_partial(v) for v in operands]
+        self.condition_operands = [p.for_inner_trace(v) for v in operands[:start_of_body]]
+        self.body_operands = [p.for_inner_trace(v) for v in operands[start_of_body:start_of_carry]]
+        self.carry = [p.materialize(v) for v in operands[start_of_carry:]]
+        self.has_rows = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
+
+    def run(self) -> list[Value]:
+        """Runs the loop in its traced form."""
+        operands = [*self.condition_operands, *self.body_operands, *self.carry]
+        states = [v.state for v in self.carry]
+        iteration = find_carry_states(self.p, self.eqn.params["body_jaxpr"], operands, states, self._trace_iteration)
+        iterate = jaxpr_as_fun(iteration.program)
+
+        def continues(xs: list[Any]) -> Any:
+            with self.p.own_trace():
+                condition = self._condition(in_states(xs, iteration.states))
+                return self.p.whole(condition).x.any()
+
+        last = lax.while_loop(continues, lambda xs: iterate(*xs), iteration.start)
+        return in_states(last, iteration.states)
+
+    def _condition(self, carry: list[Value]) -> Value:
+        """Returns whether the loop continues, or which rows do."""
+        arguments = [*_inside(self.condition_operands, arrays_of(self.condition_operands)), *carry]
+        (condition,) = self.p.run_body(*opened(self.eqn.params["cond_jaxpr"]), arguments)
+        return condition
+
+    def _trace_iteration(self, states: list[State]) -> TracedIteration:
+        """Traces one iteration for states of the carry."""
+        p = self.p
+        start = [p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
+        states_after: list[State] = []
+
+        def step(xs: list[Any]) -> list[Any]:
             with p.own_trace():
-                return trip(xs)
+                body_operands = _inside(self.body_operands, arrays_of(self.body_operands))
+                arguments = [*body_operands, *in_states(xs, states)]
+                results = p.run_body(*opened(self.eqn.params["body_jaxpr"]), arguments)
+                results = [p.materialize(p.reduce_partial(v)) for v in results]
+                states_after[:] = [v.state for v in results]
+                new_carry = [p.in_state(v, state) for v, state in zip(results, states, strict=True)]
+                if not self.has_rows:
+                    return arrays_of(new_carry)
+                continues = self._condition(in_states(xs, states))
+                if continues.is_split:  # the carry is split with the rows
+                    states_after[:] = [continues.state if state is None else state for state in states]
+                return [_where_row_continues(p, continues, v, x) for v, x in zip(new_carry, xs, strict=True)]
 
-        def trip(xs: list[Any]) -> list[Any]:
-            args = _inside(for_body, [v.x for v in for_body]) + in_states(xs, states)
-            outs = [p.land(p.settle(v)) for v in p.run_body(*opened(params["body_jaxpr"]), args)]
-            found[:] = [v.state for v in outs]
-            new = [p.in_state(v, s) for v, s in zip(outs, states, strict=True)]
-            if not for_each_row:
-                return [v.x for v in new]
-            going = test(xs, states)
-            if going.is_split:  # the carry is split with the rows
-                found[:] = [going.state if s is None else s for s in states]
-            return [_where(p, going, v, x) for v, x in zip(new, xs, strict=True)]
+        program = jax.make_jaxpr(step)(start)
+        return TracedIteration(states, states_after, start, program)
 
-        return found, (jax.make_jaxpr(body)(start), start)
 
-    operands, first = [*for_test, *for_body, *carry], [v.state for v in carry]
-    states, (program, start) = fixed_point(p, params["body_jaxpr"], operands, first, once)
-    body = jex.jaxpr_as_fun(program)
+def _where_row_continues(p: Partitioner, continues: Value, new: Value, old: Any) -> Any:
+    """Returns the new value in the rows that continue, and the old value in those that have ended."""
+    if new.is_split and new.dim < continues.ndim:
+        continues = p.split(continues, new.dim)
+    elif new.is_split:
+        continues = p.whole(continues)
+    elif continues.is_split:
+        return new.x  # the carry becomes split with the rows, and is traced again
+    one_for_each_row = continues.x.reshape(continues.shape + (1,) * (new.ndim - continues.ndim))
+    return jnp.where(one_for_each_row, new.x, old)
 
-    def continues(xs: list[Any]) -> Any:
+
+# ---- cond
+
+
+@rule("cond", operands=OperandStates.ANY_OR_STORED)
+def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs one branch, the same on all shards. The results of the branches have one state."""
+    # With a split index each shard would run another branch, and collectives inside would wait for shards elsewhere.
+    index = p.whole(operands[0])
+    operands = [p.for_inner_trace(v) for v in operands[1:]]
+    arrays = _crossing_arrays(operands)
+    branches = eqn.params["branches"]
+
+    def run_branch(branch: ClosedJaxpr, *xs: Any) -> list[Value]:
+        results = p.run_body(*opened(branch), _inside(operands, xs))
+        return [p.materialize(v) for v in results]
+
+    num_records = len(p.records)
+    programs = [traced(p, functools.partial(run_branch, branch), *arrays) for branch in branches]
+    states_of_branches = [states for _, states in programs]
+    states = [_common_state(states) for states in zip(*states_of_branches, strict=True)]
+
+    def run_branch_in_states(branch: ClosedJaxpr, *xs: Any) -> list[Any]:
         with p.own_trace():
-            return p.whole(test(xs, states)).x.any()
+            results = run_branch(branch, *xs)
+            return [p.in_state(v, state).x for v, state in zip(results, states, strict=True)]
 
-    last = lax.while_loop(continues, lambda xs: body(*xs), start)
-    return in_states(last, states)
-
-
-def _where(p: Partitioner, going: Value, value: Value, before: Any) -> Any:
-    """The new value in the rows that continue, and the old value in the others, which have ended."""
-    if value.is_split and value.dim < going.ndim:
-        going = p.split(going, value.dim)
+    functions: list[Callable[..., list[Any]]]
+    if all(states_of_branch == states for states_of_branch in states_of_branches):
+        functions = [jaxpr_as_fun(program) for program, _ in programs]
     else:
-        going = p.whole(going) if value.is_split or not going.is_split else going
-    if going.is_split and not value.is_split:
-        return value.x  # it becomes split, and is traced again
-    goes = going.x.reshape(going.shape + (1,) * (value.ndim - going.ndim))
-    return jnp.where(goes, value.x, before)
+        # Traced again, as the arrays that were traced are in another state: of what is known without data, for one,
+        # the other state is computed from its equation.
+        del p.records[num_records:]
+        functions = [functools.partial(run_branch_in_states, branch) for branch in branches]
+    return in_states(lax.switch(index.x, functions, *arrays), states)
 
 
-@rule("cond", keeps_stored=True)
-def cond(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
-    """All shards take the same branch. The results of the branches have one state."""
-    index, operands = p.whole(values[0]), [p.cross(v) for v in values[1:]]
-    xs, branches = [_array(v) for v in operands], eqn.params["branches"]
-
-    def run(branch: Any, *xs: Any) -> list[Value]:
-        return [p.land(v) for v in p.run_body(*opened(branch), _inside(operands, xs))]
-
-    mark = len(p.noted)
-    programs = [traced(p, functools.partial(run, branch), *xs) for branch in branches]
-    states = [_joined(states) for states in zip(*(states for _, states in programs), strict=True)]
-    if all(own == states for _, own in programs):
-        functions = [jex.jaxpr_as_fun(jaxpr) for jaxpr, _ in programs]
-    else:  # traced again: a value known without data takes another state from its equation
-        del p.noted[mark:]
-
-        def run_in_states(branch: Any, *xs: Any) -> list[Any]:
-            with p.own_trace():
-                return [p.in_state(v, state).x for v, state in zip(run(branch, *xs), states, strict=True)]
-
-        functions = [functools.partial(run_in_states, branch) for branch in branches]
-    return [Value(x, state) for x, state in zip(lax.switch(index.x, functions, *xs), states, strict=True)]
-
-
-def _joined(states: tuple[State, ...]) -> State:
-    """One state for the results of the branches."""
-    if any(isinstance(s, Shard) for s in states):
+def _common_state(states: Sequence[State]) -> State:
+    """Returns the one state for a result of all branches: split if any is, else partial if any is, else whole."""
+    if any(isinstance(state, Shard) for state in states):
         return states[0] if len(set(states)) == 1 else None
-    split = next((s for s in states if isinstance(s, int)), None)
-    return PARTIAL if split is None and PARTIAL in states else split
+    for state in states:
+        if isinstance(state, int):
+            return state
+    return PARTIAL if PARTIAL in states else None

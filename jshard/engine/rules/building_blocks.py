@@ -1,0 +1,143 @@
+"""What rules are built of: steps that several of them share."""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jshard.engine.rules.registry import Partitioner
+from jshard.engine.rules.values import State, Value, arrays_of, type_of
+
+
+def same(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], state: State, **params: Any) -> list[Value]:
+    """Runs the same primitive on the shards' arrays.
+
+    Args:
+        p: the partitioner.
+        eqn: the equation.
+        operands: its operands.
+        state: the state of all results.
+        **params: parameters of the equation that are others on a shard, such as a shape.
+    """
+    return [Value(x, state) for x in p.bind(eqn, arrays_of(operands), **params)]
+
+
+def traced(p: Partitioner, run: Callable[..., list[Value]], *xs: Any) -> tuple[ClosedJaxpr, list[State]]:
+    """Traces a function of arrays that returns values.
+
+    Returns:
+        A program that returns their arrays, and their states.
+    """
+    states: list[State] = []
+
+    def run_on_arrays(*xs: Any) -> list[Any]:
+        with p.own_trace():
+            values = run(*xs)
+        # Replaced, not extended: JAX may trace the function again.
+        states[:] = [v.state for v in values]
+        return arrays_of(values)
+
+    return jax.make_jaxpr(run_on_arrays)(*xs), states
+
+
+def split_dim(operands: Sequence[Value]) -> int:
+    """Returns the dim that the largest split operand is split along: to move the others costs least."""
+    split = [v for v in operands if v.is_split]
+    return max(split, key=lambda v: v.bytes).dim
+
+
+def shared_dim(left: Value, right: Value, left_dims: Sequence[int], right_dims: Sequence[int]) -> int | None:
+    """Finds which of the dims that two operands have in common is split in one of them.
+
+    Args:
+        left: an operand.
+        right: the other operand.
+        left_dims: dims of the left operand.
+        right_dims: for each of these, the dim of the right operand that is the same.
+
+    Returns:
+        A position in both lists of dims.
+    """
+    if left.is_split and left.dim in left_dims:
+        return tuple(left_dims).index(left.dim)
+    if right.is_split and right.dim in right_dims:
+        return tuple(right_dims).index(right.dim)
+    return None
+
+
+def can_be_partial(value: Value) -> bool:
+    """Returns whether the dtype of a value has sums. Bools and typed keys have none."""
+    return jnp.issubdtype(value.x.dtype, jnp.number)
+
+
+def find_free_dim(p: Partitioner, shape: Sequence[int], taken: Collection[int]) -> int | None:
+    """Returns a dim of an array that can be split, other than those taken."""
+    for dim, size in enumerate(shape):
+        if dim not in taken and p.divides(size):
+            return dim
+    return None
+
+
+def view_of_program(p: Partitioner, value: Value) -> jax.ShapeDtypeStruct:
+    """Returns the type that a value has for a program in global view: whole over the partitioner's axes."""
+    return jax.ShapeDtypeStruct(p.full_shape(value), value.x.dtype)
+
+
+def split_all(p: Partitioner, operands: Sequence[Value], dim: int) -> list[Value]:
+    """Returns operands split along a dim. Scalars, such as the start of a reduction, are whole."""
+    return [p.split(v, dim) if v.ndim else p.whole(v) for v in operands]
+
+
+def shard_shape(p: Partitioner, shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Returns the shape of a shard of an array that is split along a dim."""
+    local = list(shape)
+    local[dim] //= p.degree
+    return tuple(local)
+
+
+def run_on_free_dim(
+    p: Partitioner,
+    eqn: JaxprEqn,
+    operands: list[Value],
+    taken: Collection[int],
+    run: Callable[[list[Value]], list[Value] | None] | None = None,
+) -> list[Value] | None:
+    """Runs an equation that acts along some dims, on operands that are split along another dim.
+
+    If they are split along a dim that it acts along, they are split along another one for the time of the equation.
+    This moves each shard twice and gathers nothing:
+
+        operands split along 0  --all-to-all-->  along 1  --equation along 0-->  along 1  --all-to-all-->  along 0
+
+    Args:
+        p: the partitioner.
+        eqn: the equation; its operands and results have one rank, but for scalars.
+        operands: its operands.
+        taken: the dims that it acts along.
+        run: runs it on operands that are split along one dim; by default the same primitive runs.
+    """
+    dim = split_dim(operands)
+    # Operands may be split along different dims. From here on, all are split along one.
+    dim_to_run = dim
+    if dim in taken:
+        other_dim = find_free_dim(p, type_of(eqn.invars[0]).shape, taken)
+        if other_dim is None:
+            return None  # no other dim divides: the operands are gathered
+        dim_to_run = other_dim
+    operands = [p.split(v, dim_to_run) if v.ndim else v for v in operands]
+    if run is None:
+        run = functools.partial(same, p, eqn, state=dim_to_run)
+    results = run(operands)
+    if results is None or dim_to_run == dim:
+        return results
+    return [_split_back(p, result, dim_to_run, dim) for result in results]
+
+
+def _split_back(p: Partitioner, result: Value, old: int, new: int) -> Value:
+    """Splits a result like the operands were. Its size along that dim may be another, and not divide."""
+    if result.state == old and p.divides(result.shape[new]):
+        return p.split(result, new)
+    return result

@@ -1,0 +1,105 @@
+"""Equations that call a program of their own: the program runs in their place."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jshard.engine.rules.building_blocks import traced
+from jshard.engine.rules.registry import OperandStates, Partitioner, rule
+from jshard.engine.rules.values import Value, arrays_of, in_states, with_arrays
+
+Operand = TypeVar("Operand")
+
+CALLS = frozenset(
+    """
+    remat2 jit closed_call custom_jvp_call custom_vjp_call custom_vmap_call composite custom_linear_solve linear_call
+    remat_opt eval_jaxpr
+    """.split()
+)
+"""Primitives whose equation means the program that it holds."""
+
+_PROGRAM_PARAMS = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
+"""The names under which primitives hold it; JAX has changed some."""
+
+
+def program(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
+    """Returns the program that a call holds, and its constants."""
+    if eqn.primitive.name == "custom_linear_solve":
+        return opened(eqn.params["jaxprs"].solve)
+    for name in _PROGRAM_PARAMS:
+        if eqn.params.get(name) is not None:
+            return opened(eqn.params[name])
+    raise KeyError(f"{eqn.primitive.name} has no program.")
+
+
+def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    """Returns a program, closed or not, and its constants."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def operands(eqn: JaxprEqn, all_operands: Sequence[Operand]) -> list[Operand]:
+    """Returns those of a call's operands that its program takes.
+
+    A linear solve holds four programs, of which only that of the solution runs. Its operands are:
+
+        consts of matvec | of vecmat | of solve | of transpose_solve | right-hand side
+                                       ^^^^^^^^                        ^^^^^^^^^^^^^^^ taken
+    """
+    if eqn.primitive.name != "custom_linear_solve":
+        return list(all_operands)
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    consts = all_operands[start : start + lengths.solve]
+    right_hand_side = all_operands[sum(lengths) :]
+    return [*consts, *right_hand_side]
+
+
+@rule(*CALLS, operands=OperandStates.ANY_OR_STORED)
+def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Runs the program in place. Rules for derivatives have done their work: those were taken in global view."""
+    if eqn.primitive.name == "remat2":
+        values = _behind_barrier(p, eqn, values)
+    # What flows to gradients alone inside the call may stay partial inside, too.
+    gradients = [i for i, variable in enumerate(eqn.outvars) if p.is_for_gradients(variable)]
+    scope = eqn.params.get("name")
+    if not isinstance(scope, str):
+        scope = eqn.primitive.name
+    with jax.named_scope(scope):
+        return p.run(*program(eqn), operands(eqn, values), gradients=gradients)
+
+
+def _behind_barrier(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Puts operands of a remat in a backward pass behind a barrier, or XLA would reuse forward's computation."""
+    prevents = eqn.params["prevent_cse"]
+    if isinstance(prevents, bool):
+        prevents = (prevents,) * len(values)
+    if not (eqn.params["differentiated"] and any(prevents)):
+        return values
+    values = [v if v.is_stored else p.for_inner_trace(v) for v in values]
+    # Stored shards pass by: nothing computes with one before it is gathered, inside. So does what is known without
+    # data, as it is cheap to compute twice.
+    tied = [i for i, v in enumerate(values) if prevents[i] and not v.is_stored and not v.is_data_free]
+    arrays = lax.optimization_barrier([values[i].x for i in tied])
+    for i, x in zip(tied, arrays, strict=True):
+        values[i] = values[i].with_array(x)
+    return values
+
+
+@rule("compute_on", "xla_metadata_call", operands=OperandStates.ANY)
+def annotated_call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Makes the same annotation around the program on a shard."""
+    # The annotated program is traced on its own: values cross into it and out of it as arrays.
+    values = [p.materialize(v) for v in values]
+    arrays = arrays_of(values)
+
+    def run_on_shard(*xs: Any) -> list[Value]:
+        results = p.run(*program(eqn), with_arrays(values, xs))
+        return [p.materialize(v) for v in results]
+
+    jaxpr, states = traced(p, run_on_shard, *arrays)
+    return in_states(p.bind(eqn, arrays, jaxpr=jaxpr), states)

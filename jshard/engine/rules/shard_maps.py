@@ -1,0 +1,219 @@
+"""A user's `shard_map` inside the model: over the data axes, over others, or over both.
+
+The region is manual over the data axes already. So a `shard_map` there runs on the parts that the shards have:
+
+    over data axes                the body is called as it is, on each shard's part by the specs
+    over other axes               a `shard_map` over those, whose body is partitioned like any program
+    over both                     a `shard_map` over the others, around the body as it is
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+from jshard import _compat
+from jshard.engine.rules.building_blocks import find_free_dim, view_of_program
+from jshard.engine.rules.registry import OperandStates, Partitioner, rule
+from jshard.engine.rules.values import State, Value, array_bytes, arrays_of, in_states, type_of, with_arrays
+from jshard.errors import CallError
+from jshard.plans.mesh import FSDP
+from jshard.plans.placement import axes_of, spec_over
+
+DimAxes = tuple[tuple[str, ...], ...]
+"""For each dim the axes that it is split over, outermost first; those of degree 1 split nothing and are left out."""
+
+
+@rule("shard_map", operands=OperandStates.ANY)
+def shard_map(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs the user's `shard_map` on a data shard."""
+    _check_mesh(eqn)
+    _check_nothing_is_unreduced(eqn)
+    return _InnerShardMap(p, eqn).run(operands)
+
+
+def _check_mesh(eqn: JaxprEqn) -> None:
+    """Raises if the `shard_map` is over an axis that the model's mesh has not, or has with another degree."""
+    inner_degrees = dict(eqn.params["mesh"].shape)
+    degrees = dict(jax.sharding.get_abstract_mesh().shape)
+    wrong = []
+    for axis in eqn.params["newly_manual_axes"]:
+        if degrees.get(axis) != inner_degrees[axis]:
+            wrong.append(f"{axis} of degree {inner_degrees[axis]}")
+    if wrong:
+        mesh = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+        do = "jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given"
+        if FSDP in inner_degrees:  # only then can parameters be sharded over it
+            do = f"js.fully_shard(model, mesh=mesh)  # the mesh of the shard_map; or, in the model:\n{do}"
+        raise CallError(
+            "A shard_map inside the model uses a different mesh than the model.",
+            where=_compat.user_place(eqn),
+            why=f"it is over {', '.join(sorted(wrong))}; the model is over {mesh}.",
+            do=do,
+        )
+
+
+def _check_nothing_is_unreduced(eqn: JaxprEqn) -> None:
+    """Raises if a spec says that an array is a sum over axes that nothing has taken."""
+    for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"]):
+        if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+            raise CallError(
+                "A shard_map inside the model has an unreduced argument or result.",
+                where=_compat.user_place(eqn),
+                why="an unreduced array is a sum not computed yet, and the engine cannot cut one into data shards.",
+                do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
+            )
+
+
+class _InnerShardMap:
+    """A `shard_map` on a data shard.
+
+    Attributes:
+        p: the partitioner.
+        eqn: the equation.
+        degrees: the degree of each axis of the mesh.
+        data_axes: the region's axes, without those of degree 1.
+        other_axes: the axes of the `shard_map` that are not the region's.
+        is_over_data: whether it is over axes of the region, too.
+        operand_axes: for each operand, the axes that its dims are split over.
+        result_axes: for each result.
+    """
+
+    def __init__(self, p: Partitioner, eqn: JaxprEqn) -> None:
+        # The mesh around, not that of the equation: its axes say which are manual already.
+        mesh = jax.sharding.get_abstract_mesh()
+        self.p = p
+        self.eqn = eqn
+        self.degrees = dict(mesh.shape)
+        manual = [axis for axis in eqn.params["newly_manual_axes"] if self.degrees[axis] > 1]
+        self.data_axes = tuple(axis for axis in p.axes if self.degrees[axis] > 1)
+        self.other_axes = tuple(axis for axis in mesh.axis_names if axis in manual and axis not in p.axes)
+        self.is_over_data = any(axis in self.data_axes for axis in manual)
+        self.operand_axes = self._axes_of_all(eqn.params["in_specs"], [type_of(atom).ndim for atom in eqn.invars])
+        self.result_axes = self._axes_of_all(eqn.params["out_specs"], [type_of(v).ndim for v in eqn.outvars])
+
+    def _axes_of_all(self, specs: Sequence[P], ndims: Sequence[int]) -> list[DimAxes]:
+        return [self._axes_of_dims(spec, ndim) for spec, ndim in zip(specs, ndims, strict=True)]
+
+    def _axes_of_dims(self, spec: P, ndim: int) -> DimAxes:
+        """Returns the axes of each dim by a spec."""
+        dims = [tuple(axis for axis in axes_of(dim) if self.degrees[axis] > 1) for dim in spec]
+        dims += [()] * (ndim - len(dims))
+        for dim in dims:
+            self._check_order(spec, dim)
+        return tuple(dims)
+
+    def _check_order(self, spec: P, dim: tuple[str, ...]) -> None:
+        """Raises for a dim that is split over a data axis inside another axis: a shard's part is not contiguous."""
+        data_first = tuple(sorted(dim, key=lambda axis: axis not in self.data_axes))
+        if [axis in self.data_axes for axis in dim] != [axis in self.data_axes for axis in data_first]:
+            raise CallError(
+                "A shard_map inside the model splits a dim over a data axis inside another axis.",
+                where=_compat.user_place(self.eqn),
+                why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(self.data_axes)}.",
+                do=f"jax.P({data_first!r})  # the data axes first",
+            )
+
+    def run(self, operands: list[Value]) -> list[Value]:
+        """Runs the body: as it is if it is over data axes, else split like any program."""
+        body = _compat.without_varying(self.eqn.params["jaxpr"], ())
+        if self.is_over_data:
+            return self._run_on_parts(body, operands)
+        return self._run_partitioned(body, operands)
+
+    def _run_on_parts(self, body: Callable[..., Sequence[Any]], operands: list[Value]) -> list[Value]:
+        arrays = [self._part_by_spec(v, axes) for v, axes in zip(operands, self.operand_axes, strict=True)]
+        results = self._over_other_axes(body)(*arrays)
+        return [self._value_of_parts(x, axes) for x, axes in zip(results, self.result_axes, strict=True)]
+
+    def _run_partitioned(self, body: Callable[..., Sequence[Any]], operands: list[Value]) -> list[Value]:
+        # The body computes the sums that it needs: partial operands stay partial.
+        values = [v if v.is_partial else self.p.materialize(v) for v in operands]
+        values = self._split_on_other_dims(values, self.operand_axes)
+        states: list[State] = []
+
+        def run_on_shard(*xs: Any) -> list[Any]:
+            inside = with_arrays(values, xs)
+            program = jax.make_jaxpr(body)(*[view_of_program(self.p, v) for v in inside])
+            results = self.p.run(program.jaxpr, program.consts, inside)
+            results = [v if v.is_partial else self.p.materialize(v) for v in results]
+            results = self._split_on_other_dims(results, self.result_axes)
+            # Filled when the `shard_map` below traces this function: before its results are wrapped.
+            states[:] = [v.state for v in results]
+            return arrays_of(results)
+
+        results = self._over_other_axes(run_on_shard)(*arrays_of(values))
+        return in_states(results, states)
+
+    def _over_other_axes(self, body: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """Returns the body in a `shard_map` over the axes that are not manual yet."""
+        if not self.other_axes:
+            return body
+        in_specs = tuple(spec_over(self.other_axes, axes) for axes in self.operand_axes)
+        out_specs = [spec_over(self.other_axes, axes) for axes in self.result_axes]
+        return jax.shard_map(
+            body, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.other_axes), check_vma=False
+        )
+
+    def _split_on_other_dims(self, values: Sequence[Value], axes: Sequence[DimAxes]) -> list[Value]:
+        return [self._split_on_other_dim(v, axes_of_dims) for v, axes_of_dims in zip(values, axes, strict=True)]
+
+    def _split_on_other_dim(self, value: Value, axes_of_dims: DimAxes) -> Value:
+        """Returns a value split along a dim that is not split over the user's axes: those are outside the region's.
+
+        JAX passes what backward needs of a `shard_map` with all its axes on dim 0, which are the examples as a rule.
+        """
+        if not value.is_split or not axes_of_dims[value.dim]:
+            return value
+        taken = [dim for dim, axes in enumerate(axes_of_dims) if axes]
+        free_dim = find_free_dim(self.p, self.p.full_shape(value), taken)
+        if free_dim is None:
+            return self.p.whole(value)
+        return self.p.split(value, free_dim)
+
+    def _part_by_spec(self, value: Value, axes_of_dims: DimAxes) -> Any:
+        """Returns a shard's part of a value by its spec, over the data axes."""
+        data_axes = self._data_axes_of_dims(axes_of_dims)
+        dim = self._dim_over_all_data(data_axes)
+        if dim is not None:
+            return self.p.split(value, dim).x
+        # Some of the data axes, or several dims: no state says that. The part is cut from the whole.
+        x = self.p.whole(value).x
+        for dim, axes in data_axes.items():
+            size = x.shape[dim] // self._num_parts(axes)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+        return x
+
+    def _value_of_parts(self, x: Any, axes_of_dims: DimAxes) -> Value:
+        """Returns the value of which a shard has a part by its spec; what is not split is the same on all shards."""
+        data_axes = self._data_axes_of_dims(axes_of_dims)
+        dim = self._dim_over_all_data(data_axes)
+        if dim is not None:
+            return Value(x, dim)
+        for dim, axes in data_axes.items():
+            with self.p.sends("whole", self.eqn, array_bytes(x) * self._num_parts(axes)):
+                x = lax.all_gather(x, axes, axis=dim, tiled=True)
+        return Value(x)
+
+    def _data_axes_of_dims(self, axes_of_dims: DimAxes) -> dict[int, tuple[str, ...]]:
+        """Returns the data axes of the dims that are split over any."""
+        data_axes = {}
+        for dim, axes in enumerate(axes_of_dims):
+            axes_of_dim = tuple(axis for axis in axes if axis in self.data_axes)
+            if axes_of_dim:
+                data_axes[dim] = axes_of_dim
+        return data_axes
+
+    def _dim_over_all_data(self, data_axes: dict[int, tuple[str, ...]]) -> int | None:
+        """Returns the dim that is split over all data axes, if it is one: then it is split like in the region."""
+        if list(data_axes.values()) != [self.data_axes]:
+            return None
+        (dim,) = data_axes
+        return dim
+
+    def _num_parts(self, axes: Sequence[str]) -> int:
+        return math.prod(self.degrees[axis] for axis in axes)

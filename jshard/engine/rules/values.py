@@ -1,0 +1,167 @@
+"""Values on one data shard, and the states that say how the shards' arrays make up a value."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jshard.plans.placement import Placement
+
+PARTIAL = "partial"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The state of a value that is stored like a parameter: split over `fsdp`, and the same over `replica`.
+
+    Attributes:
+        placement: how it is stored.
+        pieces: 0 for a stored shard; else the number of pieces into which a group of neighbours cuts a gathered
+            parameter.
+    """
+
+    placement: Placement
+    pieces: int = 0
+
+
+State = int | str | Shard | None
+"""How the shards' arrays make up a value:
+
+    a dim      each shard has the part of the value along that dim that has its number
+    PARTIAL    the value is the sum over the shards
+    a Shard    it is stored like a parameter, and gathered by its reader
+    None       whole: every shard has all of it
+"""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Provenance:
+    """Where a value that is known without data comes from.
+
+    Attributes:
+        eqn: the equation that computes it.
+        operands: the values that the equation took, whole as well.
+        index: which of the equation's results it is.
+    """
+
+    eqn: JaxprEqn
+    operands: list["Value"]
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The name of the equation's primitive."""
+        return self.eqn.primitive.name
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value on one shard: the array that the shard holds, and how the shards' arrays make up the value.
+
+    Attributes:
+        x: the array.
+        state: how the shards' arrays make up the value.
+        provenance: of a whole value that is known without data, how it is computed. A shard of it is computed in the
+            same way, instead of cut from the whole.
+        conversions: the value in the other states that it was converted to, so that no collective runs twice.
+        index_dims: of the indices of a gather, which columns count up: `{column: dim}` says that `[..., column]` is
+            the index along that dim, in global view. A shard of such indices stays within the same shard of a table.
+        parameter: path of the parameter that it is, perhaps cast; empty for anything else, such as a gradient.
+    """
+
+    x: Any
+    state: State = None
+    provenance: Provenance | None = None
+    conversions: dict[State, "Value"] = dataclasses.field(default_factory=dict)
+    index_dims: dict[int, int] = dataclasses.field(default_factory=dict)
+    parameter: str = ""
+
+    def __post_init__(self) -> None:
+        # Dims computed with numpy would fail `isinstance(state, int)`, and the value would count as whole.
+        if isinstance(self.state, np.integer):
+            self.state = int(self.state)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each shard has a part of it."""
+        return isinstance(self.state, int)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is a stored shard."""
+        return isinstance(self.state, Shard)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the sum over the shards is the value."""
+        return self.state == PARTIAL
+
+    @property
+    def is_data_free(self) -> bool:
+        """Whether it is whole, and known without data: a mask, positions, random bits."""
+        return self.provenance is not None and self.state is None
+
+    @property
+    def dim(self) -> int:
+        """The dim that a split value is split along."""
+        assert isinstance(self.state, int), f"the value is not split: {self.state}"
+        return self.state
+
+    @property
+    def shard(self) -> Shard:
+        """How a stored value is stored."""
+        assert isinstance(self.state, Shard), f"the value is not stored: {self.state}"
+        return self.state
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what this shard holds."""
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.x.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what this shard holds."""
+        return array_bytes(self.x)
+
+    def with_array(self, x: Any) -> "Value":
+        """Returns another array in the same state, without conversions and provenance."""
+        return Value(x, self.state, index_dims=self.index_dims, parameter=self.parameter)
+
+
+def arrays_of(values: Iterable[Value]) -> list[Any]:
+    """Returns the arrays that a shard holds."""
+    return [v.x for v in values]
+
+
+def in_states(xs: Sequence[Any], states: Sequence[State]) -> list[Value]:
+    """Returns values of arrays, each in its state."""
+    return [Value(x, state) for x, state in zip(xs, states, strict=True)]
+
+
+def with_arrays(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
+    """Returns the same states of other arrays: see `Value.with_array`."""
+    return [v.with_array(x) for v, x in zip(values, xs, strict=True)]
+
+
+def array_bytes(x: Any) -> int:
+    """Returns the bytes of an array, or of its shape and dtype. A typed key counts as one word."""
+    num_elements = math.prod(x.shape)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return num_elements * 4
+    return num_elements * np.dtype(x.dtype).itemsize
+
+
+def type_of(atom: Var | Literal) -> ShapedArray:
+    """Returns the type of an operand or a result of an equation. Its shape is that in global view."""
+    return cast(ShapedArray, atom.aval)
