@@ -5,6 +5,7 @@ import dataclasses
 from jshard._text import folded_names
 from jshard.engine.mixing import Mixing
 from jshard.inspect.hlo.collectives import ring_bytes
+from jshard.inspect.hlo.module import HloArray
 from jshard.inspect.hlo.work import OpWork
 
 _FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA", "cudnn": "with cuDNN"}
@@ -36,7 +37,7 @@ class Window:
     matmuls: int = 0  # matrix products among these, those in fusions and loops counted
     flops: float = 0.0  # floating-point operations of these
     conditional: bool = False  # it is in a branch, and might not run at all
-    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
+    arrays: tuple[HloArray, ...] = ()  # of its result
     # The lines of the model that mix examples by it; several if the compiler joined theirs.
     mixing: tuple[Mixing, ...] = ()
     is_mixing: bool = False  # it serves only those

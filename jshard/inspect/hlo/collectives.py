@@ -10,7 +10,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.engine.mixing import Mixing, named_in
-from jshard.inspect.hlo.module import Computation, Instruction, Module, ProgramError, arrays, elements, item_bytes
+from jshard.inspect.hlo.module import (
+    Computation,
+    HloArray,
+    Instruction,
+    Module,
+    ProgramError,
+    arrays,
+    elements,
+    item_bytes,
+)
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Communication that cannot be counted: an error is better than a total that is too small.
@@ -40,8 +49,8 @@ def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, 
     return dict(sizes)
 
 
-def results_of(instruction: Instruction, kind: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The arrays of a collective's result: dtype and dims of each."""
+def results_of(instruction: Instruction, kind: str) -> tuple[HloArray, ...]:
+    """The arrays of a collective's result."""
     shape = instruction.shape
     # (operands, results, context); an all-reduce of jax 0.10 has the results alone.
     if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):

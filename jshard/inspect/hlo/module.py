@@ -6,8 +6,10 @@ execution.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jshard.errors import ShardingError
 
@@ -50,8 +52,8 @@ class Instruction:
         return tuple(part.split()[-1] for part in self.inside.split(",") if part.split())
 
     @property
-    def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The arrays of the result: dtype and dims of each."""
+    def arrays(self) -> tuple["HloArray", ...]:
+        """The arrays of the result."""
         return arrays(self.shape)
 
     def attribute(self, key: str) -> str | None:
@@ -195,12 +197,31 @@ def _closing(text: str) -> int:
     return len(text)
 
 
+class HloArray(NamedTuple):
+    """The type of one array in a program."""
+
+    dtype: str  # by HLO's names, such as `bf16`
+    dims: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes; an element of less than a byte counts as a whole one."""
+        return self.num_elements * math.ceil(item_bytes(self.dtype))
+
+
 @functools.lru_cache(maxsize=4096)
-def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The arrays in a shape, tuples flattened: `(f32[8,4]{1,0}, s32[])` has `("f32", (8, 4))` and `("s32", ())`."""
-    return tuple(
-        (dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(shape)
-    )
+def arrays(shape: str) -> tuple[HloArray, ...]:
+    """Returns the arrays in a shape, tuples flattened: `(f32[8,4]{1,0}, s32[])` has `f32[8,4]` and `s32[]`."""
+    parsed = []
+    for dtype, dims in _ARRAY.findall(shape):
+        sizes = (int(size.strip("<=")) for size in dims.split(",") if size)  # a size that may vary is written `<=8`
+        parsed.append(HloArray(dtype, tuple(sizes)))
+    return tuple(parsed)
 
 
 def elements(shape: str) -> tuple[str, ...]:
