@@ -68,7 +68,7 @@ def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Wind
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedShapes:
-    """Tells the arrays of gathered units from those of units that are never gathered, by their shapes."""
+    """Distinguishes the arrays of gathered units from those of units that are never gathered, by their shapes."""
 
     ungathered_units: set[str]
     gathered_shapes: set[Dims]
