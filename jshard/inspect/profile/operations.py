@@ -5,7 +5,8 @@ import functools
 import re
 from collections.abc import Iterable, Set
 
-from jshard.inspect.hlo.collectives import KINDS, OTHERS, Forms, base_opcode, group_of, unit_and_phase
+from jshard.inspect.hlo.collectives import KINDS, OTHERS, group_of, unit_and_phase
+from jshard.inspect.hlo.forms import Forms, base_opcode
 from jshard.inspect.hlo.module import Computation, Instruction, Module, parse_module
 from jshard.inspect.profile.events import Event
 
@@ -170,7 +171,7 @@ def _op_by_name(name: str) -> Op:
     collective = _COLLECTIVE.fullmatch(dashed)
     if collective:
         kind = collective[1]
-        if kind == "all-reduce-scatter":  # a fusion of XLA:GPU
+        if kind == "all-reduce-scatter":  # one fused with the slice of its result
             kind = "reduce-scatter"
         return Op(_shared_name(name), kind)
     stem = re.sub(r"(\.\d+)+$", "", dashed)
