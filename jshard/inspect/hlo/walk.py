@@ -31,7 +31,8 @@ from jshard.inspect.hlo.module import (
     tuple_index,
 )
 from jshard.inspect.hlo.readers import Readers
-from jshard.inspect.hlo.work import CUDNN, MOSAIC, TPU_KERNEL, OpWork, Worker, added
+from jshard.inspect.hlo.work import OpWork, added
+from jshard.inspect.hlo.worker import CUDNN, MOSAIC, TPU_KERNEL, Worker
 
 _ARRIVING = " state"  # in the tokens of what is under way when a round of a loop begins; no instruction's name has it
 
