@@ -12,8 +12,9 @@ from rich.text import Text
 
 from jshard.engine.mixing import Mixing, as_traced, mixing_of
 from jshard.errors import AnnotationError
+from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
-from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
+from jshard.inspect.memory import Memory, memory_of, unit_bytes
 from jshard.inspect.plan_tables import (
     folded_units,
     headline,
