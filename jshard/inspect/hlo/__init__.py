@@ -1,4 +1,16 @@
-"""Compiled programs; here the schedule as values: the steps of one device, and what runs concurrently."""
+"""Compiled programs; here the schedule as values: the steps of one device, and what runs concurrently.
+
+Modules, from the bottom up:
+
+    module           the text of a program as values: computations and their instructions
+    collectives      how compilers write collectives: arrays, groups of devices, names of units
+    forms            the instructions that start and end a collective, or carry it
+    readers          the units that read the result of a collective that names none
+    work             matrix products and bytes of memory, as values
+    memory_traffic   the bytes of memory that an instruction reads and writes
+    worker           the work of an instruction
+    walk             the walk through a program in execution order, which makes the schedule
+"""
 
 import dataclasses
 
@@ -127,8 +139,11 @@ class KernelUse:
     calls: int  # instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused
 
     def __str__(self) -> str:
-        calls = f" ({self.calls} call{'' if self.calls == 1 else 's'})" if self.calls else ""
-        return f"{self.kernel} {_FORMS.get(self.form, self.form)}{calls}"
+        text = f"{self.kernel} {_FORMS.get(self.form, self.form)}"
+        if self.calls:
+            noun = "call" if self.calls == 1 else "calls"
+            text += f" ({self.calls} {noun})"
+        return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +160,9 @@ class Schedule:
     @property
     def in_loops(self) -> tuple[Window, ...]:
         """The collectives inside loops."""
-        return tuple(w for w in self.windows if w.loop)
+        return tuple(window for window in self.windows if window.loop)
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
-        """The collectives that block, or during which no matrix product runs; as in `Audit.not_overlapped`."""
+        """Returns the collectives that block, or during which no matrix product runs; as in `Audit.not_overlapped`."""
         chosen = self.in_loops if in_loops else self.windows
-        return tuple(w for w in chosen if not w.is_overlapped and w.full_bytes >= at_least_bytes)
+        return tuple(window for window in chosen if not window.is_overlapped and window.full_bytes >= at_least_bytes)

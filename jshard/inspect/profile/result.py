@@ -10,7 +10,8 @@ from rich.text import Text
 
 from jshard._text import duration, folded_names, name_pattern
 from jshard.inspect.profile.measured import DeviceStep, MeasuredCollective, Shares
-from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table, phase_bars
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.inspect.timelines import Bar, chrome_trace, html_page, phase_bars
 
 _PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
 _SHOWN = 12  # rows of a table
