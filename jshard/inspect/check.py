@@ -272,7 +272,8 @@ class _Outcome(NamedTuple):
 
 def _differentiate(call: _CheckedCall) -> Callable[[PyTree, tuple], _Outcome]:
     """Returns a function of state and arguments that runs the call and differentiates it."""
-    _, together = opened(call.inputs.args)  # objects among the arguments cannot enter the program
+    # An object among the arguments cannot enter the program: its arrays do, and an equal object is made of them inside.
+    _, together = opened(call.inputs.args)
 
     @jax.jit
     def program(params: PyTree, state: PyTree, values: list[Any], keywords: Arrays) -> _Outcome:

@@ -37,6 +37,7 @@ def folded_units(plan: ShardPlan) -> list[FoldedUnit]:
     for unit in plan.units:
         pattern, index = name_pattern(unit.name)
         leaves = plan.unit_leaves(unit.name)
+        # Equal units have equal settings, and parameters of the same names, placed alike.
         content = tuple((leaf.path.removeprefix(unit.name), leaf.placement) for leaf in leaves)
         key = (pattern, content, dataclasses.replace(unit, name=""))
         indices[key].append(index)
@@ -131,7 +132,7 @@ def leaves_table(plan: ShardPlan) -> FittedTable:
         for leaf in plan.unit_leaves(unit.name):
             placement = leaf.placement
             path = leaf.path
-            if path.startswith(unit.name):
+            if path.startswith(unit.name):  # else it is tied, or of a module given in a list
                 path = name + path.removeprefix(unit.name)
             size = human_bytes(placement.bytes_per_device)
             add_row(table, path, str(list(placement.shape)), _dtypes([leaf]), size, _where_placed(placement))
@@ -268,7 +269,8 @@ def notes_on(plan: ShardPlan, others: Sequence[Other], strays: Sequence[str]) ->
 
 def in_own_classes(others: Iterable[Other]) -> list[Other]:
     """Returns the arrays in variables of a class of the user's own, which may be trained by `wrt=`."""
-    return [other for other in others if other.kind not in (ARRAY, nnx.Variable.__name__)]
+    plain_kinds = (ARRAY, nnx.Variable.__name__)
+    return [other for other in others if other.kind not in plain_kinds]
 
 
 def _never_gathered(plan: ShardPlan) -> Iterator[str]:
@@ -294,8 +296,8 @@ def _replicated(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
     total_bytes = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
     total_bytes += sum(other.bytes for other in others)
     noun = "parameter" if plan.replicated else "variable"
-    what = _counted(len(plan.replicated) + len(others), noun)
-    yield f"Replicated: {what}, {human_bytes(total_bytes)} on every device"
+    count = _counted(len(plan.replicated) + len(others), noun)
+    yield f"Replicated: {count}, {human_bytes(total_bytes)} on every device"
 
     lines_by_reason: dict[str, list[str]] = collections.defaultdict(list)
     for other in others:

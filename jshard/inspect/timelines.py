@@ -127,9 +127,9 @@ def _html_lines(bars: Sequence[Bar]) -> Iterator[str]:
 
 
 def _html_bar(bar: Bar, total_s: float, color: str) -> str:
-    left = 100 * bar.begin_s / total_s
-    width = 100 * (bar.end_s - bar.begin_s) / total_s
-    style = f"left:{left:.3f}%;width:{width:.3f}%;background:{color}"
+    left_percent = 100 * bar.begin_s / total_s
+    width_percent = 100 * (bar.end_s - bar.begin_s) / total_s
+    style = f"left:{left_percent:.3f}%;width:{width_percent:.3f}%;background:{color}"
     label = f"<span>{html.escape(bar.label)}</span>" if bar.label else ""
     return f'<i style="{style}" title="{html.escape(bar.tip)}">{label}</i>'
 
@@ -151,8 +151,8 @@ def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
 def _colors(bars: Iterable[Bar]) -> dict[str, str]:
     """Returns the colors of kinds in the order of the legend, exposed time last."""
     kinds = list(dict.fromkeys(bar.kind for bar in bars))
-    others = [kind for kind in kinds if kind != _EXPOSED_KIND]
-    colors = {kind: _COLORS[i % len(_COLORS)] for i, kind in enumerate(others)}
+    colored = [kind for kind in kinds if kind != _EXPOSED_KIND]
+    colors = {kind: _COLORS[i % len(_COLORS)] for i, kind in enumerate(colored)}
     if _EXPOSED_KIND in kinds:
         colors[_EXPOSED_KIND] = _EXPOSED_COLOR
     return colors

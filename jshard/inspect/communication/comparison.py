@@ -66,12 +66,12 @@ def differences(
     compared, except for the bytes that such a line requests. Those of units that are never gathered are not compared
     either, unless they contain whole parameters of such a unit, or gradients.
     """
-    others, mixing = without_mixing(windows)
-    of_plan, of_model = split_by_plan(_over_data(others), plan)
+    without, mixing = without_mixing(windows)
+    of_plan, of_model = split_by_plan(_over_data(without), plan)
     comparison = _Comparison(of_plan, plan, _amounts(of_plan, plan, accumulate, sync), on_cpu)
     missing = comparison.missing()
     extra = comparison.extra()
-    both = [kind for kind in comparison.of_both() if kind not in extra]
+    comparable_kinds = [kind for kind in comparison.planned_and_compiled() if kind not in extra]
 
     joined_kinds: list[CollectiveKind] = []
     of_no_parameter: list[CollectivePart] = []
@@ -93,7 +93,7 @@ def differences(
         *map(comparison.replaced, replacements),
         *comparison.less_or_more(left_over),
         *comparison.less_or_more(joined_kinds, by_cpu=_JOINED),
-        *comparison.other_dtypes(both),
+        *comparison.other_dtypes(comparable_kinds),
         *_large_parts(of_no_parameter, "no parameter", tolerated),
         *_large_parts(gathered_anyway(of_model, plan), "parameters that are never gathered", tolerated),
         *_larger_than_requested(mixing, on_cpu),
@@ -248,7 +248,7 @@ class _Comparison:
                 extra[kind] = amounts.excess
         return extra
 
-    def of_both(self) -> list[CollectiveKind]:
+    def planned_and_compiled(self) -> list[CollectiveKind]:
         """Returns the kinds that are both planned and compiled."""
         return [kind for kind, amounts in self.amounts.items() if amounts.planned and amounts.compiled]
 
@@ -264,8 +264,8 @@ class _Comparison:
         axes = _axes(planned.axes)
         if planned.axes != compiled.axes:
             axes = f"{axes} and {_axes(compiled.axes)}"
-        what = f"{planned.kind} written, {compiled.kind} compiled"
-        words = f"{what}: {_unit_names(units)}, {axes}, {sent / planned_to_be_sent:.1f}x the bytes"
+        kinds = f"{planned.kind} written, {compiled.kind} compiled"
+        words = f"{kinds}: {_unit_names(units)}, {axes}, {sent / planned_to_be_sent:.1f}x the bytes"
         return Difference(words, planned.kind, compiled.kind, compiled.axes, units)
 
     def less_or_more(self, kinds: Iterable[CollectiveKind], by_cpu: str = "") -> Iterator[Difference]:
@@ -294,9 +294,9 @@ class _Comparison:
 
     def _other_dtype(self, kind: CollectiveKind, dtype: str, planned: ElementsByDtype) -> Difference:
         units = _units_of([window for window in self.windows if dtype in dict(window.sizes)], kind)
-        what = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
+        dtypes = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
         ratio = item_bytes(dtype) / _mean_item_bytes(planned)
-        words = f"{what}: {_unit_names(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
+        words = f"{dtypes}: {_unit_names(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
         by_cpu = ""
         if self.on_cpu and _is_widened_by_cpu(dtype, planned):
             by_cpu = _WIDENED.replace("f32", dtype)
@@ -309,19 +309,19 @@ def _is_widened_by_cpu(dtype: str, planned: Iterable[str]) -> bool:
     return narrower is not None and any(re.fullmatch(narrower, name) for name in planned)
 
 
-def _large_parts(parts: Iterable[CollectivePart], what: str, tolerated_elements: float) -> list[Difference]:
+def _large_parts(parts: Iterable[CollectivePart], contents: str, tolerated_elements: float) -> list[Difference]:
     """Describes collectives of arrays that should not be gathered or reduced, such as those never gathered."""
     parts_of_kind: dict[CollectiveKind, list[CollectivePart]] = collections.defaultdict(list)
     for part in parts:
         parts_of_kind[CollectiveKind.of(part.window)].append(part)
-    found = []
+    descriptions = []
     for kind, of_kind in sorted(parts_of_kind.items()):
         if sum(part.elements for part in of_kind) <= tolerated_elements:
             continue
         units = _units_of([part.window for part in of_kind], kind)
-        words = f"{kind.kind} of {what}: {_unit_names(units)}, {_axes(kind.axes)}, {_shapes_text(of_kind)}"
-        found.append(Difference(words, None, kind.kind, kind.axes, units))
-    return found
+        words = f"{kind.kind} of {contents}: {_unit_names(units)}, {_axes(kind.axes)}, {_shapes_text(of_kind)}"
+        descriptions.append(Difference(words, None, kind.kind, kind.axes, units))
+    return descriptions
 
 
 def _shapes_text(parts: Iterable[CollectivePart]) -> str:
@@ -336,7 +336,7 @@ def _shapes_text(parts: Iterable[CollectivePart]) -> str:
 
 def _larger_than_requested(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
     """Describes collectives of lines that mix examples that are larger than the lines request."""
-    found = []
+    descriptions = []
     for window in windows:
         sizes = [mixing.bytes for mixing in window.mixing]
         requested = sum(sizes)
@@ -350,8 +350,8 @@ def _larger_than_requested(windows: Iterable[Window], on_cpu: bool) -> list[Diff
         # Twice the bytes at most, as from bfloat16 to float32; more than that is not explained by the dtype.
         is_widened = on_cpu and {dtype for dtype, _ in window.sizes} == {"f32"} and compiled <= 2 * requested
         by_cpu = _WIDENED if is_widened else ""
-        found.append(Difference(words, kind.kind, kind.kind, kind.axes, window.units, by_cpu))
-    return found
+        descriptions.append(Difference(words, kind.kind, kind.kind, kind.axes, window.units, by_cpu))
+    return descriptions
 
 
 # ---- words

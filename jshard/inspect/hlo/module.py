@@ -292,9 +292,9 @@ _State = dict[int, int]
 
 def trip_count(module: Module, home: Computation, loop: Instruction) -> int | None:
     """Returns the rounds of a `while`: as the compiler noted them, or from a counter; None if unknown."""
-    noted = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
-    if noted:
-        return int(noted[1])
+    known_count = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
+    if known_count:
+        return int(known_count[1])
     condition = module.computations.get(loop.attribute("condition") or "")
     body = module.computations.get(loop.attribute("body") or "")
     if condition is None or body is None:

@@ -53,11 +53,11 @@ class Readers:
 
     def _unwrapped(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instructions inside a fusion or a call; of any other one, itself."""
-        inside: list[Instruction] = []
+        unwrapped: list[Instruction] = []
         if instruction.opcode in _WRAPPING:
             for body in self._module.callees(instruction):
-                inside += body.instructions
-        return inside or [instruction]
+                unwrapped += body.instructions
+        return unwrapped or [instruction]
 
     def _readers(self, home: Computation) -> _ReadersByName:
         """Returns the first readers of each instruction; `_NO_UNIT` is among them where it ends as a result."""
@@ -81,17 +81,17 @@ class Readers:
             value: the value.
             readers: of the instructions after `value`.
         """
-        inside = self._read_inside(user, value)
-        if _NO_UNIT not in inside:
-            return inside  # none of it gets through
+        units_inside = self._read_inside(user, value)
+        if _NO_UNIT not in units_inside:
+            return units_inside  # none of it gets through
         units, _ = unit_and_phase(user.op_name)
         if units:
-            behind = frozenset(units)
+            units_behind = frozenset(units)
         elif user.opcode in _OPAQUE:
-            behind = frozenset((_NO_UNIT,))
+            units_behind = frozenset((_NO_UNIT,))  # not followed into loops and branches
         else:
-            behind = readers[user.name]
-        return (inside - {_NO_UNIT}) | behind
+            units_behind = readers[user.name]
+        return (units_inside - {_NO_UNIT}) | units_behind
 
     def _read_inside(self, user: Instruction, value: Instruction) -> frozenset[str]:
         """Returns the units that read a value inside a fusion or a call; `_NO_UNIT` where it gets through."""

@@ -1,4 +1,9 @@
-"""Walks a compiled program in execution order, and records its collectives and the steps of a device."""
+"""Walks a compiled program in execution order, and records its collectives and the steps of a device.
+
+The walk counts what is computed between the start of a collective and its end. These need not be in one round of a
+loop: a collective may begin in one round and end in the next, or begin before the loop and end after it. So it has a
+token, by which start and end find each other: the name of its start, or the place that it has in the loop's state.
+"""
 
 import collections
 import dataclasses
@@ -65,7 +70,7 @@ class _UnderWay:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Surroundings:
+class _Scope:
     """Where a computation is run."""
 
     loop: str = ""  # name of the innermost loop around it
@@ -79,7 +84,7 @@ class _Body:
     """One computation while it is walked."""
 
     home: Computation
-    around: _Surroundings
+    scope: _Scope
     steps: list[Step] = dataclasses.field(default_factory=list)  # so far
     parts: list[OpWork] = dataclasses.field(default_factory=list)  # the work of each
     passed: _PassedWork = _PassedWork()  # the same, counted
@@ -155,16 +160,16 @@ class Walk:
 
     def run(self) -> tuple[tuple[Step, ...], float]:
         """Returns the steps of the program and its floating-point operations."""
-        body = self._walk(self._module.entry, _Surroundings())
+        body = self._walk(self._module.entry, _Scope())
         total = added(body.parts)
         for target in total.uncounted:
             self.notes.append(f"custom call {target}: its operations are unknown; only its memory traffic is counted")
         self._refuse_unseen()
         return tuple(body.steps), total.total_flops
 
-    def _walk(self, name: str, around: _Surroundings) -> _Body:
+    def _walk(self, name: str, scope: _Scope) -> _Body:
         """Walks through a computation."""
-        body = _Body(self._module.computations[name], around)
+        body = _Body(self._module.computations[name], scope)
         for instruction in body.home.instructions:
             role = self._forms.role(instruction)
             if role is not None:
@@ -176,7 +181,7 @@ class Walk:
                 self._visit_loop(body, instruction)
             elif instruction.opcode == "call":
                 for called in self._module.called(instruction):
-                    body.append(self._walk(called, around))
+                    body.append(self._walk(called, scope))  # as if its instructions were here
             elif instruction.opcode == "conditional":
                 self._visit_branches(body, instruction)
             else:
@@ -201,7 +206,7 @@ class Walk:
         token = role.key or instruction.name
         group = group_of(role.collective, base_opcode(role.collective.opcode), self._module.num_devices)
         if len(group) <= 1:
-            body.under_way[token] = None
+            body.under_way[token] = None  # nothing is sent; but its end is in the text, too
             return
         self.windows.append(self._window(body, instruction, role, role.collective, group))
         index = len(self.windows) - 1
@@ -229,11 +234,11 @@ class Walk:
             units=units,
             read_by=() if units else self._readers.units(body.home, instruction),
             phase=phase,
-            loop=body.around.loop,
-            executions=body.around.executions,
-            per_iteration=body.around.in_unknown_loop,
+            loop=body.scope.loop,
+            executions=body.scope.executions,
+            per_iteration=body.scope.in_unknown_loop,
             is_async=role.stage == "start",
-            conditional=body.around.in_branch,
+            conditional=body.scope.in_branch,
             arrays=results_of(collective, base_opcode(collective.opcode)),
             mixing=mixing,
             is_mixing=is_mixing,
@@ -262,43 +267,43 @@ class Walk:
         if under_way.passed_at_start is None:
             return
         window = self.windows[under_way.window]
-        beside = passed - under_way.passed_at_start
+        passed_beside = passed - under_way.passed_at_start
         self.windows[under_way.window] = dataclasses.replace(
             window,
-            operations=window.operations + beside.operations,
-            matmuls=window.matmuls + beside.matmuls,
-            flops=window.flops + beside.flops,
+            operations=window.operations + passed_beside.operations,
+            matmuls=window.matmuls + passed_beside.matmuls,
+            flops=window.flops + passed_beside.flops,
         )
 
     # ---- loops
 
     def _visit_loop(self, body: _Body, loop: Instruction) -> None:
-        around = body.around
+        scope = body.scope
         known_count = trip_count(self._module, body.home, loop)
         is_unknown = known_count is None
         count = 1 if known_count is None else known_count
         num_windows = len(self.windows)
-        inside = dataclasses.replace(around, loop=loop.name, in_unknown_loop=around.in_unknown_loop or is_unknown)
+        in_loop = dataclasses.replace(scope, loop=loop.name, in_unknown_loop=scope.in_unknown_loop or is_unknown)
         # The condition runs once more than the body; of an unknown length one iteration of both is counted.
         num_conditions = 1 if is_unknown else count + 1
-        condition = self._condition(loop, dataclasses.replace(inside, executions=around.executions * num_conditions))
-        inside = dataclasses.replace(inside, executions=around.executions * count)
-        inner = self._walk(loop.attribute("body") or "", inside)
+        condition = self._condition(loop, dataclasses.replace(in_loop, executions=scope.executions * num_conditions))
+        in_loop = dataclasses.replace(in_loop, executions=scope.executions * count)
+        inner = self._walk(loop.attribute("body") or "", in_loop)
         if condition is not None:
             inner.prepend(condition)
         if is_unknown:
             communicates = len(self.windows) > num_windows
-            what = "its collectives are counted once per iteration" if communicates else "counted once"
-            self.notes.append(f"loop {loop.name}: the number of iterations is unknown; {what}")
+            counted = "its collectives are counted once per iteration" if communicates else "counted once"
+            self.notes.append(f"loop {loop.name}: the number of iterations is unknown; {counted}")
         self._add_loop(body, loop, inner, count)
 
-    def _condition(self, loop: Instruction, around: _Surroundings) -> _Body | None:
+    def _condition(self, loop: Instruction, scope: _Scope) -> _Body | None:
         """Walks through the condition of a loop; None if it only compares a counter."""
         name = loop.attribute("condition") or ""
         if name not in self._module.computations:
             return None
         num_windows = len(self.windows)
-        condition = self._walk(name, around)
+        condition = self._walk(name, scope)
         communicates = len(self.windows) > num_windows
         return condition if communicates or condition.passed.matmuls else None
 
@@ -327,6 +332,7 @@ class Walk:
             turns=tuple((token, inner.arriving(place)) for place, token in turning.items()),
             leaves=tuple((inner.arriving(place), _leaving(loop, place)) for place in turning),
         )
+        # A collective outside of the loop that runs beside it runs beside all of its rounds.
         work = added(inner.parts).times(count)
         body.steps.append(step)
         body.parts.append(work)
@@ -352,8 +358,8 @@ class Walk:
 
     def _visit_branches(self, body: _Body, conditional: Instruction) -> None:
         """Takes the branch with the most work, because it is unknown which one runs."""
-        around = dataclasses.replace(body.around, in_branch=True)
-        branches = [self._walk(name, around) for name in self._module.called(conditional)]
+        scope = dataclasses.replace(body.scope, in_branch=True)
+        branches = [self._walk(name, scope) for name in self._module.called(conditional)]
         if branches:
             body.append(max(branches, key=_amount_of_work))
 
@@ -368,6 +374,7 @@ class Walk:
         """Raises unless every collective was visited: an unknown form would look like no communication."""
         seen = set(self._seen)
         for collective in self._printed_again:
+            # Of the one that it repeats it has the channel, under another name.
             if channel(collective) in self._channels:
                 seen.add(collective.name)
         missed = []
