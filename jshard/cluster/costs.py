@@ -21,10 +21,11 @@ from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
 from jshard.cluster.compile import Variant
 from jshard.cluster.estimate import Machine
 from jshard.cluster.replay import Assumptions
+from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.communication import FORWARD, traffic_of
-from jshard.inspect.explain import folded_units
 from jshard.inspect.hlo.collectives import group_along
-from jshard.inspect.memory import Activations, Memory, Saved, kept_bytes, memory_of, saved_arrays, summed
+from jshard.inspect.memory import Memory, kept_bytes, memory_of
+from jshard.inspect.plan_tables import folded_units
 from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard.plans.plan import ShardPlan, UnitPlan
 from jshard.plans.units import modules

@@ -21,7 +21,8 @@ from jshard.errors import FourPartError
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import Schedule, Window
-from jshard.inspect.tables import Bar, FittedTable, Printed, add_row, chrome_trace, html_page, made_table, phase_bars
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.inspect.timelines import Bar, chrome_trace, html_page, phase_bars
 
 _BACKWARD_TIP = ", backward"
 

@@ -1,4 +1,18 @@
-"""Reports on plans and compiled programs."""
+"""Reports on plans, compiled programs and profiles.
+
+Each report is an object that prints itself: `explain` (of a plan), `audit` (of a compiled program, compared with its
+plan), `trace` (of a profile), `check` (of a call, compared with one device).
+
+    tables, timelines   tables that fit the terminal; bars in lanes as a page, a trace or a picture
+    hlo/                reads compiled programs
+    profile/            reads profiles: `trace`
+    communication/      the collectives of a plan, and how a program differs from them
+    activations         the arrays that autodiff saves
+    memory              the bytes of a plan on one device
+    explain             with plan_tables
+    audit               with compiled_traffic
+    check               runs a call both ways
+"""
 
 from jshard.inspect.hlo.module import ProgramError as ProgramError
 from jshard.inspect.hlo.walk import collectives as collectives

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -24,10 +24,13 @@ from jshard.plans.plan import root_forgotten
 from jshard.plans.policies import wide_dtype
 from jshard.plans.units import Unit, is_key, plain_class, unit_of, units_in
 
-Pairs = dict[str, tuple[Any, Any]]
-"""An array of the sharded region and its counterpart in global view, by name."""
+PyTree = Any
 
-Arrays = dict[str, Any]
+Arrays = dict[str, jax.Array]
+"""Arrays by path."""
+
+
+# ---- the report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +53,10 @@ class CheckReport:
     @property
     def named(self) -> dict[str, float]:
         """All differences, by the name of the output, gradient or state."""
-        heads = {"output ": self.outputs, "gradient of ": self.gradients, "state ": self.state}
-        return {f"{head}{name}": size for head, found in heads.items() for name, size in found.items()}
+        named = {f"output {path}": size for path, size in self.outputs.items()}
+        named |= {f"gradient of {path}": size for path, size in self.gradients.items()}
+        named |= {f"state {path}": size for path, size in self.state.items()}
+        return named
 
     def __repr__(self) -> str:
         place = max(self.named, key=self.named.__getitem__, default="none")
@@ -105,7 +110,38 @@ def check(
         call = _nnx_call(model, args, kwargs, loss_fn)
     else:
         raise root_forgotten(model)
-    return _compared(call, tolerance) if accumulate == 1 else _compared_over(call, accumulate, sync, tolerance)
+    report = _compare(call, tolerance) if accumulate == 1 else _compare_accumulated(call, accumulate, sync, tolerance)
+    _raise_if_apart(report, call.where)
+    return report
+
+
+# ---- the call
+
+
+class _Inputs(NamedTuple):
+    """The arrays that a call is run with."""
+
+    params: PyTree
+    state: PyTree
+    args: tuple
+    keywords: Arrays  # keyword arguments that are arrays
+
+
+class _Run(Protocol):
+    """Runs a call; returns its result, and the state after it."""
+
+    def __call__(self, params: PyTree, state: PyTree, args: tuple, keywords: Arrays) -> tuple[PyTree, PyTree]: ...
+
+
+class _RunAccumulated(Protocol):
+    """Runs `js.value_and_grad` of a call; returns the loss, gradients by path, and the state after the last microbatch.
+
+    `steps` is the number of microbatches.
+    """
+
+    def __call__(
+        self, params: PyTree, state: PyTree, args: tuple, keywords: Arrays, steps: int, sync: str
+    ) -> tuple[jax.Array, Arrays, PyTree]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +149,17 @@ class _CheckedCall:
     """A call as a function of arrays, and the arrays that it is called with.
 
     Attributes:
-        run: takes parameters, state, the positional arguments, and arrays given by keyword; returns the result, and
-            the state after the call.
-        accumulated: `js.value_and_grad` of the call: takes the same, the number of microbatches (`steps`) and `sync`;
-            returns the loss, gradients by name, and the state after the last microbatch.
-        inputs: these arrays.
+        run: the call.
+        accumulated: its loss and gradients over microbatches.
+        inputs: the arrays.
         root: the record of the model.
         units: the records that set dtypes.
         where: the model and the function, for messages.
     """
 
-    run: Callable[[Any, Any, tuple, Arrays], tuple[Any, Any]]
-    accumulated: Callable[..., tuple[Any, Arrays, Any]]
-    inputs: tuple[Any, Any, tuple, Arrays]
+    run: _Run
+    accumulated: _RunAccumulated
+    inputs: _Inputs
     root: Unit
     units: tuple[Unit, ...]
     where: str
@@ -138,36 +172,38 @@ class _CheckedCall:
 
 
 def _nnx_call(
-    model: nnx.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None
+    model: nnx.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., PyTree] | None
 ) -> _CheckedCall:
-    function = loss_fn or (lambda model, *args, **kwargs: model(*args, **kwargs))
-    arrays, static = _split_keywords(kwargs)
+    function = loss_fn or _call_model
+    keywords, static = _split_keywords(kwargs)
     graphdef, params, state = nnx.split(model, nnx.Param, ...)
     units = units_in(model)
 
-    def run(params: Any, state: Any, args: tuple, arrays: Arrays) -> tuple[Any, Any]:
-        live = nnx.merge(graphdef, params, state, copy=True)
-        out = function(live, *args, **arrays, **static)
+    def run(params: PyTree, state: PyTree, args: tuple, keywords: Arrays) -> tuple[PyTree, PyTree]:
+        live = nnx.merge(graphdef, params, state, copy=True)  # the call may change it
+        out = function(live, *args, **keywords, **static)
         return out, nnx.state(live, nnx.Not(nnx.Param))
 
     def accumulated(
-        params: Any, state: Any, args: tuple, arrays: Arrays, steps: int, sync: str
-    ) -> tuple[Any, Arrays, Any]:
+        params: PyTree, state: PyTree, args: tuple, keywords: Arrays, steps: int, sync: str
+    ) -> tuple[jax.Array, Arrays, PyTree]:
+        def loss(model: nnx.Module, *batch: PyTree) -> jax.Array | WeightedMean:
+            return _loss_of(function(model, *batch, **keywords, **static))
+
         live = nnx.merge(graphdef, params, state, copy=True)
-        trained = nnx.All(nnx.Param, lambda path, variable: has_gradient(variable.get_raw_value()))
-        loss = lambda model, *batch: _loss_of(function(model, *batch, **arrays, **static))
+        trained = nnx.All(nnx.Param, _is_trained)
         value, grads = value_and_grad(loss, accumulate=steps, sync=sync, wrt=trained)(live, *args)
-        return value, _named(grads), nnx.state(live, nnx.Not(nnx.Param))
+        return value, _by_path(grads), nnx.state(live, nnx.Not(nnx.Param))
 
     where = f"{plain_class(model).__name__}: {getattr(loss_fn, '__name__', '__call__')}"
-    inputs = params, state, args, arrays
+    inputs = _Inputs(params, state, args, keywords)
     return _CheckedCall(run, accumulated, inputs, units[()], tuple(units.values()), where)
 
 
 def _linen_call(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., PyTree] | None
 ) -> _CheckedCall:
-    """The call of a Linen model, whose first argument is the variables: parameters, state, other arguments."""
+    """Returns the call of a Linen model, whose first argument is the variables."""
     if not args or not isinstance(args[0], Mapping) or "params" not in args[0]:
         raise CallError(
             "The variables of the Linen model are missing.",
@@ -177,180 +213,265 @@ def _linen_call(
         )
     variables, *rest = args
     function = loss_fn or model.apply
-    arrays, static = _split_keywords(kwargs)
+    keywords, static = _split_keywords(kwargs)
     returns_state = loss_fn is None and bool(static.get("mutable"))
     annotation = annotation_for(model)
 
-    def run(params: Any, state: Any, rest: tuple, arrays: Arrays) -> tuple[Any, Any]:
-        out = function({**state, "params": params}, *rest, **arrays, **static)
-        return out if returns_state else (out, {})
+    def run(params: PyTree, state: PyTree, args: tuple, keywords: Arrays) -> tuple[PyTree, PyTree]:
+        out = function({**state, "params": params}, *args, **keywords, **static)
+        if returns_state:
+            return out
+        return out, {}
 
     def accumulated(
-        params: Any, state: Any, rest: tuple, arrays: Arrays, steps: int, sync: str
-    ) -> tuple[Any, Arrays, Any]:
-        def loss(params: Any, *batch: Any) -> jax.Array:
-            return _loss_of(run(params, state, batch, arrays)[0])
+        params: PyTree, state: PyTree, args: tuple, keywords: Arrays, steps: int, sync: str
+    ) -> tuple[jax.Array, Arrays, PyTree]:
+        def loss(params: PyTree, *batch: PyTree) -> jax.Array | WeightedMean:
+            out, _ = run(params, state, batch, keywords)
+            return _loss_of(out)
 
-        has_all = all(map(has_gradient, jax.tree.leaves(params)))
-        trained = nnx.Param if has_all else (lambda path, variable: has_gradient(variable.get_raw_value()))
-        of_loss = value_and_grad(loss, model=model, accumulate=steps, sync=sync, wrt=trained)
-        value, grads = of_loss(params, *rest)
-        return value, _named(grads), {}
+        are_all_trained = all(map(has_gradient, jax.tree.leaves(params)))
+        trained = nnx.Param if are_all_trained else _is_trained
+        value, grads = value_and_grad(loss, model=model, accumulate=steps, sync=sync, wrt=trained)(params, *args)
+        return value, _by_path(grads), {}
 
     where = f"{type(model).__name__}: {getattr(loss_fn, '__name__', 'apply')}"
     state = {name: collection for name, collection in variables.items() if name != "params"}
     units = (annotation.root, *(record for _, record in annotation.choices))
-    inputs = variables["params"], state, tuple(rest), arrays
+    inputs = _Inputs(variables["params"], state, tuple(rest), keywords)
     return _CheckedCall(run, accumulated, inputs, annotation.root, units, where)
 
 
+def _call_model(model: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    return model(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_trained(path: Sequence[Any], variable: nnx.Variable) -> bool:
+    """Returns whether a parameter has a gradient, as a filter of nnx."""
+    return has_gradient(variable.get_raw_value())
+
+
 def _split_keywords(kwargs: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+    """Returns the keyword arguments that are arrays, and the others."""
     arrays = {name: value for name, value in kwargs.items() if is_array(value)}
     static = {name: value for name, value in kwargs.items() if name not in arrays}
     return arrays, static
 
 
-def _loss_of(out: Any) -> Any:
-    """Returns what is differentiated: a weighted mean as it is, or a sum of all outputs."""
-    return out if isinstance(out, WeightedMean) else _weighted_sum(arrays_of(out))
+# ---- running it
 
 
-def _differentiated(call: _CheckedCall) -> Callable[[Any, tuple], tuple[Arrays, Arrays, Any, Any]]:
-    """Returns a function of state and arguments.
+class _Outcome(NamedTuple):
+    """What a differentiated call returns."""
 
-    It returns outputs and gradients by name, the state after the call, and the weight of a `js.WeightedMean`, else 1.
-    """
-    params, _, first_args, arrays = call.inputs
-    _, together = opened(first_args)
+    outputs: Arrays
+    gradients: Arrays
+    state: PyTree  # after the call
+    weight: jax.Array | float  # of a `js.WeightedMean`, else 1
+
+
+def _differentiate(call: _CheckedCall) -> Callable[[PyTree, tuple], _Outcome]:
+    """Returns a function of state and arguments that runs the call and differentiates it."""
+    # An object among the arguments cannot enter the program: its arrays do, and an equal object is made of them inside.
+    _, together = opened(call.inputs.args)
 
     @jax.jit
-    def program(params: Any, state: Any, values: list[Any], arrays: Arrays) -> tuple[Arrays, Arrays, Any, Any]:
+    def program(params: PyTree, state: PyTree, values: list[Any], keywords: Arrays) -> _Outcome:
         args = together(values)
-        named = _named(params)
-        tree = jax.tree.structure(params)
+        params_by_path = _by_path(params)
+        form = jax.tree.structure(params)
 
-        def scalar(trained: Arrays) -> tuple[jax.Array, tuple[Arrays, Any, Any]]:
-            leaves = [trained.get(name, x) for name, x in named.items()]
-            out, after = call.run(jax.tree.unflatten(tree, leaves), state, args, arrays)
+        # Integers and the like are no arguments of `scalar`, as JAX differentiates floats only.
+        def scalar(trained: Arrays) -> tuple[jax.Array, tuple[Arrays, PyTree, jax.Array | float]]:
+            leaves = [trained.get(path, param) for path, param in params_by_path.items()]
+            out, state_after = call.run(jax.tree.unflatten(form, leaves), state, args, keywords)
             weight = out.weight if isinstance(out, WeightedMean) else 1.0
             outputs = arrays_of(mean_of(out))
-            return _weighted_sum(outputs), (outputs, after, weight)
+            return _weighted_sum(outputs), (outputs, state_after, weight)
 
-        trained = {name: x for name, x in named.items() if has_gradient(x)}
-        (_, (outputs, after, weight)), grads = jax.value_and_grad(scalar, has_aux=True)(trained)
-        return outputs, grads, after, weight
+        trained = {path: param for path, param in params_by_path.items() if has_gradient(param)}
+        (_, (outputs, state_after, weight)), gradients = jax.value_and_grad(scalar, has_aux=True)(trained)
+        return _Outcome(outputs, gradients, state_after, weight)
 
-    def run(state: Any, args: tuple) -> tuple[Arrays, Arrays, Any, Any]:
+    def run(state: PyTree, args: tuple) -> _Outcome:
         values, _ = opened(args)
-        return program(params, state, values, arrays)
+        return program(call.inputs.params, state, values, call.inputs.keywords)
 
     return run
 
 
-def _compared(call: _CheckedCall, tolerance: float) -> CheckReport:
-    """Runs a call both ways; raises if a difference is too large."""
-    program = _differentiated(call)
-    _, state, args, _ = call.inputs
-    with without_update():
-        outputs, grads, after, _ = program(state, args)
-    with global_view(), without_update():
-        wanted_outputs, wanted_grads, wanted_after, _ = program(state, args)
-    of_outputs = {name or "output": (x, wanted_outputs[name]) for name, x in outputs.items()}
-    of_grads = {name: (x, wanted_grads[name]) for name, x in grads.items()}
-    of_state = _changed(*map(_compared_state, (after, wanted_after, call.inputs[1])))
-    report = CheckReport(
-        _differences(of_outputs, same_dtypes=call.keeps_dtypes),
-        _differences(of_grads, same_dtypes=True),
-        _differences(of_state, floor=1e-6),  # a count and a mean are on unrelated scales
-        tolerance,
-    )
-    _raise_if_apart(report, call.where)
-    return report
-
-
-def _compared_over(call: _CheckedCall, steps: int, sync: str, tolerance: float) -> CheckReport:
-    """Compares `js.value_and_grad` over microbatches with their means; raises if a difference is too large."""
-    accumulated = jax.jit(functools.partial(call.accumulated, steps=steps, sync=sync))
-    with without_update():
-        value, grads, after = accumulated(*call.inputs)
-    wanted_value, wanted_grads, wanted_after = _mean_of_microbatches(call, steps)
-    of_grads = {name: (x, wanted_grads[name]) for name, x in grads.items()}
-    of_state = _changed(*map(_compared_state, (after, wanted_after, call.inputs[1])))
-    report = CheckReport(
-        _differences({"output": (value, wanted_value)}),
-        _differences(of_grads),
-        _differences(of_state, floor=1e-6),
-        tolerance,
-    )
-    _raise_if_apart(report, call.where)
-    return report
-
-
-def _mean_of_microbatches(call: _CheckedCall, steps: int) -> tuple[Any, Arrays, Any]:
-    """Returns loss and gradients as means over microbatches in global view, and the state after the last."""
-    _, state, args, _ = call.inputs
-    program = _differentiated(call)
-    parts = microbatches(args, call.root, steps, call.where)
-    values: list[np.ndarray] = []
-    weights: list[float] = []
-    of_parts: list[dict[str, np.ndarray]] = []
-    after: Any = None
-    for i in range(steps):
-        part = jax.tree.map(lambda rows, i=i: rows[i], parts)
-        with global_view(), without_update():
-            outputs, grads, after, weight = program(state, part)
-        weights.append(float(weight))
-        values.append(_exact(_weighted_sum(outputs)) * weights[-1])
-        of_parts.append({name: _exact(x) * weights[-1] for name, x in grads.items()})
-        state = after or state  # a Linen model's loss returns none
-    total = sum(weights)
-    means = {name: sum(part[name] for part in of_parts) / total for name in of_parts[0]}
-    return sum(values) / total, means, after
-
-
-def _named(tree: Any) -> Arrays:
-    """Returns the arrays in a tree by path, in the order of its leaves."""
-    return {"/".join(key_texts(path)) or "(root)": x for path, x in jax.tree.leaves_with_path(tree)}
-
-
-def _compared_state(state: Any) -> Arrays:
-    """Returns the arrays of a state by path, without random numbers."""
-    if isinstance(state, nnx.State):
-        state = nnx.split_state(state, nnx.RngState, ...)[1]
-    return {name: x for name, x in _named(state).items() if is_array(x) and not is_key(x)}
-
-
-def _changed(found: Arrays, wanted: Arrays, before: Arrays) -> Pairs:
-    """The state that either call changed; None where one call lacks it."""
-    pairs = {k: (found.get(k), wanted.get(k)) for k in dict.fromkeys([*wanted, *found])}
-    same = lambda k, pair: k in before and all(x is not None and np.array_equal(x, before[k]) for x in pair)
-    return {k: pair for k, pair in pairs.items() if not same(k, pair)}
+def _loss_of(out: PyTree) -> jax.Array | WeightedMean:
+    """Returns what is differentiated: a weighted mean as it is, or a sum of all outputs."""
+    if isinstance(out, WeightedMean):
+        return out
+    return _weighted_sum(arrays_of(out))
 
 
 def _weighted_sum(outputs: Arrays) -> jax.Array:
-    """A scalar with a different weight for every real number; a real scalar output is returned unchanged."""
-    parts = list(_real_parts(outputs.values()))
+    """Returns a scalar with a different weight for every real number; a real scalar output is returned unchanged.
+
+    With equal weights, a fault that only exchanges elements would have no effect on the gradients.
+    """
+    parts = list(_real_parts(outputs))
     if len(parts) == 1 and parts[0].ndim == 0:
         return parts[0]
     total = jnp.zeros(())
-    for x in parts:
-        wide = x.astype(wide_dtype(x.dtype))
-        weights = jnp.cos(jnp.arange(x.size, dtype=wide.dtype)).reshape(x.shape)
+    for part in parts:
+        wide = part.astype(wide_dtype(part.dtype))
+        weights = jnp.cos(jnp.arange(part.size, dtype=wide.dtype)).reshape(part.shape)
         total = total + jnp.vdot(weights, wide)
     return total
 
 
-def _real_parts(arrays: Iterable[jax.Array]) -> Iterable[jax.Array]:
+def _real_parts(outputs: Arrays) -> Iterator[jax.Array]:
     """Yields the arrays that have a gradient; of complex ones both parts."""
-    for x in arrays:
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            yield x.real
-            yield x.imag
-        elif has_gradient(x):
-            yield x
+    for array in outputs.values():
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            yield array.real
+            yield array.imag
+        elif has_gradient(array):
+            yield array
 
 
-def _exact(x: Any) -> np.ndarray:
+def _compare(call: _CheckedCall, tolerance: float) -> CheckReport:
+    """Runs a call both ways."""
+    program = _differentiate(call)
+    with without_update():
+        sharded = program(call.inputs.state, call.inputs.args)
+    with global_view(), without_update():
+        expected = program(call.inputs.state, call.inputs.args)
+    outputs = {path or "output": _Pair(x, expected.outputs[path]) for path, x in sharded.outputs.items()}
+    gradients = {path: _Pair(x, expected.gradients[path]) for path, x in sharded.gradients.items()}
+    return CheckReport(
+        _differences(outputs, same_dtypes=call.keeps_dtypes),
+        _differences(gradients, same_dtypes=True),
+        _state_differences(sharded.state, expected.state, call.inputs.state),
+        tolerance,
+    )
+
+
+def _compare_accumulated(call: _CheckedCall, steps: int, sync: str, tolerance: float) -> CheckReport:
+    """Compares `js.value_and_grad` over microbatches with means over the same ones in global view."""
+    accumulated = jax.jit(functools.partial(call.accumulated, steps=steps, sync=sync))
+    with without_update():
+        value, gradients, state = accumulated(*call.inputs)
+    expected = _mean_of_microbatches(call, steps)
+    gradient_pairs = {path: _Pair(x, expected.gradients[path]) for path, x in gradients.items()}
+    return CheckReport(
+        _differences({"output": _Pair(value, expected.value)}),
+        _differences(gradient_pairs),
+        _state_differences(state, expected.state, call.inputs.state),
+        tolerance,
+    )
+
+
+class _Means(NamedTuple):
+    """Means over microbatches, on the host."""
+
+    value: np.ndarray
+    gradients: dict[str, np.ndarray]
+    state: PyTree  # after the last
+
+
+def _mean_of_microbatches(call: _CheckedCall, steps: int) -> _Means:
+    """Returns loss and gradients as means over microbatches in global view, and the state after the last."""
+    program = _differentiate(call)
+    state = call.inputs.state
+    parts = microbatches(call.inputs.args, call.root, steps, call.where)
+    values: list[np.ndarray] = []
+    weights: list[float] = []
+    gradients: list[dict[str, np.ndarray]] = []
+    state_after: PyTree = None
+    for i in range(steps):
+        part = jax.tree.map(lambda rows, i=i: rows[i], parts)
+        with global_view(), without_update():
+            outcome = program(state, part)
+        weight = float(outcome.weight)
+        weights.append(weight)
+        values.append(_in_double_precision(_weighted_sum(outcome.outputs)) * weight)
+        gradients.append({path: _in_double_precision(x) * weight for path, x in outcome.gradients.items()})
+        state_after = outcome.state
+        state = state_after or state  # the next microbatch begins with it; a Linen model's loss returns none
+    total_weight = sum(weights)
+    mean_gradients = {}
+    for path in gradients[0]:
+        mean_gradients[path] = sum(of_part[path] for of_part in gradients) / total_weight
+    return _Means(np.asarray(sum(values) / total_weight), mean_gradients, state_after)
+
+
+# ---- differences
+
+
+class _Pair(NamedTuple):
+    """An array of the sharded region and its counterpart in global view; None where one call lacks it."""
+
+    array: jax.Array | None
+    expected: jax.Array | np.ndarray | None
+
+    def is_equal_to(self, array: jax.Array) -> bool:
+        """Returns whether both arrays have the values of a third one."""
+        return all(x is not None and np.array_equal(x, array) for x in self)
+
+
+def _differences(pairs: Mapping[str, _Pair], *, floor: float = 1e-2, same_dtypes: bool = False) -> dict[str, float]:
+    """Returns the largest difference of each pair, relative to its largest element.
+
+    Args:
+        pairs: the arrays.
+        floor: what a difference is relative to is at least this part of the largest element of all pairs.
+        same_dtypes: whether dtypes must agree.
+
+    Returns:
+        The differences by name; nan if shapes, structure or dtypes differ.
+    """
+    unlike: dict[str, float] = {}
+    apart: dict[str, float] = {}  # absolute
+    scales: dict[str, float] = {}
+    for name, (array, expected) in pairs.items():
+        if array is None or expected is None or not _have_same_form(array, expected, same_dtypes=same_dtypes):
+            unlike[name] = float("nan")
+        elif array.size:
+            reference = _in_double_precision(expected)
+            apart[name] = float(np.abs(_in_double_precision(array) - reference).max())
+            scales[name] = float(np.abs(reference).max())
+    smallest_normal = float(np.finfo(np.float32).tiny)  # if all is zero
+    least_scale = max(floor * max(scales.values(), default=0.0), smallest_normal)
+    relative = {name: apart[name] / max(scales[name], least_scale) for name in apart}
+    return relative | unlike
+
+
+def _have_same_form(array: jax.Array, expected: jax.Array | np.ndarray, *, same_dtypes: bool) -> bool:
+    if array.shape != expected.shape:
+        return False
+    return not same_dtypes or array.dtype == expected.dtype
+
+
+def _state_differences(sharded: PyTree, expected: PyTree, before: PyTree) -> dict[str, float]:
+    """Returns the differences of the state that either call changed."""
+    sharded_arrays = _state_by_path(sharded)
+    expected_arrays = _state_by_path(expected)
+    arrays_before = _state_by_path(before)
+    changed: dict[str, _Pair] = {}
+    for path in dict.fromkeys([*expected_arrays, *sharded_arrays]):  # a call may also create or delete state
+        pair = _Pair(sharded_arrays.get(path), expected_arrays.get(path))
+        if path not in arrays_before or not pair.is_equal_to(arrays_before[path]):
+            changed[path] = pair
+    return _differences(changed, floor=1e-6)  # a count and a mean are on unrelated scales
+
+
+def _by_path(tree: PyTree) -> Arrays:
+    """Returns the arrays in a tree by path, in the order of its leaves."""
+    return {"/".join(key_texts(path)) or "(root)": leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _state_by_path(state: PyTree) -> Arrays:
+    """Returns the arrays of a state by path, without random numbers."""
+    if isinstance(state, nnx.State):
+        _, state = nnx.split_state(state, nnx.RngState, ...)
+    return {path: x for path, x in _by_path(state).items() if is_array(x) and not is_key(x)}
+
+
+def _in_double_precision(x: Any) -> np.ndarray:
     """Returns an array on the host, in double precision."""
     if is_key(x):
         x = jax.random.key_data(x)
@@ -358,34 +479,19 @@ def _exact(x: Any) -> np.ndarray:
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
-def _differences(pairs: Pairs, *, floor: float = 1e-2, same_dtypes: bool = False) -> dict[str, float]:
-    """Largest difference of each pair, relative to its largest element; nan if shapes, structure or dtypes differ.
-
-    The reference is at least `floor` times the largest element of all pairs. Dtypes are compared if `same_dtypes`.
-    """
-    unlike = {}
-    exact = {}
-    for name, (x, wanted) in pairs.items():
-        if x is None or wanted is None or x.shape != wanted.shape or (same_dtypes and x.dtype != wanted.dtype):
-            unlike[name] = float("nan")
-        elif x.size:
-            exact[name] = _exact(x), _exact(wanted)
-    scale = {name: float(np.abs(wanted).max()) for name, (_, wanted) in exact.items()}
-    least = max(floor * max(scale.values(), default=0.0), float(np.finfo(np.float32).tiny))
-    found = {name: float(np.abs(x - wanted).max()) / max(scale[name], least) for name, (x, wanted) in exact.items()}
-    return found | unlike
-
-
 def _raise_if_apart(report: CheckReport, where: str) -> None:
-    every = report.named
-    bad = sorted((k for k in every if not every[k] <= report.tolerance), key=lambda k: -every[k])
-    if bad:
-        raise CallError(
-            "The sharded region and global view do not agree.",
-            where=[f"{where}: {k}  {every[k]:.1e}" for k in bad],
-            why=f"differences relative to the largest element; {report.tolerance:.0e} is allowed. In bfloat16, or near"
-            " a norm of few values, rounding can be that large. A function declared with js.per_example that"
-            " combines examples also causes such differences.",
-            do="js.check(model, x, tolerance=1e-2)  # for bfloat16\n"
-            "with js.global_view(): step(model, batch)  # computes the numbers of one device",
-        )
+    differences = report.named
+    # Not `>`: a difference that is nan is too large as well.
+    too_large = [name for name, size in differences.items() if not size <= report.tolerance]
+    if not too_large:
+        return
+    too_large.sort(key=lambda name: -differences[name])
+    raise CallError(
+        "The sharded region and global view do not agree.",
+        where=[f"{where}: {name}  {differences[name]:.1e}" for name in too_large],
+        why=f"differences relative to the largest element; {report.tolerance:.0e} is allowed. In bfloat16, or near"
+        " a norm of few values, rounding can be that large. A function declared with js.per_example that"
+        " combines examples also causes such differences.",
+        do="js.check(model, x, tolerance=1e-2)  # for bfloat16\n"
+        "with js.global_view(): step(model, batch)  # computes the numbers of one device",
+    )

@@ -1,15 +1,10 @@
-"""Output of reports: tables as text; timelines of bars in lanes as a Chrome trace, an HTML page, or a PNG."""
+"""Output of reports: tables as text that fit the terminal."""
 
-import dataclasses
-import html
 import io
-import json
-import math
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -17,7 +12,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from jshard._text import duration
 from jshard.errors import printable
 
 _PIPED_WIDTH = 110  # of output that no terminal shows
@@ -39,15 +33,18 @@ class _PlainConsole(Console):
 
 
 def width() -> int:
-    """Characters of a line: those of the terminal, if standard output is one."""
-    return Console(file=sys.stdout).width if _is_terminal() else _PIPED_WIDTH
+    """Returns the characters of a line: those of the terminal, if standard output is one."""
+    if not _is_terminal():
+        return _PIPED_WIDTH
+    return Console(file=sys.stdout).width
 
 
 def printed(renderable: Any) -> str:
-    """An object rendered by `rich`, as plain text."""
-    console = _PlainConsole(file=io.StringIO(), width=width(), color_system=None, legacy_windows=False)
+    """Renders an object by `rich`, as plain text."""
+    file = io.StringIO()
+    console = _PlainConsole(file=file, width=width(), color_system=None, legacy_windows=False)
     console.print(renderable, crop=False)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = file.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -78,13 +75,14 @@ def _is_terminal() -> bool:
 
 
 def whole_line(text: str) -> Text:
-    """A line that is not broken, so that it can be copied: a path, a command."""
+    """Returns a line that is not broken, so that it can be copied: a path, a command."""
     return Text(text, no_wrap=True, overflow="ignore")
 
 
 def broken_line(command: str) -> str:
-    """A long command in several lines, broken before options, so that it can be pasted as printed."""
-    lines, longest = [""], width() / 2
+    """Returns a long command in several lines, broken before options, so that it can be pasted as printed."""
+    longest = width() / 2
+    lines = [""]
     for word in shlex.split(command):
         part = shlex.quote(word)
         if word.startswith("--") and len(lines[-1]) > longest:
@@ -92,6 +90,22 @@ def broken_line(command: str) -> str:
             lines.append("    ")
         lines[-1] += f"{part} "
     return "\n".join(line.rstrip() for line in lines)
+
+
+class _TableRow(NamedTuple):
+    """A row of a table."""
+
+    cells: list[str]  # a cell may have several lines
+    style: str | None
+    end_section: bool
+
+
+class _FittedColumns(NamedTuple):
+    """How a table is fitted into some room."""
+
+    shown: list[int]  # indices of the columns
+    widths: list[int]  # of these
+    is_tight: bool  # columns are close together, and their widths fixed
 
 
 class FittedTable:
@@ -103,21 +117,33 @@ class FittedTable:
     """
 
     def __init__(self, title: str, columns: Sequence[str], caption: str = "") -> None:
-        self.title, self.caption = title, caption
-        self._names = [column.rstrip(">?") for column in columns]
-        self._is_number = [">" in column[len(name) :] for name, column in zip(self._names, columns, strict=True)]
-        self._spare = [column[len(name) :].count("?") for name, column in zip(self._names, columns, strict=True)]
-        self._rows: list[tuple[list[str], str | None, bool]] = []
+        self.title = title
+        self.caption = caption
+        self._names: list[str] = []
+        self._is_number: list[bool] = []
+        self._omitted_first: list[int] = []  # rank by which columns are omitted; those with 0 are not
+        self._rows: list[_TableRow] = []
+        for column in columns:
+            name = column.rstrip(">?")
+            marks = column[len(name) :]
+            self._names.append(name)
+            self._is_number.append(">" in marks)
+            self._omitted_first.append(marks.count("?"))
 
     def add_row(self, *cells: str | Sequence[str], style: str | None = None, end_section: bool = False) -> None:
         """Adds a row of plain text, a cell as a text or as its lines: no control characters in paths and shapes."""
-        texts = ["\n".join(map(printable, [cell] if isinstance(cell, str) else cell)) for cell in cells]
-        self._rows.append((texts, style, end_section))
+        texts = []
+        for cell in cells:
+            lines = [cell] if isinstance(cell, str) else cell
+            texts.append("\n".join(map(printable, lines)))
+        self._rows.append(_TableRow(texts, style, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        shown, widths, is_tight = self._layout(options.max_width)
-        left_out = ", ".join(name for i, name in enumerate(self._names) if i not in shown)
-        caption = f"{self.caption} Left out at this width: {left_out}.".strip() if left_out else self.caption
+        layout = self._layout(options.max_width)
+        caption = self.caption
+        omitted = ", ".join(name for i, name in enumerate(self._names) if i not in layout.shown)
+        if omitted:  # a column without a name is not mentioned
+            caption = f"{caption} Left out at this width: {omitted}.".strip()
         table = Table(
             title=Text(self.title, style="bold") if self.title else None,
             title_justify="left",
@@ -125,47 +151,60 @@ class FittedTable:
             caption_justify="left",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
-            collapse_padding=is_tight,
+            collapse_padding=layout.is_tight,
         )
-        for i, room in zip(shown, widths, strict=True):
+        for i, column_width in zip(layout.shown, layout.widths, strict=True):
             justify = "right" if self._is_number[i] else "left"
-            fixed = room if is_tight else None
+            fixed = column_width if layout.is_tight else None
             table.add_column(Text(self._names[i]), justify=justify, width=fixed, overflow="fold")
-        for cells, style, end_section in self._rows:
-            table.add_row(*(Text(cells[i]) for i in shown), style=style, end_section=end_section)
+        for row in self._rows:
+            cells = [Text(row.cells[i]) for i in layout.shown]
+            table.add_row(*cells, style=row.style, end_section=row.end_section)
         yield table
 
-    def _layout(self, room: int) -> tuple[list[int], list[int], bool]:
-        """The columns that are shown, their widths, and whether they are close together."""
+    def _layout(self, room: int) -> _FittedColumns:
+        """Chooses the columns that are shown, and their widths.
+
+        Args:
+            room: characters of a line.
+        """
         shown = list(range(len(self._names)))
-        most = [max(_longest_line(text) for text in self._texts(i)) for i in shown]
-        if sum(most) + 3 * len(shown) - 1 <= room:
-            return shown, most, False
-        least = [self._least(i) for i in shown]
-        for spare in sorted((i for i in shown if self._spare[i]), key=lambda i: (-self._spare[i], -i)):
+        full = [max(_longest_line(text) for text in self._texts(i)) for i in shown]
+        if sum(full) + 3 * len(shown) - 1 <= room:  # between columns, a space on each side and one in the middle
+            return _FittedColumns(shown, full, is_tight=False)
+
+        least = [self._least_width(i) for i in shown]
+        for i in self._columns_to_omit():
             if sum(least[i] for i in shown) + 2 * len(shown) <= room:
                 break
-            shown.remove(spare)
+            shown.remove(i)
         room -= 2 * len(shown)
-        widths = [most[i] for i in shown]
-        first_whole = [most[shown[0]], *(least[i] for i in shown[1:])]  # it identifies the row
-        for limits in (first_whole, [least[i] for i in shown]):
-            widths = _squeezed(widths, limits, room)
-        return shown, widths, True
+        widths = [full[i] for i in shown]
+        least_shown = [least[i] for i in shown]
+        # The first column identifies the row: it is shrunk only if shrinking the others is not enough.
+        widths = _squeezed(widths, [full[shown[0]], *least_shown[1:]], room)
+        widths = _squeezed(widths, least_shown, room)
+        return _FittedColumns(shown, widths, is_tight=True)
+
+    def _columns_to_omit(self) -> list[int]:
+        """Returns the columns that may be omitted, in the order in which they are: of equal ones the last first."""
+        optional = [i for i, rank in enumerate(self._omitted_first) if rank]
+        return sorted(optional, key=lambda i: (-self._omitted_first[i], -i))
 
     def _texts(self, i: int) -> list[str]:
-        return [self._names[i], *(cells[i] for cells, _, _ in self._rows)]
+        return [self._names[i], *(row.cells[i] for row in self._rows)]
 
-    def _least(self, i: int) -> int:
-        """The width at which a column cuts no number, and otherwise only long words."""
+    def _least_width(self, i: int) -> int:
+        """Returns the width at which a column cuts no number, and otherwise only long words."""
         name, *cells = self._texts(i)
         if self._is_number[i]:
-            return max((_longest_word(name), *map(_longest_line, cells)))
-        return max(_longest_word(name), min(_LONG, max(map(_longest_word, cells), default=0)))
+            return max(_longest_word(name), max(map(_longest_line, cells), default=0))
+        longest_word = max(map(_longest_word, cells), default=0)
+        return max(_longest_word(name), min(_LONG, longest_word))
 
 
 def made_table(title: str, *columns: str, caption: str = "") -> FittedTable:
-    """A table; see `FittedTable` for the names of columns."""
+    """Returns a table; see `FittedTable` for the names of columns."""
     return FittedTable(title, columns, caption)
 
 
@@ -177,14 +216,15 @@ def add_row(
 
 
 def _squeezed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths that fit the room, if possible: the widest shrink first."""
-    found = list(widths)
-    while sum(found) > room:
-        can = [i for i in range(len(found)) if found[i] > least[i]]
-        if not can:
+    """Returns widths that fit the room, if possible: the widest shrink first."""
+    squeezed = list(widths)
+    while sum(squeezed) > room:
+        shrinkable = [i for i in range(len(squeezed)) if squeezed[i] > least[i]]
+        if not shrinkable:
             break
-        found[max(can, key=lambda i: found[i])] -= 1
-    return found
+        widest = max(shrinkable, key=lambda i: squeezed[i])
+        squeezed[widest] -= 1
+    return squeezed
 
 
 def _longest_line(text: str) -> int:
@@ -193,133 +233,3 @@ def _longest_line(text: str) -> int:
 
 def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
-
-
-_EXPOSED = "#d1495b"  # time spent waiting
-_COLORS = "#3b6ea5 #4aa3c7 #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of other kinds, in their order
-_LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with their neighbours
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; overflow-x: auto; }}
-.lane {{ position: relative; height: 32px; margin: 3px 50px 3px 190px; }} .lane b {{ margin-left: -190px; }}
-.lane u {{ position: absolute; padding-left: 3px; border-left: 1px solid #888; font: 12px sans-serif; color: #555;
-  text-decoration: none; white-space: nowrap; }}
-i {{ position: absolute; top: 0; height: 100%; container-type: inline-size; font: 12px/32px sans-serif; color: #fff; }}
-i span {{ display: block; padding: 0 3px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }}
-@container (max-width: 40px) {{ i span {{ display: none; }} }} .kind {{ white-space: nowrap; }}</style>
-</head><body><h1>{title}</h1>
-<p>{subtitle}</p>
-{timeline}
-<pre>{report}</pre>
-</body></html>
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """A span of time in a timeline."""
-
-    lane: str  # the line in which it is drawn; lanes are in the order of their first bars
-    begin_s: float  # seconds from the start of the timeline
-    end_s: float  # seconds from the same start
-    kind: str  # the kind of work, such as `matmul` or `all-gather`, which has a colour
-    label: str  # written into it, if there is room
-    tip: str  # shown when the pointer rests on it, and as its name in a trace
-
-
-def phase_bars(turn_s: float, end_s: float) -> list[Bar]:
-    """The phases of a step in a lane: backward begins with its first collective; no lane if it has none (0)."""
-    parts = {"forward": (0.0, turn_s), "backward and update": (turn_s, end_s)} if turn_s else {}
-    return [Bar("phase", a, b, name, name, f"{name}: {duration(b - a)}") for name, (a, b) in parts.items()]
-
-
-def chrome_trace(bars: Iterable[Bar]) -> str:
-    """Bars in the JSON of Chrome traces, which https://ui.perfetto.dev opens; every bar is in it."""
-    lanes: dict[str, int] = {}
-    events = []
-    for bar in bars:
-        lane = lanes.setdefault(bar.lane, len(lanes))
-        times = {"ts": bar.begin_s * 1e6, "dur": (bar.end_s - bar.begin_s) * 1e6}
-        events.append({"ph": "X", "pid": 0, "tid": lane, "name": bar.tip, "cat": bar.kind, **times})
-    names = [
-        {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
-        for name, lane in lanes.items()
-    ]
-    return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
-
-
-def html_page(title: str, subtitle: str, bars: Iterable[Bar], report: str) -> str:
-    """A self-contained page: a timeline, and a report below it."""
-    texts = {"title": html.escape(title), "subtitle": html.escape(subtitle), "report": html.escape(report)}
-    return _PAGE.format(**texts, timeline="\n".join(_html_lanes(list(bars))))
-
-
-def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
-    """Draws a timeline into a PNG. Needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    bars = list(bars)
-    lanes, colors = _by_lane(bars), _colors(bars)
-    figure = Figure(figsize=(10, 1.5 + 0.35 * len(lanes)), layout="constrained")
-    axes = figure.add_subplot()
-    for place, found in enumerate(lanes.values()):
-        spans = [(bar.begin_s, bar.end_s - bar.begin_s) for bar in found]
-        axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=[colors[bar.kind] for bar in found])
-    axes.set_yticks(range(len(lanes)), list(lanes))
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_title(title, loc="left", fontsize=10)
-    marks = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    axes.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1))
-    FigureCanvasAgg(figure).print_png(str(path))
-
-
-def _html_lanes(bars: list[Bar]) -> Iterator[str]:
-    whole_s, colors = max((bar.end_s for bar in bars), default=0.0) or 1.0, _colors(bars)
-    square = '<span class="kind"><span style="color:{}">&#9632;</span> {}</span>'
-    legend = (square.format(color, html.escape(kind)) for kind, color in colors.items())
-    yield f"<p>{' &nbsp; '.join(legend)} &nbsp; (0 to {duration(whole_s)})</p>"
-    for name, found in _by_lane(bars).items():
-        yield f'<div class="lane"><b>{html.escape(name)}</b>'
-        for bar in _joined(found, whole_s * _LEAST_SHARE):
-            left, width = 100 * bar.begin_s / whole_s, 100 * (bar.end_s - bar.begin_s) / whole_s
-            place = f"left:{left:.3f}%;width:{width:.3f}%;background:{colors[bar.kind]}"
-            label = bar.label and f"<span>{html.escape(bar.label)}</span>"
-            yield f'<i style="{place}" title="{html.escape(bar.tip)}">{label}</i>'
-        yield "</div>"
-    marks = (f'<u style="left:{100 * at_s / whole_s:.3f}%">{duration(at_s)}</u>' for at_s in _ticks(whole_s))
-    yield f'<div class="lane">{"".join(marks)}</div>'
-
-
-def _ticks(whole_s: float) -> list[float]:
-    """Round times along an axis, 5 to 10 of them."""
-    unit = 10.0 ** math.floor(math.log10(whole_s))
-    step = next(unit * part for part in (0.1, 0.2, 0.5, 1.0) if whole_s <= 10 * unit * part)
-    return [i * step for i in range(math.floor(whole_s / step) + 1)]
-
-
-def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
-    lanes: dict[str, list[Bar]] = {}
-    for bar in bars:
-        lanes.setdefault(bar.lane, []).append(bar)
-    return lanes
-
-
-def _colors(bars: Iterable[Bar]) -> dict[str, str]:
-    kinds = sorted(dict.fromkeys(bar.kind for bar in bars), key="exposed".__eq__)  # that one last
-    return {kind: _EXPOSED if kind == "exposed" else _COLORS[i % len(_COLORS)] for i, kind in enumerate(kinds)}
-
-
-def _joined(bars: Iterable[Bar], least_s: float) -> list[Bar]:
-    """Joins neighbours if one is too narrow to be seen; color and text are those of the longer one."""
-    took = lambda bar: bar.end_s - bar.begin_s
-    found: list[Bar] = []
-    for bar in bars:
-        last = found[-1] if found else None
-        if last and bar.begin_s - last.end_s < least_s and min(took(bar), took(last)) < least_s:
-            found[-1] = dataclasses.replace(max(last, bar, key=took), begin_s=last.begin_s, end_s=bar.end_s)
-        else:
-            found.append(bar)
-    return found

@@ -20,7 +20,7 @@ from jshard._paths import expanded
 from jshard._processes import is_primary
 from jshard._text import clock_text, duration, human_bytes, loss_text
 from jshard.errors import ShardingError
-from jshard.inspect.profile import PROFILE, PROGRAM, process_folder
+from jshard.inspect.profile.files import PROFILE, PROGRAM, process_folder
 from jshard.recipes.step import Mfu
 
 

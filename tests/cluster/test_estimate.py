@@ -12,7 +12,7 @@ from jshard.cluster.replay import Assumptions
 from jshard.cluster.report import timeline
 from jshard.inspect.hlo.walk import read_schedule
 from jshard.inspect.hlo.work import EqualProducts, OpWork
-from jshard.inspect.tables import Bar, html_page
+from jshard.inspect.timelines import Bar, html_page
 from tests.scheduled_text import body, dot, gather, gathered, half_dot, loop, program, scatter, scattered
 
 # A matrix product of the texts takes 1 ms, a collective of theirs 1 ms within a host; memory traffic nothing.

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.engine import program
-from jshard.inspect.memory import activations, saved_arrays
+from jshard.inspect.activations import activations, saved_arrays
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS, micro
 from tests.wide import wide
@@ -117,7 +117,7 @@ def test_scores_are_not_kept():
     """Seen to fail where all that autodiff keeps was: the scores before their maximum is subtracted, too."""
     model = js.fully_shard(Scores(nnx.Rngs(0)), mesh=js.mesh(), units=Attention)
     saved = saved_arrays(model, squared, jnp.asarray(SEQUENCES))
-    scores = {kind: n for (kind, _, _), n in saved.items() if kind.startswith("float32") and kind.endswith("6, 6)")}
+    scores = {x: n for x, n in saved.items() if x.form.startswith("float32") and x.form.endswith("6, 6)")}
     assert sum(scores.values()) == 2  # the exponentials, and the weights
     plain = Scores(nnx.Rngs(0))
     (loss, grads), (wanted, wanted_grads) = (

@@ -16,8 +16,9 @@ from flax import nnx
 from rich.console import Console
 
 import jshard as js
-from jshard.inspect.explain import explain, folded_units
+from jshard.inspect.explain import explain
 from jshard.inspect.memory import memory_of, optimizer_bytes
+from jshard.inspect.plan_tables import folded_units
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, program, sharded, token_batch
 from tests.wide import wide
 

@@ -12,7 +12,8 @@ from flax import nnx
 
 import jshard as js
 from jshard.errors import RunError, ShardingError
-from jshard.inspect.profile.events import Event, Ops
+from jshard.inspect.profile.events import Event
+from jshard.inspect.profile.operations import Ops
 from tests.golden_texts import GoldenTexts
 from tests.inspect.made_up_profiles import event, kernel, marks, plane, thunk, write
 from tests.scheduled_text import body, dot, gather, gathered, loop, program, scatter, scattered

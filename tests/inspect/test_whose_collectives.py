@@ -11,6 +11,7 @@ from jshard.engine.mixing import Mixing
 from jshard.inspect.communication import differences, gathered_anyway, split_by_plan, without_mixing
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import mixing_in, unit_and_phase
+from jshard.inspect.hlo.module import HloArray
 from jshard.inspect.hlo.walk import read_schedule
 from tests.scheduled_text import EIGHT, body, computation, dot, loop, program
 
@@ -20,7 +21,7 @@ ROWS, WIDTH = 1001, 32
 
 
 def sent(kind: str, *dims: tuple[int, ...], **more: object) -> Window:
-    arrays = tuple(("f32", d) for d in dims)
+    arrays = tuple(HloArray("f32", d) for d in dims)
     size = sum(4 * jnp.zeros(d).size for d in dims)
     return Window("c", kind, (("f32", size),), (*range(8),), ("fsdp",), arrays=arrays, **more)  # type: ignore[arg-type]
 

@@ -3,7 +3,8 @@
 import pytest
 
 from jshard.inspect.hlo.module import parse_module
-from jshard.inspect.hlo.work import EqualProducts, OpWork, Worker
+from jshard.inspect.hlo.work import EqualProducts, OpWork
+from jshard.inspect.hlo.worker import Worker
 from tests.scheduled_text import computation, program
 
 

@@ -19,7 +19,7 @@ from jshard.cluster.compile_process import lowered_step
 from jshard.data import load_text
 from jshard.engine.context import plain_flax
 from jshard.errors import AnnotationError
-from jshard.inspect.memory import activations
+from jshard.inspect.activations import activations
 from jshard.recipes.building import abstract_model, batch_of, create, new_model, restore
 from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.step import inference_view

@@ -9,7 +9,7 @@ from flax import nnx
 import jshard as js
 from jshard.checkpoint import CheckpointWarning
 from jshard.cluster.compile_process import lowered_step
-from jshard.inspect.memory import activations
+from jshard.inspect.activations import activations
 from jshard.recipes.building import abstract_model, batch_of, check_source, create, create_from, restore
 from jshard.recipes.model_file import dense_flops
 from jshard.train import TrainStep, load_model_file

@@ -21,17 +21,8 @@ from jshard.checkpoint.timeline import SLOWER, Timeline, timelines
 from jshard.cli._arguments import check_writable, parse, remark, write
 from jshard.cli.ckpt import as_json
 from jshard.errors import ShardingError
-from jshard.inspect.tables import (
-    Bar,
-    FittedTable,
-    Printed,
-    add_row,
-    chrome_trace,
-    html_page,
-    made_table,
-    show,
-    write_png,
-)
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table, show
+from jshard.inspect.timelines import Bar, chrome_trace, html_page, write_png
 
 _MIB = 1 << 20
 _CLOCKS = "Seconds; a process begins as the clock of its host says, and its phases are by its own."

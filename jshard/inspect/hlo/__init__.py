@@ -1,10 +1,23 @@
-"""Compiled programs; here the schedule as values: the steps of one device, and what runs concurrently."""
+"""Compiled programs; here the schedule as values: the steps of one device, and what runs concurrently.
+
+Modules, from the bottom up:
+
+    module           the text of a program as values: computations and their instructions
+    collectives      how compilers write collectives: arrays, groups of devices, names of units
+    forms            the instructions that start and end a collective, or carry it
+    readers          the units that read the result of a collective that names none
+    work             matrix products and bytes of memory, as values
+    memory_traffic   the bytes of memory that an instruction reads and writes
+    worker           the work of an instruction
+    walk             the walk through a program in execution order, which makes the schedule
+"""
 
 import dataclasses
 
 from jshard._text import folded_names
 from jshard.engine.mixing import Mixing
 from jshard.inspect.hlo.collectives import ring_bytes
+from jshard.inspect.hlo.module import HloArray
 from jshard.inspect.hlo.work import OpWork
 
 _FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA", "cudnn": "with cuDNN"}
@@ -36,7 +49,7 @@ class Window:
     matmuls: int = 0  # matrix products among these, those in fusions and loops counted
     flops: float = 0.0  # floating-point operations of these
     conditional: bool = False  # it is in a branch, and might not run at all
-    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
+    arrays: tuple[HloArray, ...] = ()  # of its result
     # The lines of the model that mix examples by it; several if the compiler joined theirs.
     mixing: tuple[Mixing, ...] = ()
     is_mixing: bool = False  # it serves only those
@@ -126,8 +139,11 @@ class KernelUse:
     calls: int  # instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused
 
     def __str__(self) -> str:
-        calls = f" ({self.calls} call{'' if self.calls == 1 else 's'})" if self.calls else ""
-        return f"{self.kernel} {_FORMS.get(self.form, self.form)}{calls}"
+        text = f"{self.kernel} {_FORMS.get(self.form, self.form)}"
+        if self.calls:
+            noun = "call" if self.calls == 1 else "calls"
+            text += f" ({self.calls} {noun})"
+        return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +160,9 @@ class Schedule:
     @property
     def in_loops(self) -> tuple[Window, ...]:
         """The collectives inside loops."""
-        return tuple(w for w in self.windows if w.loop)
+        return tuple(window for window in self.windows if window.loop)
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
-        """The collectives that block, or during which no matrix product runs; as in `Audit.not_overlapped`."""
+        """Returns the collectives that block, or during which no matrix product runs; as in `Audit.not_overlapped`."""
         chosen = self.in_loops if in_loops else self.windows
-        return tuple(w for w in chosen if not w.is_overlapped and w.full_bytes >= at_least_bytes)
+        return tuple(window for window in chosen if not window.is_overlapped and window.full_bytes >= at_least_bytes)

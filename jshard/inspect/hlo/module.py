@@ -6,8 +6,10 @@ execution.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jshard.errors import ShardingError
 
@@ -44,26 +46,26 @@ class Instruction:
     def operands(self) -> tuple[str, ...]:
         """Names of the operands, in order."""
         if self.opcode in ("constant", "parameter"):
-            return ()
+            return ()  # a literal, or a number
         if "%" in self.inside:
             return tuple(re.findall(r"%([\w.\-]+)", self.inside))
         return tuple(part.split()[-1] for part in self.inside.split(",") if part.split())
 
     @property
-    def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The arrays of the result: dtype and dims of each."""
+    def arrays(self) -> tuple["HloArray", ...]:
+        """The arrays of the result."""
         return arrays(self.shape)
 
     def attribute(self, key: str) -> str | None:
-        """The value of `key=%name`, without `%`."""
-        found = re.search(rf"[ ,{{]{key}=%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else None
+        """Returns the value of `key=%name`, without `%`; None if there is none."""
+        match = re.search(rf"[ ,{{]{key}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
 
     @property
     def op_name(self) -> str:
         """Its origin in the traced program, such as `jit(step)/jshard[blocks/3]/all_gather`."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +78,31 @@ class Computation:
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         """The instructions by their names."""
-        return {i.name: i for i in self.instructions}
+        return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
     def root(self) -> Instruction | None:
         """The one that is the result."""
-        return next((i for i in self.instructions if i.is_root), None)
+        return next((instruction for instruction in self.instructions if instruction.is_root), None)
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that read an instruction, by its name."""
-        found: dict[str, list[Instruction]] = {}
+        users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
-            for name in dict.fromkeys(instruction.operands):
-                found.setdefault(name, []).append(instruction)
-        return found
+            for name in dict.fromkeys(instruction.operands):  # once, if it is two operands of one instruction
+                users.setdefault(name, []).append(instruction)
+        return users
 
     def operand(self, instruction: Instruction, index: int) -> Instruction | None:
-        """The instruction that computes an operand."""
+        """Returns the instruction that computes an operand; None if it is not in the text."""
         names = instruction.operands
-        return self.by_name.get(names[index]) if index < len(names) else None
+        if index >= len(names):
+            return None
+        return self.by_name.get(names[index])
 
     def source(self, instruction: Instruction | None) -> Instruction | None:
-        """The origin of a value, behind copies, bitcasts and tuples made in this computation."""
+        """Returns the origin of a value, behind copies, bitcasts and tuples made in this computation."""
         while instruction is not None:
             before = self._before(instruction)
             if before is None:
@@ -107,6 +111,7 @@ class Computation:
         return None
 
     def _before(self, instruction: Instruction) -> Instruction | None:
+        """Returns the instruction that an instruction passes on; None if it computes."""
         if instruction.opcode in _ALIASES:
             return self.operand(instruction, 0)
         if instruction.opcode == "get-tuple-element":
@@ -126,17 +131,19 @@ class Module:
     is_scheduled: bool  # the order of the instructions is the order in which they run
 
     def called(self, instruction: Instruction) -> tuple[str, ...]:
-        """Names of the computations that an instruction runs."""
+        """Returns the names of the computations that an instruction runs."""
+        # Which attribute names a computation depends on the opcode, so that all names are tried.
         names = re.findall(r"[{,=]\s*%?([\w.\-]+)", instruction.attributes)
-        return tuple(n for n in dict.fromkeys(names) if n in self.computations)
+        return tuple(name for name in dict.fromkeys(names) if name in self.computations)
 
     def callees(self, instruction: Instruction) -> Iterator[Computation]:
-        """The computations that an instruction runs."""
+        """Yields the computations that an instruction runs."""
         for name in self.called(instruction):
             yield self.computations[name]
 
 
-_BROKEN = re.compile(r'\n(?="|}})')  # within an instruction: a kernel's metadata are lines of their own
+# Line breaks within an instruction: a kernel's metadata are lines of their own.
+_BROKEN = re.compile(r'\n(?="|}})')
 
 
 def parse_module(text: str) -> Module:
@@ -146,19 +153,23 @@ def parse_module(text: str) -> Module:
         ProgramError: it is not such a text.
     """
     computations: dict[str, Computation] = {}
-    current, entry, body = None, "", []
+    entry = ""
+    name: str | None = None  # of the computation that the line is in
+    instructions: list[Instruction] = []
     for line in _BROKEN.sub("", text).splitlines():
         if line.startswith("}"):
-            if current is not None:
-                computations[current] = Computation(current, tuple(body))
-            current = None
-        elif current is not None:
+            if name is not None:
+                computations[name] = Computation(name, tuple(instructions))
+            name = None
+        elif name is not None:
             instruction = _instruction(line)
             if instruction is not None:
-                body.append(instruction)
-        elif match := _HEADER.match(line):
-            current, body = match.group(2), []
-            entry = current if match.group(1) else entry
+                instructions.append(instruction)
+        elif header := _HEADER.match(line):
+            is_entry, name = header.groups()
+            instructions = []
+            if is_entry:
+                entry = name
     if not entry:
         raise ProgramError(
             "This is not the text of a compiled program.",
@@ -168,25 +179,34 @@ def parse_module(text: str) -> Module:
         )
     head = text.lstrip().partition("\n")[0]
     partitions = re.search(r"num_partitions=(\d+)", head)
-    return Module(computations, entry, int(partitions.group(1)) if partitions else 1, "is_scheduled=true" in head)
+    num_devices = int(partitions[1]) if partitions else 1
+    return Module(computations, entry, num_devices, is_scheduled="is_scheduled=true" in head)
 
 
 def _instruction(line: str) -> Instruction | None:
-    match = _ASSIGNED.match(line)
-    if not match:
+    """Returns the instruction in a line; None if there is none."""
+    assigned = _ASSIGNED.match(line)
+    if not assigned:
         return None
-    is_root, name, right = match.groups()
-    end = _closing(right) if right.startswith("(") else right.find(" ")  # a tuple shape has spaces in it
-    opcode = _OPCODE.match(right, max(end, 0))
+    is_root, name, right = assigned.groups()
+    shape_end = _closing(right) if right.startswith("(") else right.find(" ")  # a tuple shape has spaces in it
+    opcode = _OPCODE.match(right, max(shape_end, 0))
     if not opcode:
         return None
-    start = opcode.end()
-    stop = start + _closing(right[start:])
-    return Instruction(name, opcode.group(1), right[:end], right[start + 1 : stop - 1], right[stop:], bool(is_root))
+    open_at = opcode.end()
+    end = open_at + _closing(right[open_at:])
+    return Instruction(
+        name,
+        opcode[1],
+        shape=right[:shape_end],
+        inside=right[open_at + 1 : end - 1],
+        attributes=right[end:],
+        is_root=bool(is_root),
+    )
 
 
 def _closing(text: str) -> int:
-    """Length of the parenthesis that a text opens with."""
+    """Returns the length of the parenthesis that a text opens with."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match.group() == "(" else -1
@@ -195,37 +215,61 @@ def _closing(text: str) -> int:
     return len(text)
 
 
+class HloArray(NamedTuple):
+    """The type of one array in a program."""
+
+    dtype: str  # by HLO's names, such as `bf16`
+    dims: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes; an element of less than a byte counts as a whole one."""
+        return self.num_elements * math.ceil(item_bytes(self.dtype))
+
+
 @functools.lru_cache(maxsize=4096)
-def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The arrays in a shape, tuples flattened: `(f32[8,4]{1,0}, s32[])` has `("f32", (8, 4))` and `("s32", ())`."""
-    return tuple(
-        (dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(shape)
-    )
+def arrays(shape: str) -> tuple[HloArray, ...]:
+    """Returns the arrays in a shape, tuples flattened: `(f32[8,4]{1,0}, s32[])` has `f32[8,4]` and `s32[]`."""
+    parsed = []
+    for dtype, dims in _ARRAY.findall(shape):
+        sizes = (int(size.strip("<=")) for size in dims.split(",") if size)  # a size that may vary is written `<=8`
+        parsed.append(HloArray(dtype, tuple(sizes)))
+    return tuple(parsed)
 
 
 def elements(shape: str) -> tuple[str, ...]:
-    """The parts of a tuple's shape at its top level, or the shape itself."""
+    """Returns the parts of a tuple's shape at its top level, or the shape itself."""
     if not shape.startswith("("):
         return (shape,)
-    parts, depth, begin = [], 0, 1
+    parts = []
+    part_begin = 1
+    depth = 0  # of parentheses, and of the brackets of dims and layouts, which hold commas too
     for position, char in enumerate(shape):
-        depth += (char in "([{") - (char in ")]}")
-        if (char == "," and depth == 1) or depth == 0:
-            parts.append(shape[begin:position].strip())
-            begin = position + 1
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if depth == 0 or (char == "," and depth == 1):
+            parts.append(shape[part_begin:position].strip())
+            part_begin = position + 1
         if depth == 0:
             break
     return tuple(parts)
 
 
 def tuple_index(instruction: Instruction) -> int:
-    """Which part of a tuple a `get-tuple-element` takes."""
-    found = re.search(r"index=(\d+)", instruction.attributes)
-    return int(found.group(1)) if found else 0
+    """Returns which part of a tuple a `get-tuple-element` takes."""
+    index = re.search(r"index=(\d+)", instruction.attributes)
+    return int(index[1]) if index else 0
 
 
 def item_bytes(dtype: str) -> float:
-    """Bytes of an element, by the name of its type in HLO or StableHLO; 0 for a token.
+    """Returns the bytes of an element, by the name of its type in HLO or StableHLO; 0 for a token.
 
     Raises:
         KeyError: no such type is known.
@@ -235,53 +279,79 @@ def item_bytes(dtype: str) -> float:
     if dtype in ("pred", "i1"):
         return 1
     bits = re.fullmatch(r"(?:bf|f|s|u|c|i|ui)(\d+)(?:e\d+m\d+\w*)?", dtype.lower())
-    if bits is None or int(bits.group(1)) not in _ITEM_BITS:
+    if bits is None or int(bits[1]) not in _ITEM_BITS:
         raise KeyError(dtype)
-    return int(bits.group(1)) / 8
+    return int(bits[1]) / 8
 
 
-# How often a loop runs.
+# ---- how often a loop runs
+
+_State = dict[int, int]
+"""The integers in a loop's state, by place in its tuple."""
 
 
 def trip_count(module: Module, home: Computation, loop: Instruction) -> int | None:
-    """Rounds of a `while`: as the compiler noted them, or from a counter that runs to a constant; None if unknown."""
-    noted = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
-    if noted:
-        return int(noted.group(1))
+    """Returns the rounds of a `while`: as the compiler noted them, or from a counter; None if unknown."""
+    known_count = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
+    if known_count:
+        return int(known_count[1])
     condition = module.computations.get(loop.attribute("condition") or "")
     body = module.computations.get(loop.attribute("body") or "")
-    test = condition.source(condition.root) if condition is not None else None
-    if condition is None or body is None or test is None or "direction=LT" not in test.attributes:
+    if condition is None or body is None:
         return None
-    states = [_values(home, home.source(home.operand(loop, 0)), {})]
-    for _ in range(2):  # an unrolled loop adds 2 or more, perhaps in several additions
-        states.append(_values(body, body.root, states[-1]))
-    counts, limits = ([_value(condition, condition.operand(test, side), state) for state in states] for side in (0, 1))
-    begin, second, third = counts
-    if begin is None or second is None or third is None or limits[0] is None or len(set(limits)) > 1:
+    return _count_from_counter(condition, body, _integers(home, home.source(home.operand(loop, 0)), {}))
+
+
+def _count_from_counter(condition: Computation, body: Computation, initial: _State) -> int | None:
+    """Returns the rounds of a loop that runs while a counter is less than a constant."""
+    test = condition.source(condition.root)
+    if test is None or "direction=LT" not in test.attributes:
         return None
-    step = second - begin
-    return max(0, -(-(limits[0] - begin) // step)) if third - second == step > 0 else None
+    # Two rounds show the step of the counter: an unrolled loop adds 2 or more, perhaps in several additions.
+    second = _integers(body, body.root, initial)
+    third = _integers(body, body.root, second)
+    counts: list[int] = []
+    limits: set[int] = set()
+    for state in (initial, second, third):
+        count = _integer(condition, condition.operand(test, 0), state)
+        limit = _integer(condition, condition.operand(test, 1), state)
+        if count is None or limit is None:
+            return None
+        counts.append(count)
+        limits.add(limit)
+    step = counts[1] - counts[0]
+    is_even = counts[2] - counts[1] == step
+    if len(limits) > 1 or step <= 0 or not is_even:
+        return None
+    distance = limits.pop() - counts[0]
+    return max(0, -(-distance // step))  # rounded up
 
 
-def _values(home: Computation, state: Instruction | None, before: dict[int, int]) -> dict[int, int]:
-    """The integers in a loop's state, by place in the tuple, as far as they follow from those in the one before."""
-    names = state.operands if state is not None and state.opcode == "tuple" else ()
-    found = ((place, _value(home, home.by_name.get(name), before)) for place, name in enumerate(names))
-    return {place: value for place, value in found if value is not None}
+def _integers(home: Computation, state: Instruction | None, before: _State) -> _State:
+    """Returns the integers in a loop's state, as far as they follow from those in the state before."""
+    integers: _State = {}
+    if state is not None and state.opcode == "tuple":
+        for place, name in enumerate(state.operands):
+            value = _integer(home, home.by_name.get(name), before)
+            if value is not None:
+                integers[place] = value
+    return integers
 
 
-def _value(home: Computation, instruction: Instruction | None, state: dict[int, int]) -> int | None:
-    """An integer: a constant, a part of the state that a computation is given, or a sum of such."""
+def _integer(home: Computation, instruction: Instruction | None, state: _State) -> int | None:
+    """Returns an integer: a constant, a part of the state that a computation takes, or a sum of such."""
     source = home.source(instruction)
     if source is None:
         return None
     if source.opcode == "constant":
-        return int(source.inside) if re.fullmatch(r"\s*-?\d+\s*", source.inside) else None
-    given = home.operand(source, 0)
-    if source.opcode == "get-tuple-element" and given is not None and given.opcode == "parameter":
+        is_integer = re.fullmatch(r"\s*-?\d+\s*", source.inside)
+        return int(source.inside) if is_integer else None
+    operand = home.operand(source, 0)
+    if source.opcode == "get-tuple-element" and operand is not None and operand.opcode == "parameter":
         return state.get(tuple_index(source))
-    if source.opcode != "add":
-        return None
-    left, right = (_value(home, home.operand(source, side), state) for side in (0, 1))
-    return None if left is None or right is None else left + right
+    if source.opcode == "add":
+        left = _integer(home, operand, state)
+        right = _integer(home, home.operand(source, 1), state)
+        if left is not None and right is not None:
+            return left + right
+    return None

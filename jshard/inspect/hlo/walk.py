@@ -1,8 +1,14 @@
-"""Walks a compiled program in execution order, and records its collectives and the steps of a device."""
+"""Walks a compiled program in execution order, and records its collectives and the steps of a device.
+
+The walk counts what is computed between the start of a collective and its end. These need not be in one round of a
+loop: a collective may begin in one round and end in the next, or begin before the loop and end after it. So it has a
+token, by which start and end find each other: the name of its start, or the place that it has in the loop's state.
+"""
 
 import collections
 import dataclasses
 import math
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -11,19 +17,15 @@ from jshard._text import kernels_of
 from jshard.inspect.hlo import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.collectives import (
     KINDS,
-    Forms,
-    Readers,
-    Role,
     axes_of_groups,
-    base_opcode,
     cannot,
-    channel,
     group_of,
     mixing_in,
     results_of,
     sizes_of,
     unit_and_phase,
 )
+from jshard.inspect.hlo.forms import Forms, Role, base_opcode, channel
 from jshard.inspect.hlo.module import (
     Computation,
     Instruction,
@@ -33,30 +35,63 @@ from jshard.inspect.hlo.module import (
     trip_count,
     tuple_index,
 )
-from jshard.inspect.hlo.work import CUDNN, MOSAIC, TPU_KERNEL, OpWork, Worker, added
+from jshard.inspect.hlo.readers import Readers
+from jshard.inspect.hlo.work import OpWork, added
+from jshard.inspect.hlo.worker import CUDNN, MOSAIC, TPU_KERNEL, Worker
 
-_ARRIVING = " state"
+_ARRIVING = " state"  # in the tokens of what is under way when a round of a loop begins; no instruction's name has it
 
 
-# Work that was passed on the way: operations, matmuls, flops.
-_Passed = collections.Counter[str]
+@dataclasses.dataclass(frozen=True)
+class _PassedWork:
+    """The computation that was passed on the way through a computation."""
 
-# The place in `Walk.windows` of a collective under way, and what had been passed at its start; None: noted already.
-_UnderWay = tuple[int, _Passed | None]
+    operations: int = 0  # instructions that compute
+    matmuls: int = 0  # matrix products in these
+    flops: float = 0.0  # floating-point operations of the products
+
+    @classmethod
+    def of(cls, operations: int, work: OpWork) -> "_PassedWork":
+        return cls(operations, work.matmuls, work.total_flops)
+
+    def __add__(self, other: "_PassedWork") -> "_PassedWork":
+        return _PassedWork(self.operations + other.operations, self.matmuls + other.matmuls, self.flops + other.flops)
+
+    def __sub__(self, other: "_PassedWork") -> "_PassedWork":
+        return _PassedWork(self.operations - other.operations, self.matmuls - other.matmuls, self.flops - other.flops)
+
+
+@dataclasses.dataclass(frozen=True)
+class _UnderWay:
+    """A collective that began and was not waited for."""
+
+    window: int  # its index in `Walk.windows`
+    passed_at_start: _PassedWork | None  # None if what runs beside it was counted where it began, in a loop
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """Where a computation is run."""
+
+    loop: str = ""  # name of the innermost loop around it
+    executions: int = 1
+    in_unknown_loop: bool = False  # a loop of unknown length is around it
+    in_branch: bool = False
 
 
 @dataclasses.dataclass
 class _Body:
     """One computation while it is walked."""
 
-    home: Computation  # the computation
+    home: Computation
+    scope: _Scope
     steps: list[Step] = dataclasses.field(default_factory=list)  # so far
     parts: list[OpWork] = dataclasses.field(default_factory=list)  # the work of each
-    passed: _Passed = dataclasses.field(default_factory=collections.Counter)  # the same, counted
-    # By token, the collectives that began and were not waited for; None if the end is to be ignored.
+    passed: _PassedWork = _PassedWork()  # the same, counted
+    # By token. None if the end is to be ignored: of a collective that blocks, or that sends nothing.
     under_way: dict[str, _UnderWay | None] = dataclasses.field(default_factory=dict)
     # What was passed in a loop's body when it waited for a part of the loop's state.
-    arrivals: dict[str, _Passed] = dataclasses.field(default_factory=dict)
+    arrivals: dict[str, _PassedWork] = dataclasses.field(default_factory=dict)
 
     def append(self, other: "_Body") -> None:
         """Does what another computation does, in place."""
@@ -70,108 +105,126 @@ class _Body:
         self.parts = [*other.parts, *self.parts]
         self.passed = other.passed + self.passed
 
-    def state(self, whole: Instruction | None) -> dict[int, str]:
-        """Tokens of the collectives under way in the parts of a tuple, by place."""
-        if whole is None or whole.opcode != "tuple":
-            return {}
-        tokens = ((place, self.token(self.home.by_name.get(name))) for place, name in enumerate(whole.operands))
-        return {place: token for place, token in tokens if token is not None}
+    def tokens_in(self, state: Instruction | None) -> dict[int, str]:
+        """Returns the tokens of the collectives under way in the parts of a tuple, by place."""
+        tokens: dict[int, str] = {}
+        if state is not None and state.opcode == "tuple":
+            for place, name in enumerate(state.operands):
+                token = self.token(self.home.by_name.get(name))
+                if token is not None:
+                    tokens[place] = token
+        return tokens
 
     def token(self, value: Instruction | None) -> str | None:
-        """The token of a collective in flight: its start, or a part of a loop's state or result."""
+        """Returns the token of a collective in flight: its start, or a part of a loop's state or result."""
         source = self.home.source(value)
         if source is None:
             return None
+        if source.opcode.endswith("-start"):
+            return source.name
         if source.opcode != "get-tuple-element":
-            return source.name if source.opcode.endswith("-start") else None
-        whole, place = self.home.operand(source, 0), tuple_index(source)
-        if whole is None or whole.opcode not in ("parameter", "while"):
             return None
-        return self.arriving(place) if whole.opcode == "parameter" else f"{whole.name}[{place}]"
+        whole = self.home.operand(source, 0)
+        place = tuple_index(source)
+        if whole is not None and whole.opcode == "parameter":
+            return self.arriving(place)
+        if whole is not None and whole.opcode == "while":
+            return _leaving(whole, place)
+        return None
 
     def arriving(self, place: int) -> str:
-        """Token of the collective in flight in a part of the loop's state when a round begins."""
+        """Returns the token of what is in flight in a part of the loop's state when a round begins."""
         return f"{self.home.name}{_ARRIVING}[{place}]"
+
+
+def _leaving(loop: Instruction, place: int) -> str:
+    """Returns the token of what is in flight in a part of a loop's result."""
+    return f"{loop.name}[{place}]"
 
 
 class Walk:
     """The walk through a module: `run` once, then read `windows` and `notes`."""
 
     def __init__(self, module: Module, mesh: Mesh | AbstractMesh | None) -> None:
-        self._module, self._mesh = module, mesh
-        self._forms, self._worker, self._readers = Forms(module), Worker(module), Readers(module)
-        self._seen: set[str] = set()  # names of the collectives that were walked over
-        self._channels: set[str | None] = set()  # theirs
-        self._again: list[Instruction] = []  # printed again where something computes beside one of them
-        self._loop, self._executions, self._in_branch = "", 1, False
-        self._in_unknown_loop = False
         self.windows: list[Window] = []
         self.notes: list[str] = []
+        self._module = module
+        self._mesh = mesh
+        self._forms = Forms(module)
+        self._worker = Worker(module)
+        self._readers = Readers(module)
+        # To find collectives that the walk has missed.
+        self._seen: set[str] = set()  # names of the collectives that were walked over
+        self._channels: set[str | None] = set()  # theirs
+        self._printed_again: list[Instruction] = []  # where something computes beside one of them
 
     def run(self) -> tuple[tuple[Step, ...], float]:
-        """The steps of the program and its floating-point operations."""
-        body = self._walk(self._module.entry)
+        """Returns the steps of the program and its floating-point operations."""
+        body = self._walk(self._module.entry, _Scope())
         total = added(body.parts)
         for target in total.uncounted:
             self.notes.append(f"custom call {target}: its operations are unknown; only its memory traffic is counted")
         self._refuse_unseen()
         return tuple(body.steps), total.total_flops
 
-    def _walk(self, name: str) -> _Body:
-        body = _Body(self._module.computations[name])
+    def _walk(self, name: str, scope: _Scope) -> _Body:
+        """Walks through a computation."""
+        body = _Body(self._module.computations[name], scope)
         for instruction in body.home.instructions:
             role = self._forms.role(instruction)
             if role is not None:
-                printed = self._forms.collectives(instruction)
-                self._seen.update(c.name for c in printed)
-                self._channels.update(map(channel, printed))
-                self._collective(body, instruction, role)
+                self._note_seen(self._forms.collectives(instruction))
+                self._visit_collective(body, instruction, role)
             elif instruction.opcode == "fusion-done" and self._ended_by(body, instruction) in body.under_way:
                 self._end(body, instruction, self._ended_by(body, instruction))
             elif instruction.opcode == "while":
-                self._loop_step(body, instruction)
+                self._visit_loop(body, instruction)
             elif instruction.opcode == "call":
                 for called in self._module.called(instruction):
-                    body.append(self._walk(called))
+                    body.append(self._walk(called, scope))  # as if its instructions were here
             elif instruction.opcode == "conditional":
-                self._branches(body, instruction)
+                self._visit_branches(body, instruction)
             else:
-                self._compute(body, instruction)
+                self._visit_computation(body, instruction)
         return body
 
-    def _compute(self, body: _Body, instruction: Instruction) -> None:
+    def _visit_computation(self, body: _Body, instruction: Instruction) -> None:
         if self._forms.carries(instruction):
-            self._again += self._forms.collectives(instruction)
+            self._printed_again += self._forms.collectives(instruction)
         work = self._worker.work(body.home, instruction)
         if not work.is_nothing:
             body.steps.append(Compute(instruction.name, work))
             body.parts.append(work)
-            body.passed = body.passed + _passed(1, work)
+            body.passed = body.passed + _PassedWork.of(1, work)
 
-    def _collective(self, body: _Body, instruction: Instruction, role: Role) -> None:
+    # ---- collectives
+
+    def _visit_collective(self, body: _Body, instruction: Instruction, role: Role) -> None:
         if role.collective is None:
             self._end(body, instruction, role.key or self._ended_by(body, instruction))
             return
         token = role.key or instruction.name
         group = group_of(role.collective, base_opcode(role.collective.opcode), self._module.num_devices)
         if len(group) <= 1:
-            body.under_way[token] = None
+            body.under_way[token] = None  # nothing is sent; but its end is in the text, too
             return
-        self.windows.append(self._window(body.home, instruction, role, group))
-        place = len(self.windows) - 1
+        self.windows.append(self._window(body, instruction, role, role.collective, group))
+        index = len(self.windows) - 1
         if role.stage == "start":
-            body.steps.append(Start(place, token))
-            body.under_way[token] = place, body.passed
+            body.steps.append(Start(index, token))
+            body.under_way[token] = _UnderWay(index, body.passed)
         else:
-            body.steps.append(Blocking(place))
+            body.steps.append(Blocking(index))
             body.under_way[token] = None
 
-    def _window(self, home: Computation, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
-        collective = role.collective
-        assert collective is not None
+    def _window(
+        self, body: _Body, instruction: Instruction, role: Role, collective: Instruction, group: tuple[int, ...]
+    ) -> Window:
+        """Returns the record of a collective, before anything has run beside it."""
         sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
-        traced = instruction.op_name or collective.op_name
-        (units, phase), (mixing, is_mixing) = unit_and_phase(traced), mixing_in(traced)
+        traced_name = instruction.op_name or collective.op_name
+        units, phase = unit_and_phase(traced_name)
+        mixing, is_mixing = mixing_in(traced_name)
         return Window(
             name=instruction.name,
             kind=role.kind,
@@ -179,140 +232,178 @@ class Walk:
             group=group,
             axes=None if self._mesh is None else axes_of_groups(group, self._mesh),
             units=units,
-            read_by=() if units else self._readers.units(home, instruction),
+            read_by=() if units else self._readers.units(body.home, instruction),
             phase=phase,
-            loop=self._loop,
-            executions=self._executions,
-            per_iteration=self._in_unknown_loop,
+            loop=body.scope.loop,
+            executions=body.scope.executions,
+            per_iteration=body.scope.in_unknown_loop,
             is_async=role.stage == "start",
-            conditional=self._in_branch,
+            conditional=body.scope.in_branch,
             arrays=results_of(collective, base_opcode(collective.opcode)),
             mixing=mixing,
             is_mixing=is_mixing,
         )
 
     def _ended_by(self, body: _Body, done: Instruction) -> str | None:
-        """The token that an end waits for; an asynchronous fusion may contain only computation."""
+        """Returns the token that an end waits for; an asynchronous fusion may contain only computation."""
         return body.token(body.home.operand(done, 0))
 
     def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:
+        """Visits the end of a collective."""
         if token is not None and _ARRIVING in token:
+            # It began in the round before, or before the loop: which one is known when the loop is left.
             body.arrivals[token] = body.passed
             body.steps.append(Wait(token))
         elif token in body.under_way:
-            found = body.under_way.pop(token)
-            if found is not None:
-                self._between(found, body.passed)
+            under_way = body.under_way.pop(token)
+            if under_way is not None:
+                self._count_beside(under_way, body.passed)
                 body.steps.append(Wait(token))
         elif base_opcode(instruction.opcode) in KINDS or instruction.opcode == "fusion":
             raise cannot(instruction.text, "it ends a collective whose start was not found.")
 
-    def _between(self, under_way: _UnderWay, passed: _Passed) -> None:
+    def _count_beside(self, under_way: _UnderWay, passed: _PassedWork) -> None:
         """Adds to a window what was passed since it began."""
-        place, begin = under_way
-        if begin is None:
+        if under_way.passed_at_start is None:
             return
-        window, more = self.windows[place], passed - begin
-        sums = {name: getattr(window, name) + count for name, count in more.items()}
-        self.windows[place] = dataclasses.replace(window, **sums)
+        window = self.windows[under_way.window]
+        passed_beside = passed - under_way.passed_at_start
+        self.windows[under_way.window] = dataclasses.replace(
+            window,
+            operations=window.operations + passed_beside.operations,
+            matmuls=window.matmuls + passed_beside.matmuls,
+            flops=window.flops + passed_beside.flops,
+        )
 
-    def _loop_step(self, body: _Body, loop: Instruction) -> None:
-        count = trip_count(self._module, body.home, loop)
+    # ---- loops
+
+    def _visit_loop(self, body: _Body, loop: Instruction) -> None:
+        scope = body.scope
+        known_count = trip_count(self._module, body.home, loop)
+        is_unknown = known_count is None
+        count = 1 if known_count is None else known_count
         num_windows = len(self.windows)
-        around = self._loop, self._executions, self._in_unknown_loop
-        self._loop, self._in_unknown_loop = loop.name, self._in_unknown_loop or count is None
-        condition = self._condition(loop, around[1] * (1 if count is None else count + 1))
-        self._executions = around[1] * (1 if count is None else count)
-        inner = self._walk(loop.attribute("body") or "")
-        self._loop, self._executions, self._in_unknown_loop = around
+        in_loop = dataclasses.replace(scope, loop=loop.name, in_unknown_loop=scope.in_unknown_loop or is_unknown)
+        # The condition runs once more than the body; of an unknown length one iteration of both is counted.
+        num_conditions = 1 if is_unknown else count + 1
+        condition = self._condition(loop, dataclasses.replace(in_loop, executions=scope.executions * num_conditions))
+        in_loop = dataclasses.replace(in_loop, executions=scope.executions * count)
+        inner = self._walk(loop.attribute("body") or "", in_loop)
         if condition is not None:
             inner.prepend(condition)
-        if count is None:
+        if is_unknown:
             communicates = len(self.windows) > num_windows
-            what = "its collectives are counted once per iteration" if communicates else "counted once"
-            self.notes.append(f"loop {loop.name}: the number of iterations is unknown; {what}")
-        self._carry(body, loop, inner, 1 if count is None else count)
+            counted = "its collectives are counted once per iteration" if communicates else "counted once"
+            self.notes.append(f"loop {loop.name}: the number of iterations is unknown; {counted}")
+        self._add_loop(body, loop, inner, count)
 
-    def _condition(self, loop: Instruction, executions: int) -> _Body | None:
-        """Walks the condition of a loop, which runs once more than the body; None if it only compares a counter."""
-        name, self._executions = loop.attribute("condition") or "", executions
+    def _condition(self, loop: Instruction, scope: _Scope) -> _Body | None:
+        """Walks through the condition of a loop; None if it only compares a counter."""
+        name = loop.attribute("condition") or ""
         if name not in self._module.computations:
             return None
         num_windows = len(self.windows)
-        condition = self._walk(name)
+        condition = self._walk(name, scope)
         communicates = len(self.windows) > num_windows
-        return condition if communicates or condition.passed["matmuls"] else None
+        return condition if communicates or condition.passed.matmuls else None
 
-    def _carry(self, body: _Body, loop: Instruction, inner: _Body, count: int) -> None:
-        """Writes the loop down, with the collectives that are under way across its edges."""
-        entering = body.state(body.home.source(body.home.operand(loop, 0)))
-        enters = {p: t for p, t in entering.items() if body.under_way.get(t) is not None}
-        passing = {inner.arriving(p) for p in enters}
-        unknown = inner.arrivals.keys() - passing
+    def _add_loop(self, body: _Body, loop: Instruction, inner: _Body, count: int) -> None:
+        """Adds a loop to the steps, with the collectives that are under way across its edges.
+
+        Such a collective is a part of the loop's state: it enters from before the loop, or turns from one round to the
+        next. Either way the loop waits for the same part, `arriving`, in the next round, and leaves it when it ends.
+        """
+        initial = body.home.source(body.home.operand(loop, 0))
+        entering = _in_flight(body.tokens_in(initial), body)
+        arriving = {inner.arriving(place) for place in entering}
+        unknown = inner.arrivals.keys() - arriving
         if unknown:
             raise cannot(loop.text, f"it waits for {min(unknown)}, which has no collective in flight at its start.")
-        turning = inner.state(inner.home.root)
-        turns = {p: t for p, t in turning.items() if inner.under_way.get(t) is not None or t in passing}
-        leaves = {p: f"{loop.name}[{p}]" for p in turns}
-        for place, token in turns.items():
-            self._turn(body, inner, token, inner.arriving(place), leaves[place])
-        for place, token in enters.items():
-            self._enter(body, inner, token, inner.arriving(place), f"{loop.name}[{place}]")
+        turning = _in_flight(inner.tokens_in(inner.home.root), inner, passed_on=arriving)
+        for place, token in turning.items():
+            self._turn(body, inner, token, inner.arriving(place), _leaving(loop, place))
+        for place, token in entering.items():
+            self._enter(body, inner, token, inner.arriving(place), _leaving(loop, place))
         step = Loop(
             loop.name,
             count,
             tuple(inner.steps),
-            enters=tuple((t, inner.arriving(p)) for p, t in enters.items()),
-            turns=tuple((t, inner.arriving(p)) for p, t in turns.items()),
-            leaves=tuple((inner.arriving(p), t) for p, t in leaves.items()),
+            enters=tuple((token, inner.arriving(place)) for place, token in entering.items()),
+            turns=tuple((token, inner.arriving(place)) for place, token in turning.items()),
+            leaves=tuple((inner.arriving(place), _leaving(loop, place)) for place in turning),
         )
+        # A collective outside of the loop that runs beside it runs beside all of its rounds.
         work = added(inner.parts).times(count)
         body.steps.append(step)
         body.parts.append(work)
-        body.passed = body.passed + _passed(inner.passed["operations"] * count, work)
+        body.passed = body.passed + _PassedWork.of(inner.passed.operations * count, work)
 
     def _turn(self, body: _Body, inner: _Body, token: str, arriving: str, leaving: str) -> None:
-        """A collective that begins in one round and is waited for in the next, or after the last."""
-        found = inner.under_way.pop(token, None)
-        if found is not None:
-            self._between(found, inner.passed + inner.arrivals.get(arriving, collections.Counter()))
-            body.under_way[leaving] = found[0], None
+        """Visits a collective that begins in one round and is waited for in the next, or after the last."""
+        under_way = inner.under_way.pop(token, None)
+        if under_way is not None:
+            # From its start to the end of the round, and from the begin of the next one to the wait.
+            self._count_beside(under_way, inner.passed + inner.arrivals.get(arriving, _PassedWork()))
+            body.under_way[leaving] = _UnderWay(under_way.window, passed_at_start=None)
 
     def _enter(self, body: _Body, inner: _Body, token: str, arriving: str, leaving: str) -> None:
-        """A collective that begins before the loop and is waited for in its first round, or after the loop."""
-        found = body.under_way.pop(token)
-        if found is not None and arriving in inner.arrivals:
-            self._between(found, body.passed + inner.arrivals[arriving])
+        """Visits a collective that begins before the loop and is waited for in its first round, or after the loop."""
+        under_way = body.under_way.pop(token)
+        if under_way is not None and arriving in inner.arrivals:
+            self._count_beside(under_way, body.passed + inner.arrivals[arriving])
         else:
-            body.under_way[leaving] = found
+            body.under_way[leaving] = under_way
 
-    def _branches(self, body: _Body, conditional: Instruction) -> None:
+    # ---- branches
+
+    def _visit_branches(self, body: _Body, conditional: Instruction) -> None:
         """Takes the branch with the most work, because it is unknown which one runs."""
-        outside, self._in_branch = self._in_branch, True
-        branches = [self._walk(name) for name in self._module.called(conditional)]
-        self._in_branch = outside
+        scope = dataclasses.replace(body.scope, in_branch=True)
+        branches = [self._walk(name, scope) for name in self._module.called(conditional)]
         if branches:
-            body.append(max(branches, key=lambda b: (b.passed["flops"], added(b.parts).memory_bytes)))
+            body.append(max(branches, key=_amount_of_work))
+
+    # ---- what the walk has missed
+
+    def _note_seen(self, printed: Iterable[Instruction]) -> None:
+        for collective in printed:
+            self._seen.add(collective.name)
+            self._channels.add(channel(collective))
 
     def _refuse_unseen(self) -> None:
         """Raises unless every collective was visited: an unknown form would look like no communication."""
-        seen = self._seen | {c.name for c in self._again if channel(c) in self._channels}
-        missed = [
-            instruction.text
-            for computation in self._module.computations.values()
-            for instruction in computation.instructions
-            if base_opcode(instruction.opcode) in KINDS and instruction.name not in seen
-        ]
+        seen = set(self._seen)
+        for collective in self._printed_again:
+            # Of the one that it repeats it has the channel, under another name.
+            if channel(collective) in self._channels:
+                seen.add(collective.name)
+        missed = []
+        for computation in self._module.computations.values():
+            for instruction in computation.instructions:
+                if base_opcode(instruction.opcode) in KINDS and instruction.name not in seen:
+                    missed.append(instruction.text)
         if missed:
             raise cannot(missed[0], f"it is one of {len(missed)} in a form that the walk through the schedule missed.")
 
 
-def _passed(operations: int, work: OpWork) -> _Passed:
-    return collections.Counter(operations=operations, matmuls=work.matmuls, flops=work.total_flops)  # type: ignore[arg-type]
+def _in_flight(tokens: dict[int, str], body: _Body, passed_on: Collection[str] = ()) -> dict[int, str]:
+    """Returns those tokens whose collectives began in a computation, or are passed on by it."""
+    chosen = {}
+    for place, token in tokens.items():
+        if body.under_way.get(token) is not None or token in passed_on:
+            chosen[place] = token
+    return chosen
+
+
+def _amount_of_work(branch: _Body) -> tuple[float, float]:
+    return branch.passed.flops, added(branch.parts).memory_bytes
+
+
+# ---- reading a program
 
 
 def _text_of(program: Any) -> str:
-    """The text of a program; an error for what is none."""
+    """Returns the text of a program; raises for what is none."""
     if isinstance(program, str):
         return program
     if not callable(getattr(program, "as_text", None)):
@@ -326,7 +417,7 @@ def _text_of(program: Any) -> str:
 
 
 def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
-    """The collectives of a program, a `jax.stages.Compiled` or its text; their axes are those of a mesh.
+    """Returns the collectives of a program, a `jax.stages.Compiled` or its text; their axes are those of a mesh.
 
     Those in loops count with their trip counts, in a loop of unknown length once per iteration; groups of one device
     send nothing.
@@ -339,17 +430,18 @@ def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tup
     return tuple(walk.windows)
 
 
-_KERNELS = MOSAIC, CUDNN, TPU_KERNEL
+_KERNEL_TARGETS = tuple(f'custom_call_target="{target}' for target in (MOSAIC, CUDNN, TPU_KERNEL))
 
 
 def kernels_in(module: Module) -> tuple[KernelUse, ...]:
-    """The kernels of a program, by name."""
+    """Returns the kernels of `jshard.kernels` in a program, by name."""
     calls: collections.Counter[tuple[str, str]] = collections.Counter()
     for computation in module.computations.values():
         for instruction in computation.instructions:
-            for found in set(kernels_of(instruction.op_name)):
-                calls[found] += any(f'custom_call_target="{name}' in instruction.attributes for name in _KERNELS)
-    return tuple(KernelUse(*found, count) for found, count in sorted(calls.items()))
+            is_call = any(target in instruction.attributes for target in _KERNEL_TARGETS)
+            for name_and_form in set(kernels_of(instruction.op_name)):
+                calls[name_and_form] += is_call  # plain XLA counts as no call, and is listed with 0
+    return tuple(KernelUse(name, form, count) for (name, form), count in sorted(calls.items()))
 
 
 def read_schedule(
@@ -371,14 +463,8 @@ def read_schedule(
             why="its text lacks is_scheduled=true, so its order is not the order of execution.",
             do="js.audit(jax.jit(step).lower(...).compile())  # pass the result of compile()",
         )
-    if mesh is not None and math.prod(mesh.axis_sizes) != module.num_devices:
-        sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        raise ProgramError(
-            "The program was not compiled for this mesh.",
-            where=f"mesh ({sizes})",
-            why=f"the program runs on {module.num_devices} devices, the mesh has {math.prod(mesh.axis_sizes)}.",
-            do="pass the mesh or the model that the program was compiled with.",
-        )
+    if mesh is not None:
+        _check_size(mesh, module)
     walk = Walk(module, mesh)
     steps, flops = walk.run()
     if expect_collectives and module.num_devices > 1 and not walk.windows:
@@ -391,3 +477,16 @@ def read_schedule(
     return Schedule(
         tuple(walk.windows), steps, module.num_devices, flops, tuple(walk.notes), kernels=kernels_in(module)
     )
+
+
+def _check_size(mesh: Mesh | AbstractMesh, module: Module) -> None:
+    """Raises unless a program runs on as many devices as a mesh has."""
+    num_devices = math.prod(mesh.axis_sizes)
+    if num_devices != module.num_devices:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        raise ProgramError(
+            "The program was not compiled for this mesh.",
+            where=f"mesh ({sizes})",
+            why=f"the program runs on {module.num_devices} devices, the mesh has {num_devices}.",
+            do="pass the mesh or the model that the program was compiled with.",
+        )

@@ -1,0 +1,93 @@
+"""Gathers of a program in which the compiler has joined those for forward with those for backward.
+
+XLA:CPU does so: a parameter that the plan gathers twice is then gathered once or twice, as the compiler likes. Fewer
+gathered elements than planned are no fault if each parameter is gathered at least once; but an activation that is
+gathered must not make up for a parameter that is not. So gathers are counted by the shapes of layers.
+"""
+
+import collections
+import math
+from collections.abc import Iterable
+
+from jshard.inspect.communication.attribution import CollectivePart, Dims, comparable, shapes_on_device
+from jshard.inspect.communication.planned import CollectiveKind
+from jshard.inspect.hlo import Window
+from jshard.plans.plan import ShardPlan
+
+_NO_LAYER: Dims = ()
+"""Stands for the layer of arrays that are no part of a parameter, and of scales, which have few elements."""
+
+
+class JoinedGathers:
+    """How often each layer of the plan may be gathered by one kind of collective, if gathers are joined.
+
+    Layers of equal shape are counted together, since a program does not name the parameter that it gathers.
+    """
+
+    def __init__(self, plan: ShardPlan, kind: CollectiveKind, num_gathers: int) -> None:
+        """Counts the elements of the gathered parameters by the shape of a layer.
+
+        Args:
+            plan: the plan.
+            kind: the kind of all-gather that is counted.
+            num_gathers: how often forward gathers each parameter: once per microbatch.
+        """
+        self._kind = kind
+        self._fewest: collections.Counter[Dims] = collections.Counter()
+        self._most: collections.Counter[Dims] = collections.Counter()
+        # The layer by the shape of an array of the program.
+        whole_shapes: dict[Dims, Dims] = {}
+        shard_shapes: dict[Dims, Dims] = {}  # of an all-to-all in the place of a gather
+        scale_shapes: dict[Dims, Dims] = {}  # of parameters sent in 8 bits
+
+        gathers_again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
+        for leaf in plan.gathered_part.leaves:
+            placement = leaf.placement
+            if placement.axes != kind.axes:
+                continue
+            whole, shard = shapes_on_device(placement, dict(plan.mesh))
+            num_layer_dims = _num_layer_dims(whole, placement.layers)
+            layer = comparable(whole[num_layer_dims:])
+            # A program gathers all layers of a stack at once, or one, or, of a nested stack, some.
+            for i in range(num_layer_dims + 1):
+                whole_shapes[comparable(whole[i:])] = layer
+                shard_shapes[comparable(shard[i:])] = layer
+                if placement.gather_wire and placement.dim is not None:
+                    scales = (*whole[i:num_layer_dims], whole[placement.dim])
+                    scale_shapes[comparable(scales)] = _NO_LAYER
+            elements = math.prod(whole) * num_gathers
+            self._fewest[layer] += elements
+            self._most[layer] += elements
+            if leaf.by_layer or gathers_again[leaf.unit]:
+                self._most[layer] += elements
+        # A shape that is more than one of them most likely is a whole parameter's.
+        self._layer_of_shape = scale_shapes | shard_shapes | whole_shapes
+
+    def unexplained_elements(self, windows: Iterable[Window]) -> float:
+        """Returns by how many elements the gathers of a program are too few or too many for some layers."""
+        gathered: collections.Counter[Dims] = collections.Counter()
+        for window in self._gathers(windows):
+            for array in window.arrays:
+                layer = self._layer_of_shape.get(comparable(array.dims), _NO_LAYER)
+                gathered[layer] += array.num_elements * window.executions
+        too_few = self._fewest - gathered
+        too_many = gathered - self._most
+        del too_many[_NO_LAYER]  # a difference of its own: see `of_no_parameter`
+        return too_few.total() + too_many.total()
+
+    def of_no_parameter(self, windows: Iterable[Window]) -> list[CollectivePart]:
+        """Returns the gathers of arrays whose shape is not that of a parameter."""
+        parts = []
+        for window in self._gathers(windows):
+            arrays = [array for array in window.arrays if comparable(array.dims) not in self._layer_of_shape]
+            if arrays:
+                parts.append(CollectivePart(window, arrays))
+        return parts
+
+    def _gathers(self, windows: Iterable[Window]) -> list[Window]:
+        return [window for window in windows if CollectiveKind.of(window) == self._kind]
+
+
+def _num_layer_dims(dims: Dims, num_layers: int) -> int:
+    """Returns how many leading dims index layers."""
+    return next(i for i in range(len(dims)) if math.prod(dims[:i]) >= num_layers)

@@ -1,0 +1,159 @@
+"""The collectives of one forward and backward pass, as they follow from a plan."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import jax.numpy as jnp
+
+from jshard.inspect.hlo import Window
+from jshard.inspect.hlo.collectives import KINDS, ring_bytes
+from jshard.plans.mesh import FSDP, REGION_AXES
+from jshard.plans.placement import Placement, axes_of
+from jshard.plans.plan import LeafPlan, ShardPlan
+
+# How the purposes of all-gathers begin.
+FORWARD = "parameters for forward"
+BACKWARD = "parameters for backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind in a step."""
+
+    kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, or `all-to-all` of gradients summed on arrival
+    axes: tuple[str, ...]  # the mesh axes that it runs over
+    group_size: int  # devices of a group
+    dtype: str  # dtype on the wire
+    full_bytes: int  # bytes of the whole arrays, before they are split over the group
+    purpose: str  # what it is for
+    apart: int = 1  # how far apart the devices of a group are on the axes
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, by the ring algorithm."""
+        return ring_bytes(self.kind, self.full_bytes, self.group_size)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class CollectiveKind:
+    """A kind of collective over some axes of the mesh."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+
+    @classmethod
+    def of(cls, window: Window) -> "CollectiveKind":
+        """Returns the kind of a collective of a program."""
+        return cls(window.kind, window.axes or (), len(window.group))
+
+    def has_groups_of(self, other: "CollectiveKind") -> bool:
+        """Returns whether two kinds run over the same groups of devices."""
+        return (self.axes, self.group_size) == (other.axes, other.group_size)
+
+
+def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
+    """Returns the collectives of one forward and backward pass according to the plan.
+
+    A compiler omits the second gather of a parameter that backward does not need, such as most biases. Units that are
+    never gathered have no collectives here.
+    """
+    degrees = dict(plan.mesh)
+    reshard_of_unit = {unit.name: unit.reshard_after_forward for unit in plan.units}
+    sizes: dict[Traffic, int] = collections.defaultdict(int)  # the keys have no size: collectives alike are added up
+    for leaf in plan.leaves:
+        # A loop of the root keeps no layer: each is gathered again, whatever the root's own setting is.
+        reshard = leaf.by_layer or reshard_of_unit[leaf.unit]
+        for traffic in _traffic_of_leaf(leaf, reshard, degrees):
+            sizes[dataclasses.replace(traffic, full_bytes=0)] += traffic.full_bytes
+    totals = [dataclasses.replace(traffic, full_bytes=size) for traffic, size in sizes.items()]
+    return tuple(sorted(totals, key=_order_in_reports))
+
+
+def _order_in_reports(traffic: Traffic) -> tuple[int, int]:
+    return KINDS.index(traffic.kind), len(traffic.axes)
+
+
+def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes of a region along which the stored shard is the same."""
+    sharded_over = {axis for entry in placement.spec for axis in axes_of(entry)}
+    return tuple(axis for axis in REGION_AXES if degrees.get(axis, 1) > 1 and axis not in sharded_over)
+
+
+def _traffic_of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: Mapping[str, int]) -> Iterator[Traffic]:
+    """Yields the collectives of one parameter."""
+    placement = leaf.placement
+    if not placement.gathered:
+        return  # its communication is the model's own
+    if placement.dim is not None:
+        yield from _gathers(placement, reshard)
+        if leaf.trained:
+            yield from _reductions_to_shard(placement, degrees)
+            yield from _sum_over_replicas(placement, degrees, "gradients, over replicas")
+    elif leaf.trained:
+        yield from _sum_over_replicas(placement, degrees, "gradients of the replicated")
+
+
+def _gathers(placement: Placement, reshard: bool | int) -> Iterator[Traffic]:
+    """Yields the gathers for forward, and those for backward unless forward keeps the whole copy."""
+    yield from _gather(placement, FORWARD)
+    if reshard is True:
+        yield from _gather(placement, BACKWARD)
+    elif reshard is not False:
+        # Pieces of the gathered copy, which is no longer in 8 bits, so `gather_wire` does not apply.
+        yield Traffic("all-gather", (FSDP,), int(reshard), placement.gathered_dtype, placement.gathered_bytes, BACKWARD)
+
+
+def _gather(placement: Placement, purpose: str) -> Iterator[Traffic]:
+    """Yields the gather of a shard; one that is sent in 8 bits has scales beside it."""
+    axes = placement.axes
+    degree = placement.degree
+    if not placement.gather_wire:
+        yield Traffic("all-gather", axes, degree, placement.gathered_dtype, placement.gathered_bytes, purpose)
+        return
+    sent_bytes = _gathered_elements(placement)  # one byte each
+    yield Traffic("all-gather", axes, degree, "float32", placement.scales_bytes, f"{purpose}, scales")
+    yield Traffic("all-gather", axes, degree, "uint8", sent_bytes, f"{purpose}, {placement.gather_wire}")
+
+
+def _reductions_to_shard(placement: Placement, degrees: Mapping[str, int]) -> Iterator[Traffic]:
+    """Yields the collectives that reduce a whole gradient to the shards of one replica."""
+    full_bytes = _gradient_bytes(placement, placement.reduce_dtype)
+    if not placement.reduce_wire:
+        yield Traffic(
+            "reduce-scatter", placement.axes, placement.degree, placement.reduce_dtype, full_bytes, "gradients"
+        )
+        return
+
+    # A reduce-scatter would sum in the narrow dtype of the wire. So parts are exchanged over `fsdp`, and summed wide.
+    exchanged_bytes = _gradient_bytes(placement, placement.reduce_wire)
+    for group_size, apart in placement.exchanges(degrees[FSDP]):
+        purpose = "gradients, summed on arrival"
+        yield Traffic("all-to-all", (FSDP,), group_size, placement.reduce_wire, exchanged_bytes, purpose, apart)
+        exchanged_bytes //= group_size
+    full_bytes //= degrees[FSDP]
+    for axis in placement.axes:
+        if axis != FSDP:
+            purpose = "gradients, over inner axes"
+            yield Traffic("reduce-scatter", (axis,), degrees[axis], placement.reduce_dtype, full_bytes, purpose)
+            full_bytes //= degrees[axis]
+
+
+def _sum_over_replicas(placement: Placement, degrees: Mapping[str, int], purpose: str) -> Iterator[Traffic]:
+    """Yields the sum of gradients over the axes along which the stored parameter is the same, if there are any."""
+    axes = copied_over(placement, degrees)
+    if axes:
+        num_replicas = math.prod(degrees[axis] for axis in axes)
+        shard_bytes = _gradient_bytes(placement, placement.reduce_dtype) // placement.degree
+        yield Traffic("all-reduce", axes, num_replicas, placement.reduce_dtype, shard_bytes, purpose)
+
+
+def _gathered_elements(placement: Placement) -> int:
+    return placement.gathered_bytes // jnp.dtype(placement.gathered_dtype).itemsize
+
+
+def _gradient_bytes(placement: Placement, dtype: str) -> int:
+    """Returns the bytes of the gradient of the gathered copy in a dtype."""
+    return _gathered_elements(placement) * jnp.dtype(dtype).itemsize

@@ -1,0 +1,352 @@
+"""The tables and notes in which `explain` shows a plan, its memory and its traffic."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from flax import nnx
+
+from jshard._text import folded_names, human_bytes, human_count, joined_name, name_pattern
+from jshard.engine.mixing import Mixing
+from jshard.inspect.communication import Traffic
+from jshard.inspect.memory import Memory, unit_bytes
+from jshard.inspect.tables import FittedTable, add_row, made_table
+from jshard.plans.checks import ARRAY, Other
+from jshard.plans.placement import Entry, Placement
+from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, unsharded_class
+from jshard.plans.units import dotted, numberless
+
+# ---- units
+
+
+class FoldedUnit(NamedTuple):
+    """Equal units of a list."""
+
+    name: str  # such as `blocks/0..11`
+    count: int
+    first: UnitPlan
+
+
+def folded_units(plan: ShardPlan) -> list[FoldedUnit]:
+    """Returns the units, equal ones of a list folded into one."""
+    indices: dict[Hashable, list[int | None]] = collections.defaultdict(list)
+    patterns: dict[Hashable, str] = {}
+    first_units: dict[Hashable, UnitPlan] = {}
+    for unit in plan.units:
+        pattern, index = name_pattern(unit.name)
+        leaves = plan.unit_leaves(unit.name)
+        # Equal units have equal settings, and parameters of the same names, placed alike.
+        content = tuple((leaf.path.removeprefix(unit.name), leaf.placement) for leaf in leaves)
+        key = (pattern, content, dataclasses.replace(unit, name=""))
+        indices[key].append(index)
+        patterns[key] = pattern
+        first_units.setdefault(key, unit)
+    folded = []
+    for key, of_units in indices.items():
+        folded.append(FoldedUnit(joined_name(patterns[key], of_units), len(of_units), first_units[key]))
+    return folded
+
+
+def headline(plan: ShardPlan) -> str:
+    """Returns the size of the model, and where it is."""
+    num_devices = math.prod(size for _, size in plan.mesh)
+    axes = ", ".join(f"{name}={size}" for name, size in plan.mesh)
+    where = f"on {_counted(num_devices, 'device')} ({axes})"
+    size = f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)}"
+    gathered = plan.gathered_part
+    if gathered.leaves == plan.leaves:
+        text = f"{size} = P, {where}"
+        of_which = "them"
+    else:
+        gathered_size = f"{gathered.num_parameters:,} of them, {human_bytes(gathered.logical_bytes)} = P"
+        text = f"{size}, {where}; {gathered_size}, are gathered"
+        of_which = "all"
+    if plan.num_frozen:
+        text += f"; {plan.num_frozen:,} of {of_which} are frozen"
+    return text
+
+
+def units_table(plan: ShardPlan) -> FittedTable:
+    """Returns the units, and how each is gathered."""
+    caption = (
+        "dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one."
+    )
+    columns = ("unit", "kind??", "parameters>", "per device>", "gathered>", "dtypes", "kept", "ahead?", "remat")
+    table = made_table("Units: what is gathered together", *columns, caption=caption)
+    for name, count, unit in folded_units(plan):
+        leaves = plan.unit_leaves(unit.name)
+        add_row(
+            table,
+            f"{name}  x{count}" if count > 1 else name,
+            unit.kind,
+            human_count(sum(leaf.placement.size for leaf in leaves)),
+            human_bytes(sum(leaf.placement.bytes_per_device for leaf in leaves)),
+            *_gathering_cells(plan, unit),
+        )
+    return table
+
+
+def _gathering_cells(plan: ShardPlan, unit: UnitPlan) -> tuple[str, str, str, str, str]:
+    """Returns how a unit is gathered: the bytes, the dtypes, the part kept, how early, and the recomputation."""
+    dtypes = _dtypes(plan.unit_leaves(unit.name))
+    if not unit.gathered:
+        return "never", dtypes, "-", "-", "-"
+    gathered = human_bytes(unit_bytes(plan, unit.name))
+    return gathered, dtypes, _part_kept(unit.reshard_after_forward), unit.prefetch, unit.remat
+
+
+def _part_kept(reshard: bool | int) -> str:
+    """Returns which part of the gathered copy stays on a device until backward."""
+    if reshard is True:
+        return "nothing"
+    if reshard is False:
+        return "all"
+    return f"1/{reshard}"
+
+
+def _dtypes(leaves: Iterable[LeafPlan]) -> str:
+    """Returns the different dtypes of some parameters: stored, gathered, reduced."""
+    texts = set()
+    for leaf in leaves:
+        placement = leaf.placement
+        dtypes = [placement.dtype]
+        if placement.gathered:
+            dtypes += [placement.gathered_dtype, placement.reduce_dtype]
+        texts.add(", ".join(map(_short, dtypes)))
+    return "; ".join(sorted(texts)) or "-"
+
+
+def _short(dtype: str) -> str:
+    return dtype.replace("bfloat", "bf").replace("float", "f")
+
+
+# ---- parameters
+
+
+def leaves_table(plan: ShardPlan) -> FittedTable:
+    """Returns every parameter, those of equal units once."""
+    table = made_table("Parameters", "parameter", "shape", "dtypes", "per device>", "placement")
+    for name, _, unit in folded_units(plan):
+        for leaf in plan.unit_leaves(unit.name):
+            placement = leaf.placement
+            path = leaf.path
+            if path.startswith(unit.name):  # else it is tied, or of a module given in a list
+                path = name + path.removeprefix(unit.name)
+            size = human_bytes(placement.bytes_per_device)
+            add_row(table, path, str(list(placement.shape)), _dtypes([leaf]), size, _where_placed(placement))
+    return table
+
+
+def _where_placed(placement: Placement) -> str:
+    """Returns the axes of each dim, why a parameter is replicated, and how much it is padded."""
+    parts = []
+    if placement.shards > 1:
+        axes = ", ".join(map(_axes_of_dim, placement.spec))
+        parts.append(f"({axes})")
+    if placement.dim is None:
+        parts.append(f"replicated: {placement.because}")
+    if placement.padding:
+        parts.append(f"padded by {placement.padding}")
+    return " ".join(parts).strip()
+
+
+def _axes_of_dim(entry: Entry) -> str:
+    if entry is None:
+        return "-"
+    if isinstance(entry, str):
+        return entry
+    return "+".join(entry)
+
+
+# ---- memory
+
+
+def memory_table(memory: Memory) -> FittedTable:
+    """Returns the memory of a device, and where each figure comes from."""
+    table = made_table("Memory of one device", "", "bytes>", "")
+
+    def row(name: str, size: int, origin: str) -> None:
+        add_row(table, name, human_bytes(size), origin)
+
+    def total(name: str, size: int, origin: str, *, end_section: bool = False) -> None:
+        add_row(table, name, human_bytes(size), origin, style="bold", end_section=end_section)
+
+    row("parameters", memory.parameters_bytes, "plan")
+    row(f"optimizer state ({memory.optimizer})", memory.optimizer_bytes, "plan")
+    total("held between steps", memory.held_bytes, "plan", end_section=True)
+    row("gradients", memory.gradients_bytes, "plan")
+    row("gathered copies kept until backward", memory.kept_bytes, "estimate")
+    unit = f" ({memory.largest_unit})" if memory.largest_unit else ""
+    row(f"largest gathered unit{unit}", memory.largest_unit_bytes, "estimate: one computes")
+    row("gathered ahead of its use", memory.prefetched_bytes, "estimate: by prefetch")
+    row("largest gradient of a unit, not yet reduced", memory.largest_gradient_bytes, "estimate")
+    if memory.activations_bytes is None:
+        add_row(table, "activations", "not estimated", "pass loss= and batch=")
+        step = "in a step, without activations"
+        origin = "estimate"
+    else:
+        row("activations", memory.activations_bytes, "estimate: saved for backward")
+        step = "in a step"
+        origin = "estimate: the larger of head and layer"
+    if memory.recomputed_bytes:
+        row("recomputed in a layer", memory.recomputed_bytes, "estimate: by remat")
+    total(step, memory.step_bytes, origin, end_section=bool(memory.host_bytes))
+    if memory.host_bytes:
+        row("in host memory: parameters", memory.host_parameters_bytes, "plan")
+        row("in host memory: their gradients", memory.host_gradients_bytes, "plan")
+        row("in host memory: optimizer state", memory.host_optimizer_bytes, "plan")
+        if memory.activations_bytes is not None:
+            row("in host memory: activations", memory.host_activations_bytes, "estimate: saved")
+        total("in host memory, for this device", memory.host_bytes, "")
+    return table
+
+
+# ---- communication
+
+
+def traffic_table(traffic: Sequence[Traffic], plan: ShardPlan) -> FittedTable:
+    """Returns the collectives of a step; P is the size of the gathered parameters."""
+    caption = 'accumulate=N with sync="each": N times as much; with sync="last": one gather and one reduction.'
+    columns = ("collective", "over", "dtype?", "arrays>", "in P>", "sent>", "for")
+    table = made_table("Communication of one forward and backward pass, per device", *columns, caption=caption)
+    parameter_bytes = plan.gathered_part.logical_bytes or 1  # a model without parameters sends nothing
+    for row in traffic:
+        add_row(
+            table,
+            row.kind,
+            f"{', '.join(row.axes)} ({row.group_size})",
+            _short(row.dtype),
+            human_bytes(row.full_bytes),
+            f"{row.full_bytes / parameter_bytes:.2f}",
+            human_bytes(row.wire_bytes),
+            row.purpose,
+        )
+    total_bytes = sum(row.wire_bytes for row in traffic)
+    in_parameters = f"{total_bytes / parameter_bytes:.2f} P"
+    add_row(table, "total", "", "", "", "", human_bytes(total_bytes), in_parameters, style="bold")
+    return table
+
+
+def mixing_table(mixing: Sequence[Mixing]) -> FittedTable:
+    """Returns the lines of the model that mix examples, with what they send."""
+    caption = "Last traced calls, forward and backward. bytes: of the results on one device, over all loop iterations."
+    columns = ("line", "operation", "how", "times>?", "bytes>")
+    table = made_table("Communication of the model's own mixing of examples", *columns, caption=caption)
+    for row in mixing:
+        add_row(table, row.line, row.operation, row.how, str(row.times), human_bytes(row.bytes))
+    total_times = sum(row.times for row in mixing)
+    total_bytes = sum(row.bytes for row in mixing)
+    add_row(table, "total", "", "", str(total_times), human_bytes(total_bytes), style="bold")
+    return table
+
+
+# ---- notes
+
+
+def notes_on(plan: ShardPlan, others: Sequence[Other], strays: Sequence[str]) -> Iterator[str]:
+    """Yields notes on parameters that are not sharded, gathered ahead or placed as usual, and on other arrays.
+
+    Args:
+        plan: the plan.
+        others: float arrays of the model that are not parameters.
+        strays: texts of parameters that are not where the plan places them.
+    """
+    of_own_class = in_own_classes(others)
+    yield from _never_gathered(plan)
+    yield from _unscheduled_stacks(plan)
+    yield from _replicated(plan, of_own_class)
+    yield from _padded(plan)
+    for leaf in plan.leaves:
+        if leaf.aliases:
+            yield f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}"
+    yield from _not_parameters([other for other in others if other not in of_own_class])
+    if strays:
+        yield f"Not placed as planned: {_counted(len(strays), 'parameter')}, until the next call"
+        yield from _merged(f"  {stray}" for stray in strays)
+
+
+def in_own_classes(others: Iterable[Other]) -> list[Other]:
+    """Returns the arrays in variables of a class of the user's own, which may be trained by `wrt=`."""
+    plain_kinds = (ARRAY, nnx.Variable.__name__)
+    return [other for other in others if other.kind not in plain_kinds]
+
+
+def _never_gathered(plan: ShardPlan) -> Iterator[str]:
+    names = folded_names([unit.name for unit in plan.units if not unit.gathered])
+    if names:
+        why = "called in global view; their communication is the model's own, and not counted"
+        yield f"Never gathered: {', '.join(names)} ({why})"
+
+
+def _unscheduled_stacks(plan: ShardPlan) -> Iterator[str]:
+    for (path, unit), size in plan.unscheduled_stacks.items():
+        how = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
+        yield f"Stacked layers: {path}, {human_bytes(size)}, {how}"
+
+
+def _replicated(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
+    """Yields the replicated parameters, by reason, and the variables of classes that are no parameters."""
+    if not plan.replicated and not others:
+        return
+    if plan.replicated == plan.leaves and not others:
+        yield f"Replicated: all parameters: {plan.leaves[0].placement.because}"
+        return
+    total_bytes = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
+    total_bytes += sum(other.bytes for other in others)
+    noun = "parameter" if plan.replicated else "variable"
+    count = _counted(len(plan.replicated) + len(others), noun)
+    yield f"Replicated: {count}, {human_bytes(total_bytes)} on every device"
+
+    lines_by_reason: dict[str, list[str]] = collections.defaultdict(list)
+    for other in others:
+        reason = f"{unsharded_class(other.kind)}  # counted above only if wrt= has it"
+        lines_by_reason[reason].append(f"    {numberless(dotted(other.path))} {other.form}")
+    for leaf in plan.replicated:
+        reason, _, _ = leaf.placement.because.partition(" (")  # the rest has numbers of this parameter
+        lines_by_reason[reason].append(f"    {numberless(leaf.path)} {list(leaf.placement.shape)}")
+    for reason, lines in lines_by_reason.items():
+        yield f"  {reason}:"
+        yield from _merged(lines)
+
+
+def _padded(plan: ShardPlan) -> Iterator[str]:
+    padded = [leaf for leaf in plan.leaves if leaf.placement.padding]
+    if not padded:
+        return
+    zeros_bytes = 0.0
+    for leaf in padded:
+        placement = leaf.placement
+        zeros_bytes += (placement.stored_size / placement.size - 1) * placement.logical_bytes
+    count = _counted(len(padded), "parameter")
+    yield f"Padded: {count}, {human_bytes(zeros_bytes)} of zeros in all, invisible to reads"
+    yield from _merged(map(_padding, padded))
+
+
+def _padding(leaf: LeafPlan) -> str:
+    placement = leaf.placement
+    dim = placement.dim or 0
+    sizes = f"{placement.shape[dim]} -> {placement.stored_shape[dim]}"
+    return f"  {numberless(leaf.path)} {list(placement.shape)}: dim {dim} {sizes}"
+
+
+def _not_parameters(others: Sequence[Other]) -> Iterator[str]:
+    if others:
+        count = _counted(len(others), "float array")
+        total = human_bytes(sum(other.bytes for other in others))
+        yield f"Not parameters: {count}, {total} on every device, in no figure above"
+        yield from _merged(f"  {numberless(dotted(other.path))}  {other.kind} {other.form}" for other in others)
+
+
+def _counted(count: int, noun: str) -> str:
+    """Returns `1 device`, `8 devices`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _merged(lines: Iterable[str]) -> list[str]:
+    """Returns lines, with equal ones merged into one with a count."""
+    merged = []
+    for line, count in collections.Counter(lines).items():
+        merged.append(f"{line}  x{count}" if count > 1 else line)
+    return merged

@@ -1,0 +1,197 @@
+"""Measures one step on one device: when it computes, communicates, does both, or neither."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jshard.inspect.profile.events import Event
+from jshard.inspect.profile.operations import Op, Ops
+
+_PS_PER_S = 10**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """The four parts of a step; they add up to it."""
+
+    computing_s: float  # something computes, and nothing communicates
+    communicating_s: float  # something communicates, and nothing computes: communication that is exposed
+    both_s: float  # communication that is hidden behind computation
+    idle_s: float  # neither
+
+    @property
+    def step_s(self) -> float:
+        """The whole."""
+        return self.computing_s + self.communicating_s + self.both_s + self.idle_s
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the communication that is hidden; None without communication."""
+        total_s = self.communicating_s + self.both_s
+        return self.both_s / total_s if total_s else None
+
+    @classmethod
+    def mean(cls, shares: Iterable["Shares"]) -> "Shares":
+        """Returns the mean of each part."""
+        rows = [dataclasses.astuple(row) for row in shares]
+        return cls(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredCollective:
+    """The time of one collective of the program, on one device in one step."""
+
+    op: Op  # the operation
+    runs: int  # how often it ran
+    in_flight_s: float  # from its begin to its end
+    # The part in which nothing computed; where several are exposed at one time, each has an equal part.
+    exposed_s: float
+
+
+class TimeSpan(NamedTuple):
+    """A span of time, in seconds from the start of the step."""
+
+    begin_s: float
+    end_s: float
+
+
+class Flight(NamedTuple):
+    """The time from the begin of a collective to its end."""
+
+    span: TimeSpan
+    collective: int  # its index in `DeviceStep.collectives`
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceStep:
+    """One step on one device."""
+
+    device: str  # such as `gpu:3`, or `process 1 gpu:3`
+    shares: Shares  # how it spent the step
+    collectives: tuple[MeasuredCollective, ...]  # those that it took part in, in the order in which they begin
+    since_last_s: float | None  # from the end of the step before; None if that is not in the profile
+    computing: tuple[TimeSpan, ...] = ()  # when something computed
+    exposed: tuple[TimeSpan, ...] = ()  # when something communicated, and nothing computed
+    flights: tuple[Flight, ...] = ()  # by their begin
+
+
+def measure(
+    device: str, events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int, *, since_last_s: float | None = None
+) -> DeviceStep:
+    """Measures a span of time of one device; the events are sorted by begin, and may include others."""
+    computing = _MergedSpans(begin_ps)
+    exposed = _MergedSpans(begin_ps)
+    hidden_ps = 0
+    busy_ps = 0
+    flights: dict[Op, _MergedSpans] = {}
+    exposed_ps: dict[Op, float] = {}
+    for moment in _moments(events, ops, begin_ps, end_ps):
+        busy_ps += moment.length_ps
+        if moment.computes:
+            computing.add(moment)
+            if moment.in_flight:
+                hidden_ps += moment.length_ps
+        elif moment.in_flight:
+            exposed.add(moment)
+        for op in moment.in_flight:
+            flights.setdefault(op, _MergedSpans(begin_ps)).add(moment)
+            exposed_ps.setdefault(op, 0)
+            if not moment.computes:
+                exposed_ps[op] += moment.length_ps / len(moment.in_flight)  # several at one time take equal parts
+
+    shares = Shares(
+        computing_s=(computing.total_ps - hidden_ps) / _PS_PER_S,
+        communicating_s=exposed.total_ps / _PS_PER_S,
+        both_s=hidden_ps / _PS_PER_S,
+        idle_s=(end_ps - begin_ps - busy_ps) / _PS_PER_S,
+    )
+    collectives = []
+    flight_spans = []
+    for index, (op, spans) in enumerate(flights.items()):
+        in_flight_s = spans.total_ps / _PS_PER_S
+        collectives.append(MeasuredCollective(op, len(spans.merged), in_flight_s, exposed_ps[op] / _PS_PER_S))
+        flight_spans += [Flight(span, index) for span in spans.in_seconds()]
+    return DeviceStep(
+        device,
+        shares,
+        tuple(collectives),
+        since_last_s,
+        computing.in_seconds(),
+        exposed.in_seconds(),
+        tuple(sorted(flight_spans)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """The time between two changes of what a device does."""
+
+    begin_ps: int
+    end_ps: int
+    computes: bool
+    in_flight: list[Op]  # collectives
+
+    @property
+    def length_ps(self) -> int:
+        return self.end_ps - self.begin_ps
+
+
+class _MergedSpans:
+    """Merges moments that are added in order: one that touches the last one becomes part of it."""
+
+    def __init__(self, step_begin_ps: int) -> None:
+        self.merged: list[tuple[int, int]] = []  # begin and end, in picoseconds
+        self._step_begin_ps = step_begin_ps
+
+    def add(self, moment: _Moment) -> None:
+        begin_ps = moment.begin_ps
+        if self.merged and self.merged[-1][1] == begin_ps:
+            begin_ps, _ = self.merged.pop()
+        self.merged.append((begin_ps, moment.end_ps))
+
+    @property
+    def total_ps(self) -> int:
+        return sum(end_ps - begin_ps for begin_ps, end_ps in self.merged)
+
+    def in_seconds(self) -> tuple[TimeSpan, ...]:
+        """Returns the spans from the start of the step."""
+        spans = []
+        for begin_ps, end_ps in self.merged:
+            begin_s = (begin_ps - self._step_begin_ps) / _PS_PER_S
+            spans.append(TimeSpan(begin_s, (end_ps - self._step_begin_ps) / _PS_PER_S))
+        return tuple(spans)
+
+
+class _Edge(NamedTuple):
+    """The begin or the end of an operation."""
+
+    time_ps: int
+    change: int  # of the number of operations that run: 1 at a begin, -1 at an end
+    collective: Op | None  # None for computation
+
+
+def _moments(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> Iterator[_Moment]:
+    """Yields the time between two changes of what a device does; without those in which it does nothing."""
+    edges: list[_Edge] = []
+    for event in events:
+        event_begin_ps = max(event.begin_ps, begin_ps)
+        event_end_ps = min(event.end_ps, end_ps)
+        if event_begin_ps >= event_end_ps:
+            continue
+        op = ops.of(event)
+        if op.contains and not op.kind:
+            continue  # a loop or a call: it would count the gaps between the operations inside as computation
+        collective = op if op.kind else None
+        edges += [_Edge(event_begin_ps, 1, collective), _Edge(event_end_ps, -1, collective)]
+
+    num_running: collections.Counter[Op | None] = collections.Counter()  # events of one operation may overlap
+    since_ps = begin_ps
+    for edge in sorted(edges, key=lambda edge: edge.time_ps):
+        if edge.time_ps > since_ps and num_running:
+            in_flight = [op for op in num_running if op is not None]
+            yield _Moment(since_ps, edge.time_ps, None in num_running, in_flight)
+        since_ps = edge.time_ps
+        num_running[edge.collective] += edge.change
+        if not num_running[edge.collective]:
+            del num_running[edge.collective]
