@@ -64,8 +64,8 @@ ANY_FAMILY = (
 HARMLESS = frozenset(
     # Of training: the recipe has its own.
     "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout"
-    " dropout_rate embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout hidden_dropout_prob initializer_factor"
-    " initializer_range neftune_noise_alpha resid_pdrop residual_dropout"
+    " dropout_rate embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout hidden_dropout_prob"
+    " initializer_factor initializer_range neftune_noise_alpha resid_pdrop residual_dropout"
     # Of the file, of how it is computed, and of what a call returns.
     " _attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class _commit_hash"
     " _flash_attn_2_enabled _from_model_config _name_or_path attn_implementation base_model_ep_plan"

@@ -81,6 +81,18 @@ def test_a_published_config_json_is_refused_for_what_it_computes(name):
     assert {row.name for row in read(config, list(FAMILIES)).problems} == set(keys)
 
 
+OFF = [
+    LLAMA_7B | {"sliding_window": None, "use_sliding_window": False},
+    LLAMA_7B | {"is_causal": True, "quantization_config": None},
+    QWEN_7B | {"attention_bias": True},
+]
+
+
+@pytest.mark.parametrize("config", OFF)
+def test_a_switch_that_says_what_the_recipe_computes_is_accepted(config):
+    assert not read(config, list(FAMILIES)).problems
+
+
 def test_a_key_of_a_field_is_not_harmless():
     """A name in both tables would be read by one family, and be skipped by all others.
 
