@@ -1,4 +1,8 @@
-"""The config.json of models as people download them, with every key that their authors published."""
+"""Keys and values that the config.json of published models has, by the name of the model.
+
+They are written down from what is known of the files, not copied: the versions of Transformers and the order differ. An
+entry without an owner stands for files of many: a known model, with keys that training or a tool left.
+"""
 
 from typing import Any
 
@@ -97,7 +101,7 @@ LLAMA: dict[str, Keys] = {
     "meta-llama/Llama-2-7b-hf": _LLAMA_2 | _sizes(4096, 11008, 32, 32, 32),
     "meta-llama/Llama-2-13b-hf": _LLAMA_2 | _sizes(5120, 13824, 40, 40, 40),
     "meta-llama/Llama-2-70b-chat-hf": _LLAMA_2 | _sizes(8192, 28672, 80, 64, 8),
-    "NousResearch/Llama-2-7b-chat-hf": _LLAMA_2
+    "Llama 2 with the keys of a tokenizer": _LLAMA_2
     | _sizes(4096, 11008, 32, 32, 32)
     | {"max_length": 4096, "pad_token_id": 0, "unk_token_id": 0},
     "codellama/CodeLlama-7b-hf": _LLAMA_2
@@ -137,7 +141,8 @@ LLAMA: dict[str, Keys] = {
     "HuggingFaceTB/SmolLM2-135M": _SMOL_2 | _sizes(576, 1536, 30, 9, 3),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": _SMOL_2
     | _sizes(2048, 8192, 24, 32, 32)
-    | {"transformers.js_config": _JS_CONFIG, "neftune_noise_alpha": 5.0},
+    | {"transformers.js_config": _JS_CONFIG},
+    "SmolLM2 trained with noise": _SMOL_2 | _sizes(960, 2560, 32, 15, 5) | {"neftune_noise_alpha": 0.0},
     "ibm-granite/granite-3b-code-base": _LLAMA_2
     | _sizes(2560, 10240, 32, 32, 32)
     | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "vocab_size": 49152},
@@ -168,7 +173,10 @@ MISTRAL: dict[str, Keys] = {
     | {"head_dim": 128, "max_position_embeddings": 131072, "vocab_size": 131072},
     "HuggingFaceH4/zephyr-7b-beta": _MISTRAL
     | _sizes(4096, 14336, 32, 32, 8)
-    | {"_name_or_path": "zephyr-7b-beta", "pad_token_id": 2, "_flash_attn_2_enabled": True},
+    | {"_name_or_path": "zephyr-7b-beta", "pad_token_id": 2},
+    "Mistral saved by Transformers 4.35": _MISTRAL
+    | _sizes(4096, 14336, 32, 32, 8)
+    | {"_flash_attn_2_enabled": True, "transformers_version": "4.35.0"},
     "intfloat/e5-mistral-7b-instruct": _MISTRAL
     | _sizes(4096, 14336, 32, 32, 8)
     | {"architectures": ["MistralModel"], "_name_or_path": "e5", "pad_token_id": 2},
@@ -292,8 +300,8 @@ GPT2: dict[str, Keys] = {
     | {"n_embd": 1024, "n_head": 16, "n_layer": 24, "task_specific_params": {"conversational": {"max_length": 1000}}},
     "rinna/japanese-gpt2-medium": _GPT_2_4
     | {"n_embd": 1024, "n_head": 16, "n_layer": 24, "tokenizer_class": "T5Tokenizer", "vocab_size": 32000},
-    "aitextgen": _GPT_2_4 | {"_name_or_path": "pytorch_model.bin", "line_by_line": True, "n_vocab": 50257},
-    "of Transformers 3": _GPT_2 | {"xla_device": None, "vocab_size": 50266},
+    "GPT-2 of aitextgen": _GPT_2_4 | {"_name_or_path": "pytorch_model.bin", "line_by_line": True, "n_vocab": 50257},
+    "GPT-2 saved by Transformers 3": _GPT_2 | {"xla_device": None, "vocab_size": 50266},
 }
 
 _T5: Keys = {

@@ -48,7 +48,7 @@ AWQ = {"quant_method": "awq", "bits": 4}
 YARN_64K = {"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True}
 CODE = {"AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM"}
 
-# What the published file has besides the keys of its relatives, and the keys that it is refused for.
+# Files with what distinguishes the model from its relatives, and the keys that they are refused for.
 REFUSED = {
     "TheBloke/Llama-2-7B-AWQ": (LLAMA_7B | {"quantization_config": AWQ}, ["quantization_config"]),
     "mlx-community, 4 bits": (LLAMA_7B | {"quantization": {"group_size": 64, "bits": 4}}, ["quantization"]),
