@@ -339,8 +339,8 @@ def hf_names(config: MoEConfig) -> Mapping[str, str | Stored]:
         raise ValueError(f"Mixtral has no shared experts, and n_shared={config.n_shared}")
     if config.drops_tokens:
         warnings.warn(
-            f"Mixtral drops no token, and capacity={config.capacity} drops those for which an expert has no place: their"
-            f" logits differ. capacity=0 and {config.n_expert / config.top_k:g} drop none.",
+            f"Mixtral drops no token, and capacity={config.capacity} drops those for which an expert has no place:"
+            f" their logits differ. capacity=0 and {config.n_expert / config.top_k:g} drop none.",
             stacklevel=1,
         )
     names: dict[str, str | Stored] = {

@@ -217,7 +217,9 @@ class Stored:
         if parts > 1 and (transpose or dims or len(names) > 1):
             raise ValueError(f"parts={parts} needs a single array that is not transposed")
         if stack is not None and (parts > 1 or sizes or dim != -1):
-            raise ValueError(f"stack={stack} is the new dim, of an entry for each array: it takes no dim, sizes or parts")
+            raise ValueError(
+                f"stack={stack} is the new dim, of an entry for each array: it takes no dim, sizes or parts"
+            )
         is_order = all(isinstance(each, int) for each in dims) and sorted(dims) == list(range(len(dims)))
         if not is_order or (dims and transpose):
             right = _line(names, _convolution(len(dims)), dim, sizes, stack)
@@ -227,8 +229,8 @@ class Stored:
                 why=f"dims names each of the dims 0 to {max(len(dims) - 1, 0)} once, and transpose is an order itself.",
                 do=f"{right}  # the order of a convolution of PyTorch",
             )
-        fields = {"names": names, "transpose": transpose, "dims": dims, "dim": dim, "sizes": sizes, "parts": parts}
-        fields["stack"] = stack
+        fields = {"names": names, "transpose": transpose, "dims": dims, "dim": dim, "sizes": sizes}
+        fields |= {"parts": parts, "stack": stack}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
 
@@ -353,7 +355,7 @@ class NamedSource:
         if stored.parts > 1:
             return self._in_parts(parts[0][0], limits, self.leaves[name].shape[-1])
         if stored.stack is not None:
-            return self._stacked(name, limits)
+            return self._stacked(name, stored.stack % len(limits), limits)
         if len(parts) == 1:
             return self._turned(parts[0][0], limits, stored)
         dim = stored.dim % len(limits)
@@ -364,10 +366,9 @@ class NamedSource:
             pieces.append(self._turned(part, (*limits[:dim], cut, *limits[dim + 1 :]), stored))
         return np.concatenate(pieces, axis=dim)
 
-    def _stacked(self, name: str, limits: Limits) -> np.ndarray:
-        """A box of a leaf with an entry for each stored array; reads only the arrays in it."""
+    def _stacked(self, name: str, new: int, limits: Limits) -> np.ndarray:
+        """A box of a leaf whose dim `new` has an entry for each stored array; reads only the arrays in it."""
         stored, parts = self._parts[name]
-        new = stored.stack % len(limits)
         first, last = limits[new]
         shape = [max(stop - start, 0) for start, stop in limits]
         result = np.empty(shape, np.dtype(self.leaves[name].dtype))
