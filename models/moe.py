@@ -126,9 +126,7 @@ class Attention(nnx.Module):
         q_BTHK, k_BTHK = heads(self.q(x_BTD), "query_proj"), heads(self.k(x_BTD), "key_proj")  # for remat policies
         v_BTHK = heads(self.v(x_BTD), "value_proj")
         q_BTHK, k_BTHK = (rotate(x, config.rope_theta, 0, config.rope_scaling) for x in (q_BTHK, k_BTHK))
-        how: dict[str, Any] = {"backend": config.attention}
-        if config.sliding_window:
-            how["window"] = config.sliding_window
+        how: dict[str, Any] = {"backend": config.attention, "window": config.sliding_window or None}
         y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **how)
         return checkpoint_name(self.out(y_BTHK.reshape(B, T, -1)), "out_proj")
 
