@@ -3,6 +3,7 @@
     jshard train moe                                   # the tiny recipe, minutes on a laptop
     jshard train moe --mesh fsdp=4,expert=2            # the experts on an axis of their own
     jshard train moe --recipe mixtral_8x7b --mesh fsdp=8,expert=8 --dry-run
+    jshard train moe --recipe mixtral_8x7b --init-from mixtral/      # begins with Hugging Face's weights
 
 In each block a router sends every token to the best `top_k` of E feed-forward layers, the experts. On a mesh with an
 `expert` axis they are split: each device has E / (its degree) of them, sharded over `fsdp` like other parameters, and
@@ -16,7 +17,7 @@ along `expert` gather each other's tokens. Not for GPUs yet: XLA of jax 0.10 mul
 Names end in the dims of their array:
 
     B  batch                 D  model width (d_model)       H  heads      E  experts
-    T  position in sequence  F  width of an expert (d_ff)   K  width of one head (D / H)
+    T  position in sequence  F  width of an expert (d_ff)   K  width of one head
     V  vocabulary            C  places of a sequence at an expert
     n  choices of a token (top_k)       s  all of a sequence, the first choices first
 """
@@ -25,6 +26,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,8 +36,11 @@ import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
+from rope import UNSCALED, RopeScaling, rotate
 
 import jshard as js
+from jshard.checkpoint.formats import Stored
+from jshard.recipes.hf_config import checked_names, config_json
 from jshard.train import Batch, Recipe
 
 
@@ -43,28 +49,53 @@ class MoEConfig:
     """Size and kind of the model. Parameters are float32 regardless of `compute_dtype`."""
 
     vocab_size: int = 32_000
+    block_size: int = 32_768  # longest sequence
     n_layer: int = 32
     n_head: int = 32
     n_kv_head: int = 8  # keys and values are shared by groups of heads
+    head_dim: int = 0  # width of one head, an even number; 0 for d_model / n_head
     d_model: int = 4096
     d_ff: int = 14_336
     n_expert: int = 8
     top_k: int = 2
     n_shared: int = 0  # experts that every token passes, as one layer of their width
     capacity: float = 1.25  # places at the experts, by those that an even load needs; 0: as many as are asked for
+    rope_theta: float = 1e6
+    rope_scaling: RopeScaling = UNSCALED
+    rms_norm_eps: float = 1e-5
+    sliding_window: int = 0  # positions that each one sees, its own included; 0 for all before it
+    tied: bool = False  # one table embeds the tokens and scores them
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     balance: float = 0.02  # weight of the loss that keeps the load even
     z_loss: float = 0.0  # weight of the loss that keeps the router's numbers small
-    rotary_base: float = 1e6
     # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     remat: str = "none"
 
     def __post_init__(self) -> None:
-        if self.d_model % self.n_head or self.n_head % self.n_kv_head:
-            raise ValueError(f"d_model={self.d_model} over {self.n_head} heads over {self.n_kv_head} does not divide")
+        if not self.head_dim and self.d_model % (2 * self.n_head):
+            raise ValueError(f"d_model={self.d_model} does not split into n_head={self.n_head} of even width")
+        if self.head_dim < 0 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is no even number above 0, nor 0 for d_model / n_head")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}")
         if not 1 <= self.top_k <= self.n_expert:
             raise ValueError(f"top_k={self.top_k} of n_expert={self.n_expert} cannot be chosen")
+        if self.sliding_window < 0:
+            raise ValueError(f"sliding_window={self.sliding_window} is no number of positions, nor 0 for all")
+        longest = self.rope_scaling.original_size
+        if self.rope_scaling.kind == "dynamic" and self.block_size > longest:
+            raise ValueError(f"rope_scaling.kind='dynamic' is supported up to block_size={longest}, where it begins")
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.d_model // self.n_head
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether an expert may be asked for more places than it has: at most one for each token of a sequence."""
+        return 0 < self.capacity * self.top_k < self.n_expert
 
 
 # ---- The model -------------------------------------------------------------------------------
@@ -75,39 +106,29 @@ def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 def rms_norm(config: MoEConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.d_model, epsilon=1e-5, rngs=rngs)
-
-
-def rotate(x_BTHK: jax.Array, base: float) -> jax.Array:
-    """Rotary positions: rotates each pair of features by an angle that grows with the position."""
-    T, K = x_BTHK.shape[1], x_BTHK.shape[3]
-    frequency_k = base ** (-jnp.arange(K // 2) / (K // 2))
-    angle_TK = jnp.arange(T)[:, None] * frequency_k[None]
-    cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
-    x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-    return turned.astype(x_BTHK.dtype)
+    return nnx.RMSNorm(config.d_model, epsilon=config.rms_norm_eps, rngs=rngs)
 
 
 class Attention(nnx.Module):
     """Causal self-attention whose heads share keys and values in groups."""
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
-        D, self.base = config.d_model, config.rotary_base
-        self.width = D // config.n_head
-        self.backend: Any = config.attention
-        self.q = linear(D, D, rngs=rngs)
-        self.k = linear(D, config.n_kv_head * self.width, rngs=rngs)
-        self.v = linear(D, config.n_kv_head * self.width, rngs=rngs)
-        self.out = linear(D, D, rngs=rngs)
+        self.config = config
+        D, K = config.d_model, config.head_width
+        self.q = linear(D, config.n_head * K, rngs=rngs)
+        self.k = linear(D, config.n_kv_head * K, rngs=rngs)
+        self.v = linear(D, config.n_kv_head * K, rngs=rngs)
+        self.out = linear(config.n_head * K, D, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        heads = lambda x_BTD, name: checkpoint_name(x_BTD, name).reshape(*x_BTD.shape[:2], -1, self.width)
+        config, (B, T, _) = self.config, x_BTD.shape
+        heads = lambda x_BTD, name: checkpoint_name(x_BTD, name).reshape(B, T, -1, config.head_width)
         q_BTHK, k_BTHK = heads(self.q(x_BTD), "query_proj"), heads(self.k(x_BTD), "key_proj")  # for remat policies
         v_BTHK = heads(self.v(x_BTD), "value_proj")
-        q_BTHK, k_BTHK = rotate(q_BTHK, self.base), rotate(k_BTHK, self.base)
-        y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, backend=self.backend)
-        return checkpoint_name(self.out(y_BTHK.reshape(x_BTD.shape)), "out_proj")
+        q_BTHK, k_BTHK = (rotate(x, config.rope_theta, 0, config.rope_scaling) for x in (q_BTHK, k_BTHK))
+        how: dict[str, Any] = {"backend": config.attention, "window": config.sliding_window or None}
+        y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **how)
+        return checkpoint_name(self.out(y_BTHK.reshape(B, T, -1)), "out_proj")
 
 
 class Experts(nnx.Module):
@@ -237,14 +258,19 @@ class Model(nnx.Module):
 
         self.blocks = build(rngs)  # all of them in one module, whose variables have a leading dim of layers
         self.norm = rms_norm(config, rngs)
-        self.head = linear(D, V, rngs=rngs)
+        if not config.tied:
+            self.head = linear(D, V, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The scores, and what the routers cost. E x the sum of share x score of a layer is 1 for an even load."""
+        if tokens_BT.shape[1] > self.config.block_size:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
         x_BTD, load = js.scan_layers(self.blocks, self.tokens(tokens_BT), collect=True)
         share_LE, score_LE, z_L = load
         uneven = self.config.n_expert * (share_LE * score_LE).sum(-1).mean()
-        return self.head(self.norm(x_BTD)), self.config.balance * uneven + self.config.z_loss * z_L.mean()
+        x_BTD = self.norm(x_BTD)
+        logits_BTV = self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
+        return logits_BTV, self.config.balance * uneven + self.config.z_loss * z_L.mean()
 
 
 # ---- The interface for `jshard train` -----------------------------------------------------------
@@ -264,8 +290,8 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
             "*/experts/*": ("expert", None, "tensor"),
             "*/attention/out/kernel": ("tensor", None),
             "*/attention/*/kernel": (None, "tensor"),
-            "head/kernel": (None, "tensor"),
         }
+        | ({} if config.tied else {"head/kernel": (None, "tensor")})
         | (
             {"*/shared/down/kernel": ("tensor", None), "*/shared/*/kernel": (None, "tensor")} if config.n_shared else {}
         ),
@@ -276,7 +302,8 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
     js.fully_shard(
         model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=js.ShardPlacement(stacked=1)
     )
-    js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
+    if not config.tied:
+        js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)
 
 
@@ -290,7 +317,7 @@ def loss_fn(model: Model, batch: Batch) -> jax.Array:
 def num_active(config: MoEConfig) -> int:
     """Parameters that a token passes through: of the experts `top_k`, and no table of tokens."""
     D, layers = config.d_model, config.n_layer
-    attention = 2 * D * D + 2 * D * D * config.n_kv_head // config.n_head
+    attention = 2 * D * config.head_width * (config.n_head + config.n_kv_head)
     experts = (config.top_k + config.n_shared) * 3 * D * config.d_ff + D * config.n_expert
     return layers * (attention + experts + 2 * D) + D + D * config.vocab_size
 
@@ -299,6 +326,46 @@ def flops(recipe: Recipe) -> tuple[float, str]:
     """Arithmetic of a step: 6 x active parameters x tokens."""
     active, tokens = num_active(recipe.model), recipe.batch_size * recipe.sequence_length
     return 6.0 * active * tokens, f"6 x {active:,} active parameters x {tokens:,} tokens"
+
+
+hf_types = ("mixtral",)  # of Hugging Face's models
+
+
+def hf_names(config: MoEConfig) -> Mapping[str, str | Stored]:
+    """The name of each parameter in Hugging Face's MixtralForCausalLM, which stores each expert by itself."""
+    if config.n_shared:
+        raise ValueError(f"Mixtral has no shared experts, and n_shared={config.n_shared}")
+    if config.drops_tokens:
+        warnings.warn(
+            f"Mixtral drops no token, and capacity={config.capacity} drops those for which an expert has no place:"
+            f" their logits differ. capacity=0 and {config.n_expert / config.top_k:g} drop none.",
+            stacklevel=1,
+        )
+    names: dict[str, str | Stored] = {
+        "tokens/embedding": "model.embed_tokens.weight",
+        "norm/scale": "model.norm.weight",
+    }
+    norms = {"attention_norm": "input_layernorm", "moe_norm": "post_attention_layernorm"}
+    linears = {f"attention/{ours}": f"self_attn.{ours[0]}_proj" for ours in ("q", "k", "v", "out")}
+    linears["moe/router"] = "block_sparse_moe.gate"
+    experts = {"gate": "w1", "up": "w3", "down": "w2"}
+    for layer in range(config.n_layer):
+        block, there = f"blocks/{layer}", f"model.layers.{layer}"
+        for ours, theirs in norms.items():
+            names[f"{block}/{ours}/scale"] = f"{there}.{theirs}.weight"
+        for ours, theirs in linears.items():
+            names[f"{block}/{ours}/kernel"] = Stored(f"{there}.{theirs}.weight", transpose=True)
+        for ours, theirs in experts.items():
+            each = [f"{there}.block_sparse_moe.experts.{expert}.{theirs}.weight" for expert in range(config.n_expert)]
+            names[f"{block}/moe/experts/{ours}"] = Stored(*each, transpose=True, stack=0)
+    if not config.tied:
+        names["head/kernel"] = Stored("lm_head.weight", transpose=True)
+    return checked_names(names, config, hf_types)
+
+
+def hf_config(config: MoEConfig) -> dict[str, Any]:
+    """The contents of `config.json` for such a model."""
+    return config_json(config, hf_types)
 
 
 # ---- Recipes: a whole run as a value --------------------------------------------------------------
@@ -314,7 +381,7 @@ def tiny() -> Recipe:
             n_kv_head=2,
             d_model=128,
             d_ff=256,
-            rotary_base=1e4,
+            rope_theta=1e4,
         ),
         sequence_length=128,
         batch_size=32,
@@ -355,7 +422,7 @@ def deepseek_moe_16b() -> Recipe:
             n_shared=2,
             balance=0.001,
             z_loss=0.001,
-            rotary_base=1e4,
+            rope_theta=1e4,
             compute_dtype="bfloat16",
             remat="full",
         ),

@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "use_cache": True,
     "dtype": "float32",
 }
-CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def config_of(kind: str, **keys: Any) -> dict[str, Any]:
@@ -50,7 +50,14 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     K = config.get("head_dim") or D // H
     kind = config["model_type"]
     sizes = {"self_attn.q_proj": (H * K, D), "self_attn.k_proj": (G * K, D), "self_attn.v_proj": (G * K, D)}
-    sizes |= {"self_attn.o_proj": (D, H * K), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+    sizes |= {"self_attn.o_proj": (D, H * K)}
+    if kind == "mixtral":
+        sizes["block_sparse_moe.gate"] = (config["num_local_experts"], D)
+        for expert in range(config["num_local_experts"]):
+            name = f"block_sparse_moe.experts.{expert}"
+            sizes |= {f"{name}.w1": (F, D), f"{name}.w2": (D, F), f"{name}.w3": (F, D)}
+    else:
+        sizes |= {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
     result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     for layer in range(config["num_hidden_layers"]):
         for name, size in sizes.items():
@@ -87,6 +94,20 @@ def logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens_T: np.
         turned = (x_THK[..., : K // 2] + 1j * x_THK[..., K // 2 :]) * turn_TK[:, None]
         return np.concatenate([turned.real, turned.imag], -1)
 
+    def gated(x: np.ndarray, gate: str, up: str, down: str) -> np.ndarray:
+        opening = project(x, gate)
+        return project(opening / (1 + np.exp(-opening)) * project(x, up), down)
+
+    def mixture(x_TD: np.ndarray, name: str) -> np.ndarray:
+        score_TE = np.exp(project(x_TD, f"{name}.gate"))
+        best_Tn = np.argsort(-score_TE, axis=-1)[:, : config["num_experts_per_tok"]]
+        result = np.zeros_like(x_TD)
+        for t, best_n in enumerate(best_Tn):
+            for expert in best_n:
+                matrices = (f"{name}.experts.{expert}.{matrix}" for matrix in ("w1", "w3", "w2"))
+                result[t] += score_TE[t, expert] / score_TE[t, best_n].sum() * gated(x_TD[t], *matrices)
+        return result
+
     ago = np.arange(T)[:, None] - np.arange(T)
     visible = (ago >= 0) & (ago < (window_of(config) or T))
     x = w["model.embed_tokens.weight"][tokens_T]
@@ -103,14 +124,16 @@ def logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens_T: np.
         share /= share.sum(-1, keepdims=True)
         x = x + project(np.einsum("hts,shk->thk", share, v).reshape(T, -1), f"{at}.self_attn.o_proj")
         y = norm(x, f"{at}.post_attention_layernorm")
-        gate = project(y, f"{at}.mlp.gate_proj")
-        x = x + project(gate / (1 + np.exp(-gate)) * project(y, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+        if config["model_type"] == "mixtral":
+            x = x + mixture(y, f"{at}.block_sparse_moe")
+        else:
+            x = x + gated(y, *(f"{at}.mlp.{matrix}_proj" for matrix in ("gate", "up", "down")))
     return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
 def window_of(config: dict[str, Any]) -> int:
     """The window of all layers; 0 for none."""
-    is_on = config["model_type"] == "mistral" or config.get("use_sliding_window")
+    is_on = config["model_type"] in ("mistral", "mixtral") or config.get("use_sliding_window")
     return (config.get("sliding_window") or 0) if is_on else 0
 
 

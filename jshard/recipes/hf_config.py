@@ -89,7 +89,9 @@ class Reading:
         result: dict[str, Any] = {}
         for key, value in self.values.items():
             result |= key.fields(value)
-        return result | dict(self.family.implied if self.family else {})
+        if self.family is None:
+            return result
+        return result | dict(self.family.implied) | dict(self.family.preferred)
 
 
 def read(config: Config, types: Sequence[str]) -> Reading:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshard.recipes.hf_keys import (
+    BalanceWeight,
     Choice,
     ConfigKey,
     DerivedKey,
@@ -31,6 +32,7 @@ class Family:
         keys: those that are fields of the recipe.
         fixed: those of which only some values are computed.
         implied: fields of the recipe that follow from the type.
+        preferred: fields that the recipe gets to compute the same in every case; a `--set` may choose another value.
     """
 
     model_type: str
@@ -38,10 +40,11 @@ class Family:
     keys: tuple[ConfigKey, ...]
     fixed: tuple[Fixed, ...] = ()
     implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    preferred: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 # What a model without such a field computes.
-OFF = {"attention_bias": "none", "mlp_bias": False, "qk_norm": False, "sliding_window": 0}
+OFF = {"attention_bias": "none", "mlp_bias": False, "qk_norm": False, "sliding_window": 0, "n_shared": 0}
 
 _QUANTIZED = "quantized parameters are not read; export them in 16 or 32 bits"
 _CUSTOM_CODE = "the model is the Python code beside it, whatever model_type says"
@@ -66,12 +69,14 @@ HARMLESS = frozenset(
     "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout"
     " dropout_rate embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout hidden_dropout_prob"
     " initializer_factor initializer_range neftune_noise_alpha resid_pdrop residual_dropout"
+    " router_jitter_noise"
     # Of the file, of how it is computed, and of what a call returns.
     " _attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class _commit_hash"
     " _flash_attn_2_enabled _from_model_config _name_or_path attn_implementation base_model_ep_plan"
     " base_model_fsdp_plan base_model_pp_plan base_model_tp_plan chunk_size_feed_forward distributed_config dtype"
     " experts_implementation is_decoder is_llama_config keys_to_ignore_at_inference name_or_path output_attentions"
-    " output_hidden_states output_past pretraining_tp reorder_and_upcast_attn return_dict tf_legacy_loss"
+    " output_hidden_states output_past output_router_logits"
+    " pretraining_tp reorder_and_upcast_attn return_dict tf_legacy_loss"
     " tie_last_hidden_states torch_dtype torchscript transformers.js_config transformers_version unsloth_fixed"
     " unsloth_version use_bfloat16 use_cache use_flash_attention use_flash_attention_2 use_flash_attn use_return_dict"
     " vocab_file xla_device"
@@ -103,7 +108,14 @@ HARMLESS = frozenset(
 
 
 def _decoder(
-    name: str, *, shared: int | None, width: int | None, window: bool = False, bias: bool
+    name: str,
+    *,
+    shared: int | None,
+    width: int | None,
+    window: bool = False,
+    bias: bool,
+    epsilon: float = 1e-6,
+    theta: float = 10_000.0,
 ) -> tuple[ConfigKey, ...]:
     """The keys of Llama and its relatives; `shared` and `width` are the defaults of kv heads and of a head's width."""
     wide = ConfigKey(name="hidden_size", field="d_model", default=4096)
@@ -119,8 +131,8 @@ def _decoder(
         HeadWidth(width=wide, heads=heads, default=width),
         wide,
         ConfigKey(name="intermediate_size", field="d_ff", default=_HIDDEN_SIZES[name]),
-        ConfigKey(name="rms_norm_eps", field="rms_norm_eps", default=1e-6),
-        Rope(length=length),
+        ConfigKey(name="rms_norm_eps", field="rms_norm_eps", default=epsilon),
+        Rope(length=length, default=theta),
         ConfigKey(name="tie_word_embeddings", field="tied", default=False),
     ]
     if bias:
@@ -130,8 +142,8 @@ def _decoder(
     return tuple(keys)
 
 
-_LENGTHS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
-_HIDDEN_SIZES = {"llama": 11_008, "mistral": 14_336, "qwen2": 22_016, "qwen3": 22_016}
+_LENGTHS = {"llama": 2048, "mistral": 131_072, "mixtral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
+_HIDDEN_SIZES = {"llama": 11_008, "mistral": 14_336, "mixtral": 14_336, "qwen2": 22_016, "qwen3": 22_016}
 _ATTENTION_BIAS = Choice(
     name="attention_bias",
     field="attention_bias",
@@ -144,6 +156,8 @@ _NO_WINDOW = Fixed(name="sliding_window", only=(None,))
 _NO_LAYER_WINDOW = Fixed(name="use_sliding_window", only=(False, None))
 _NO_MROPE = Fixed(name="use_mrope", only=(False, None))
 _NO_BIAS = (Fixed(name="attention_bias", only=(False, None)), Fixed(name="mlp_bias", only=(False, None)))
+
+_CHOICES = ConfigKey(name="num_experts_per_tok", field="top_k", default=2)
 
 _EMBEDDING = ConfigKey(name="n_embd", field="d_model", default=768)
 _T5_LAYERS = ConfigKey(name="num_layers", field="n_layer", default=6)
@@ -167,6 +181,20 @@ FAMILIES: Mapping[str, Family] = {
             keys=(*_decoder("mistral", shared=8, width=None, bias=False), SlidingWindow(default=4096)),
             fixed=(_SILU, *_NO_BIAS),
             implied={"attention_bias": "none", "mlp_bias": False, "qk_norm": False},
+        ),
+        Family(
+            model_type="mixtral",
+            architectures=("MixtralForCausalLM", "MixtralModel"),
+            keys=(
+                *_decoder("mixtral", shared=8, width=None, bias=False, epsilon=1e-5, theta=1e6),
+                SlidingWindow(),
+                ConfigKey(name="num_local_experts", field="n_expert", default=8),
+                _CHOICES,
+                BalanceWeight(choices=_CHOICES),
+            ),
+            fixed=(_SILU, *_NO_BIAS),
+            implied={"n_shared": 0},
+            preferred={"capacity": 0.0},  # no token is dropped
         ),
         Family(
             model_type="qwen2",

@@ -243,6 +243,42 @@ class LayerWindow(SlidingWindow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BalanceWeight(ConfigKey):
+    """The weight of the loss that keeps the load of experts even.
+
+    Transformers counts each of a token's choices in full, and the recipe their mean: for an even load its loss is 1
+    and that of Transformers the number of choices. The value here is the recipe's weight, beside that number.
+    """
+
+    name: str = "router_aux_loss_coef"
+    field: str = "balance"
+    default: Any = 0.001
+    off: Any = 0.0
+    is_compared: bool = False  # no logit depends on it
+    choices: ConfigKey
+
+    def stored(self, config: Config) -> Any:
+        """See `ConfigKey.stored`; a dict with the fields "balance" and "top_k"."""
+        weight = config.get(self.name, self.default)
+        if weight != 0 or isinstance(weight, bool):
+            weight = typed(weight, float)
+        count = self.choices.stored(config)
+        return {self.field: float(weight) * count, self.choices.field: count}
+
+    def computed(self, model: Any) -> Any:
+        """See `ConfigKey.computed`."""
+        return {self.field: super().computed(model), self.choices.field: self.choices.computed(model)}
+
+    def fields(self, value: Any) -> dict[str, Any]:
+        """See `ConfigKey.fields`."""
+        return {self.field: value[self.field]}
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """See `ConfigKey.written`."""
+        return {self.name: value[self.field] / value[self.choices.field]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScalingKey:
     """A key of `rope_scaling`, and the field of the recipe's `rope_scaling` that has its value."""
 

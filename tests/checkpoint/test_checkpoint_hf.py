@@ -166,6 +166,54 @@ def test_names_that_do_not_fit_are_told():
     assert caught.value.where == ("opt_state/mu",)
 
 
+# ---- Experts ------------------------------------------------------------------------------------------
+
+EXPERTS = [f"experts.{expert}.w1" for expert in range(3)]
+MIXTURE = {
+    "experts/gate": Stored(*EXPERTS, transpose=True, stack=0),
+    "experts/bias": Stored(*(f"{name}.bias" for name in EXPERTS), stack=-1),
+    "only": Stored("only", stack=1),
+}
+
+
+def of_experts():
+    shapes = dict.fromkeys(EXPERTS, (5, 4)) | {f"{name}.bias": (5,) for name in EXPERTS} | {"only": (2, 3)}
+    return {name: numbered(shape) + 100 * i for i, (name, shape) in enumerate(shapes.items())}
+
+
+def test_arrays_of_experts_are_stacked_along_a_new_dim_and_written_one_by_one():
+    theirs = of_experts()
+    stored = Held(theirs)
+    source = NamedSource(stored, MIXTURE)
+    whole = {
+        "experts/gate": np.stack([theirs[name].T for name in EXPERTS]),
+        "experts/bias": np.stack([theirs[f"{name}.bias"] for name in EXPERTS], axis=-1),
+        "only": theirs["only"][:, None],
+    }
+    check_source(source, whole)
+    check_source(ForeignSource(source, MIXTURE), theirs)
+    stored.boxes.clear()
+    source.read("experts/gate", (slice(1, 2), slice(0, 3), slice(2, 5)))
+    assert stored.boxes == [(EXPERTS[1], (slice(2, 5), slice(0, 3)))]  # of the other experts nothing is read
+
+
+def test_arrays_that_do_not_stack_are_told():
+    theirs = of_experts() | {EXPERTS[2]: numbered((5, 3))}
+    with pytest.raises(CheckpointError, match=r"(?s)experts/gate do not fit.*experts.2.w1  \(5, 3\).*a new dim 0"):
+        NamedSource(Held(theirs), MIXTURE)
+    with pytest.raises(CheckpointError, match=r"only do not fit together"):
+        NamedSource(Held({"only": numbered((2, 3))}), {"only": Stored("only", stack=3)})
+    with pytest.raises(CheckpointError, match=r"experts/gate cannot be cut into 3 arrays"):
+        ForeignSource(Held({"experts/gate": numbered((6, 4, 5))}), MIXTURE)
+    with pytest.raises(CheckpointError, match=r"only cannot be cut into 1 arrays"):
+        ForeignSource(Held({"only": numbered((2,))}), {"only": Stored("only", stack=1)})
+    source = NamedSource(Held(of_experts() | {"experts.3.w1": numbered((5, 4))}), MIXTURE)
+    assert source.unused == ["experts.3.w1"]
+    for other in ({"parts": 3}, {"sizes": (1,)}, {"dim": 0}):
+        with pytest.raises(ValueError, match="takes no dim, sizes or parts"):
+            Stored("fused.weight", stack=0, **other)
+
+
 # ---- Convolutions -----------------------------------------------------------------------------------
 
 # By the number of dims of a kernel: PyTorch's (out, in, ...) and the order in which Flax has them.

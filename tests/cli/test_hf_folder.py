@@ -3,7 +3,9 @@
 import json
 import sys
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jshard import cli
 from tests.hf_folders import config_of, write_folder
@@ -56,6 +58,30 @@ def test_weights_are_no_longer_needed_once_a_run_has_their_settings(here, capsys
         "num_key_value_heads": 2,
     }
     assert cli.main(["train", "llama", "--resume", "--steps", "2", "--mesh", "fsdp=8", *always]) == 0
+
+
+MIXTRAL = config_of("mixtral", num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-6, rope_theta=1e4)
+SIZES = "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "vocab_size"
+
+
+def test_a_folder_of_mixtral_is_imported_and_exported_as_it_was(tmp_path, monkeypatch, capsys):
+    """The arrays bit by bit: jshard has one for all experts and layers, Transformers one for each."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    weights = write_folder(tmp_path / "hf", MIXTRAL)
+    assert cli.main(["train", "moe", "--init-from", "hf", "--print-config"]) == 0
+    model = json.loads(capsys.readouterr().out)["recipe"]["model"]
+    filled = {"n_expert": 4, "top_k": 2, "capacity": 0, "balance": 0.002, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    assert {name: model[name] for name in filled} == filled
+    assert cli.main(["ckpt", "import", "hf", "ours", "--model", "moe", "--mesh", "fsdp=4,expert=2"]) == 0
+    sets = [word for name in (*filled, *SIZES) for word in ("--set", f"model.{name}={model[name]}")]
+    assert cli.main(["ckpt", "export", "ours", "out", "--model", "moe", *sets]) == 0
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == weights.keys()
+    for name, array in weights.items():
+        np.testing.assert_array_equal(written[name], array)
+    exported = json.loads((tmp_path / "out/config.json").read_text())
+    assert (exported["model_type"], exported["num_local_experts"]) == ("mixtral", 4)
 
 
 def refusal(capsys, *words):

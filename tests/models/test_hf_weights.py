@@ -16,7 +16,7 @@ from tests.hf_folders import ORIGINAL, config_of, logits, write_folder
 from tests.models.model_files import assert_parity_of, module, smaller, tiny
 from tests.wide import wide
 
-llama, gpt = module("llama"), module("gpt")
+llama, gpt, moe = module("llama"), module("gpt"), module("moe")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, ORIGINAL: 16}
 EVERY = {"attention_bias": "all", "mlp_bias": True, "qk_norm": True, "sliding_window": 9}
@@ -36,6 +36,71 @@ def restored(folder, config):
         lambda: llama.build(config, nnx.Rngs(0)), lambda model: llama.annotate(model, js.mesh()), mesh=js.mesh()
     )
     return js.checkpoint.restore(folder, like={"model": model}, names=llama.hf_names(config))["model"]
+
+
+MIXTRAL = config_of("mixtral", num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e4)
+MIXTURES = {
+    "best two": MIXTRAL,
+    "best three": MIXTRAL | {"num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 7, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("name", [wide("best two"), "best three"])
+def test_a_folder_of_mixtral_has_the_logits_of_its_formulas(name, tmp_path):
+    weights = write_folder(tmp_path / "hf", MIXTURES[name])
+    config = filled(moe.MoEConfig(), tmp_path / "hf")
+    mesh = js.mesh(fsdp=4, expert=2)
+    model = js.shard_init(lambda: moe.build(config, nnx.Rngs(0)), lambda model: moe.annotate(model, mesh), mesh=mesh)
+    model = js.checkpoint.restore(tmp_path / "hf", like={"model": model}, names=moe.hf_names(config))["model"]
+    tokens_T = np.arange(40) * 7 % 48
+    result, _ = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(np.tile(tokens_T, (8, 1))))
+    np.testing.assert_allclose(result[0], logits(MIXTURES[name], weights, tokens_T), atol=2e-5)
+    written = moe.hf_config(config)
+    assert filled(moe.MoEConfig(), saved(tmp_path / "out", written)) == config
+
+
+def test_mixtral_drops_no_token_unless_a_setting_says_so(tmp_path):
+    folder = saved(tmp_path / "hf", MIXTRAL)
+    config = filled(moe.MoEConfig(capacity=1.25), folder)
+    assert config.capacity == 0 and not config.drops_tokens
+    with pytest.warns(UserWarning, match=r"capacity=1.25 drops .*capacity=0 and 2 drop none"):
+        moe.hf_names(dataclasses.replace(config, capacity=1.25)).check(folder)
+    moe.hf_names(dataclasses.replace(config, capacity=2.0)).check(folder)
+
+
+MIXTRAL_CHANGES = {
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "num_local_experts": 0,
+    "num_experts_per_tok": None,
+    "router_aux_loss_coef": -0.1,
+    "norm_topk_prob": False,
+    "num_shared_experts": 1,
+    "rope_scaling": {"rope_type": "longrope", "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("key", MIXTRAL_CHANGES)
+def test_a_key_of_mixtral_that_the_recipe_does_not_compute_is_refused_by_name(key):
+    bare = {name: value for name, value in MIXTRAL.items() if name != "rope_theta"}
+    problems = read(bare | {key: MIXTRAL_CHANGES[key]}, moe.hf_types).problems
+    assert key in [row.name for row in problems]
+
+
+def test_what_mixtral_does_in_training_alone_is_not_refused():
+    """Its weight counts each choice of a token, ours their mean; jitter is like dropout, which the recipe lacks."""
+    training = {"router_jitter_noise": 0.1, "output_router_logits": True, "router_aux_loss_coef": 0.02}
+    reading = read(MIXTRAL | training, moe.hf_types)
+    assert not reading.problems and reading.fields["balance"] == 0.04
+    assert read(MIXTRAL | {"router_aux_loss_coef": 0.0}, moe.hf_types).fields["balance"] == 0
+
+
+def test_shared_experts_are_not_mixtral():
+    config = dataclasses.replace(tiny("moe").model, n_shared=1, capacity=0)
+    with pytest.raises(ValueError, match="no shared experts"):
+        moe.hf_names(config)
+    with pytest.raises(ValueError, match=r"none of mixtral has together .*n_shared=1"):
+        moe.hf_config(config)
 
 
 MOST = ["linear", "qwen 2"]  # what the others have, too

@@ -112,4 +112,4 @@ def test_init_overwrites_nothing(folder, capsys):
 
 @pytest.mark.parametrize("path", recipes.shipped_models().values(), ids=lambda path: path.stem)
 def test_a_model_file_stays_short(path):
-    assert len(path.read_text().splitlines()) <= {"gpt": 417, "llama": 442, "t5": 375}.get(path.stem, 407)
+    assert len(path.read_text().splitlines()) <= {"gpt": 417, "llama": 442, "moe": 439, "t5": 375}.get(path.stem, 407)

@@ -181,15 +181,18 @@ class Stored:
         dim: the dim of the jshard leaf along which they are joined.
         sizes: the size along `dim` of each array on export; equal parts by default.
         parts: the number of parts in the last dim of the single stored array; here they are in a dim before it.
+        stack: a dim of the jshard leaf that the stored arrays do not have: they are stacked along it, not joined.
 
     Raises:
         CheckpointError: `dims` is not an order of dims.
+        ValueError: arguments that exclude each other.
 
     Example:
         >>> Stored("lm_head.weight", transpose=True)
         >>> Stored("conv1.weight", dims=(2, 3, 1, 0))  # (64, 3, 7, 7) there, (7, 7, 3, 64) here
         >>> Stored("h.0.attn.c_attn.weight", parts=3)  # (768, 2304) there, (768, 3, 768) here
         >>> Stored("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight", transpose=True, sizes=(64, 16, 16))
+        >>> Stored("experts.0.w1.weight", "experts.1.w1.weight", transpose=True, stack=0)  # (2, in, out) here
     """
 
     names: tuple[str, ...]
@@ -198,6 +201,7 @@ class Stored:
     dim: int
     sizes: tuple[int, ...]
     parts: int
+    stack: int | None
 
     def __init__(
         self,
@@ -207,20 +211,26 @@ class Stored:
         dim: int = -1,
         sizes: tuple[int, ...] = (),
         parts: int = 1,
+        stack: int | None = None,
     ) -> None:
         dims = tuple(dims)
         if parts > 1 and (transpose or dims or len(names) > 1):
             raise ValueError(f"parts={parts} needs a single array that is not transposed")
+        if stack is not None and (parts > 1 or sizes or dim != -1):
+            raise ValueError(
+                f"stack={stack} is the new dim, of an entry for each array: it takes no dim, sizes or parts"
+            )
         is_order = all(isinstance(each, int) for each in dims) and sorted(dims) == list(range(len(dims)))
         if not is_order or (dims and transpose):
-            right = _line(names, _convolution(len(dims)), dim, sizes)
+            right = _line(names, _convolution(len(dims)), dim, sizes, stack)
             raise CheckpointError(
                 "The order of the dims cannot be read.",
                 where=[f"{name}  dims={dims}" + ", transpose=True" * transpose for name in names],
                 why=f"dims names each of the dims 0 to {max(len(dims) - 1, 0)} once, and transpose is an order itself.",
                 do=f"{right}  # the order of a convolution of PyTorch",
             )
-        fields = {"names": names, "transpose": transpose, "dims": dims, "dim": dim, "sizes": sizes, "parts": parts}
+        fields = {"names": names, "transpose": transpose, "dims": dims, "dim": dim, "sizes": sizes}
+        fields |= {"parts": parts, "stack": stack}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
 
@@ -230,14 +240,32 @@ class Stored:
             return self.dims
         return tuple(reversed(range(ndim))) if self.transpose else tuple(range(ndim))
 
+    def in_each(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
+        """Items of the dims of the jshard leaf, such as sizes, of those that each stored array has."""
+        if self.stack is None or not items:
+            return tuple(items)
+        new = self.stack % len(items)
+        return (*items[:new], *items[new + 1 :])
 
-def _line(names: Sequence[str], dims: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> str:
+    def in_all(self, items: Sequence[_Item], item: _Item) -> tuple[_Item, ...]:
+        """The inverse of `in_each`, with an item for the dim that a stored array does not have."""
+        if self.stack is None:
+            return tuple(items)
+        new = self.stack % (len(items) + 1)
+        return (*items[:new], item, *items[new:])
+
+
+def _line(
+    names: Sequence[str], dims: tuple[int, ...], dim: int, sizes: tuple[int, ...], stack: int | None = None
+) -> str:
     """The source text of a `Stored` with this order of dims."""
     parts = [*map(json.dumps, names), f"dims={dims}"]
     if dim != -1:
         parts.append(f"dim={dim}")
     if sizes:
         parts.append(f"sizes={sizes}")
+    if stack is not None:
+        parts.append(f"stack={stack}")
     return f"Stored({', '.join(parts)})"
 
 
@@ -250,7 +278,7 @@ def _check_order(path: str, stored: Stored, shapes: Mapping[str, tuple[int, ...]
     """Raises `CheckpointError` unless an order of dims fits these shapes, by the names of their arrays."""
     where = [f"{name}  {shape}" for name, shape in shapes.items()]
     ndim = max(map(len, shapes.values()), default=0)
-    right = _line(stored.names, _convolution(ndim), stored.dim, stored.sizes)
+    right = _line(stored.names, _convolution(ndim), stored.dim, stored.sizes, stored.stack)
     if stored.transpose and ndim > 2:
         # Reversed, square kernels would fit and have height and width swapped.
         raise CheckpointError(
@@ -326,6 +354,8 @@ class NamedSource:
         limits = bounds(box, self.leaves[name].shape)
         if stored.parts > 1:
             return self._in_parts(parts[0][0], limits, self.leaves[name].shape[-1])
+        if stored.stack is not None:
+            return self._stacked(name, stored.stack % len(limits), limits)
         if len(parts) == 1:
             return self._turned(parts[0][0], limits, stored)
         dim = stored.dim % len(limits)
@@ -335,6 +365,17 @@ class NamedSource:
             cut = (max(first, begin) - begin, max(min(last, end), max(first, begin)) - begin)
             pieces.append(self._turned(part, (*limits[:dim], cut, *limits[dim + 1 :]), stored))
         return np.concatenate(pieces, axis=dim)
+
+    def _stacked(self, name: str, new: int, limits: Limits) -> np.ndarray:
+        """A box of a leaf whose dim `new` has an entry for each stored array; reads only the arrays in it."""
+        stored, parts = self._parts[name]
+        first, last = limits[new]
+        shape = [max(stop - start, 0) for start, stop in limits]
+        result = np.empty(shape, np.dtype(self.leaves[name].dtype))
+        entries = np.moveaxis(result, new, 0)
+        for entry, (part, _, _) in enumerate(parts[first:last]):
+            entries[entry] = self._turned(part, stored.in_each(limits), stored)
+        return result
 
     def _turned(self, name: str, limits: Limits, stored: Stored) -> np.ndarray:
         order = stored.order(len(limits))
@@ -366,9 +407,11 @@ class ForeignSource:
         self._origin: dict[str, tuple[str, Stored, int]] = {}
         for path, leaf in source.leaves.items():
             stored = _stored(names[path])
-            _check_order(path, stored, {path: leaf.shape})
+            _check_order(path, stored, {path: stored.in_each(leaf.shape)})
             for name, begin, end in _cuts(path, stored, leaf):
-                shape = _resized(leaf.shape, stored, end - begin)
+                shape = stored.in_each(leaf.shape)
+                if stored.stack is None:
+                    shape = _resized(leaf.shape, stored, end - begin)
                 if stored.parts > 1:
                     shape = (*leaf.shape[:-2], leaf.shape[-2] * leaf.shape[-1])
                 shape = _put_back(shape, stored.order(len(shape)))
@@ -387,10 +430,14 @@ class ForeignSource:
             )
         order = stored.order(len(limits))
         limits = [limits[dim] for dim in order]
-        if len(stored.names) > 1:
+        if stored.stack is not None:
+            limits = stored.in_all(limits, (begin, begin + 1))
+        elif len(stored.names) > 1:
             start, stop = limits[stored.dim]
             limits[stored.dim] = start + begin, stop + begin
         values = self._source.read(path, tuple(slice(*limit) for limit in limits))
+        if stored.stack is not None:
+            values = values.squeeze(stored.stack)
         return _permuted(values, _put_back(range(len(order)), order))
 
 
@@ -421,18 +468,28 @@ def _joined(
     orders = [stored.order(len(leaf.shape)) for leaf in leaves]
     shapes = [tuple(leaf.shape[dim] for dim in order) for leaf, order in zip(leaves, orders, strict=True)]
     ours = lambda shape: stored_array(shape, np.dtype(leaves[0].dtype))
+    where = [f"{name}  {leaf.shape} {leaf.dtype}" for name, leaf in zip(names, leaves, strict=True)]
+    if stored.stack is not None:
+        is_dim = -len(shapes[0]) - 1 <= stored.stack <= len(shapes[0])
+        if not is_dim or len(set(shapes)) != 1 or len({leaf.dtype for leaf in leaves}) != 1:
+            why = f"they are stacked along a new dim {stored.stack}; all dims, and dtypes, must be equal."
+            raise _misfit(path, where, why)
+        shape = stored.in_all(shapes[0], len(names))
+        return ours(shape), [(name, entry, entry + 1) for entry, name in enumerate(names)]
     if len(names) == 1:
         return ours(_in_parts(path, shapes[0], stored)), [(names[0], 0, 0)]
     alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1 and leaves[0].shape != ()
     if not alike or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
-        raise CheckpointError(
-            f"The stored arrays of {path} do not fit together.",
-            where=[f"{name}  {leaf.shape} {leaf.dtype}" for name, leaf in zip(names, leaves, strict=True)],
-            why=f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal.",
-            do="correct the table of names.",
-        )
+        why = f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal."
+        raise _misfit(path, where, why)
     ends = list(itertools.accumulate(shape[stored.dim] for shape in shapes))
     return ours(_resized(shapes[0], stored, ends[-1])), list(zip(names, [0, *ends], ends, strict=False))
+
+
+def _misfit(path: str, where: list[str], why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The stored arrays of {path} do not fit together.", where=where, why=why, do="correct the table of names."
+    )
 
 
 def _in_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
@@ -451,13 +508,23 @@ def _in_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tuple[int, .
 
 def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> list[tuple[str, int, int]]:
     """The start and stop of each stored array in the jshard leaf."""
-    count, size = len(stored.names), leaf.shape[stored.dim] if leaf.shape else 0
-    sizes = stored.sizes if count > 1 and stored.sizes else (size // count,) * count
-    if len(sizes) != count or sum(sizes) != size:
+    count, dim = len(stored.names), stored.dim
+    if stored.stack is not None:
+        dim = stored.stack
+    size = 0
+    is_dim = -len(leaf.shape) <= dim < len(leaf.shape)
+    if is_dim:
+        size = leaf.shape[dim]
+    sizes = (size // count,) * count
+    if stored.stack is not None:
+        sizes = (1,) * count
+    elif count > 1 and stored.sizes:
+        sizes = stored.sizes
+    if len(sizes) != count or sum(sizes) != size or (leaf.shape and not is_dim):
         raise CheckpointError(
             f"{path} cannot be cut into {count} arrays.",
             where=list(stored.names),
-            why=f"their sizes {sizes} do not add up to the {size} of {leaf.shape}, dim {stored.dim}.",
+            why=f"their sizes {sizes} do not add up to the {size} of {leaf.shape}, dim {dim}.",
             do="correct the table of names.",
         )
     ends = list(itertools.accumulate(sizes))
