@@ -23,7 +23,7 @@ from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, wh
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
-from jshard.errors import RunError
+from jshard.errors import RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
@@ -222,6 +222,9 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
     """Stored names by jshard paths: other libraries separate keys by dots; an escaped, exported key stays one key."""
     keys = {name: name.replace("/", ".").split(".") for name in names}
     places = {name: "/".join(_leaves.escape(_leaves.unescape(key)) for key in parts) for name, parts in keys.items()}
+    deep = [name for name, place in places.items() if _manifest.is_too_deep(place)]
+    if deep:
+        raise unreadable(path, f"a name has thousands of keys: {printable(deep[0][:100])}")
     found = {place: name for name, place in places.items()}
     if len(found) < len(places):
         twice = [name for name, place in places.items() if found[place] != name]

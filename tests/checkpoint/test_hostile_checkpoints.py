@@ -12,6 +12,7 @@ import signal
 import struct
 import time
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ from jshard.checkpoint.formats.torch_pickle import PLAIN, load
 from jshard.checkpoint.lookup import steps_in
 from jshard.checkpoint.readers import open_checkpoint
 from jshard.checkpoint.series_store import store_of
+from jshard.cli import main
+from jshard.cli.ckpt import look
 from jshard.errors import FourPartError, RunError
 from tests.checkpoint.dcp_fixture import split, write_dcp
 from tests.checkpoint.test_checkpoint_zero import write as write_zero
@@ -357,3 +360,115 @@ def test_values_that_pickles_of_pytorch_hold_are_read(tmp_path):
     for protocol in range(6):
         plain = value if protocol == 5 else {"a": value["a"][:5], 3: ({"k"},)}
         assert load(pickle.dumps(plain, protocol), PLAIN, tmp_path) == plain
+
+
+# Values under a right checksum, which somebody wrote on purpose.
+
+TOO_DEEP = "a/" * 20_000 + "x"
+FIELDS = {
+    "dtype": lambda body: body["leaves"]["w"].update(dtype="," * 1000),
+    "structure": lambda body: body["leaves"]["w"].update(dtype="i4,f4"),
+    "objects": lambda body: body["leaves"]["w"].update(dtype="object"),
+    "mesh": lambda body: body.update(mesh=[1, 2]),
+    "degree": lambda body: body.update(mesh={"fsdp": "two"}),
+    "moment": lambda body: body.update(saved_at=1e300),
+    "moment as text": lambda body: body.update(saved_at="now"),
+    "no moment": lambda body: body.update(saved_at=float("nan")),
+    "processes": lambda body: body.update(processes="two"),
+    "versions": lambda body: body.update(versions=["jshard"]),
+    "metric": lambda body: body.update(metrics={"loss": 10**400}),
+    "step": lambda body: body.update(step=10**400),
+    "surrogates": lambda body: body.update(files={"\ud800": [10, 3]}),
+    "depth": lambda body: body["leaves"].update({TOO_DEEP: body["leaves"].pop("b")}),
+}
+
+
+def write_changed(folder: Path, change: Callable[[Any], object]) -> None:
+    """Writes a checkpoint whose manifest was edited, with the checksum of the edited one."""
+    write_own(folder)
+    manifest = json.loads((folder / "jshard.json").read_text())
+    body = json.loads(manifest["seal"])
+    change(body)
+    seal = json.dumps(body)
+    (folder / "jshard.json").write_text(json.dumps({"crc32": zlib.crc32(seal.encode()), "seal": seal}))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_of_a_manifest_of_any_type_is_an_error_in_four_parts(name, tmp_path, capsys):
+    write_changed(tmp_path / "c", FIELDS[name])
+    assert main(["ckpt", "inspect", str(tmp_path / "c")]) == 1
+    assert main(["ckpt", "ls", str(tmp_path / "c")]) in (0, 1)
+    with pytest.raises(FourPartError):
+        checkpoint.restore(tmp_path / "c", like={"w": jnp.zeros((20, 30))}, extra="ignore")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_metric_may_be_nan(tmp_path, capsys):
+    write_changed(tmp_path / "c", lambda body: body.update(metrics={"loss": float("nan")}))
+    assert main(["ckpt", "inspect", str(tmp_path / "c")]) == 0
+    assert "loss nan" in capsys.readouterr().out
+
+
+def test_inspect_shows_names_of_any_form(tmp_path, capsys):
+    deep = "a." * 500 + "x"
+    digits = "h." + "9" * 5000
+    names = [deep, digits, "h.2", "b", "b.c", "b.c.d", ""]
+    save_file({name: np.ones(2, np.float32) for name in names}, tmp_path / "m.safetensors")
+    assert main(["ckpt", "inspect", str(tmp_path / "m.safetensors")]) == 0
+    assert f"{len(names)} leaves" in capsys.readouterr().out
+
+
+def test_a_name_of_thousands_of_keys_is_an_error_in_four_parts(tmp_path):
+    save_file({"a." * 20_000 + "x": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(RunError, match="thousands of keys"):
+        open_checkpoint(tmp_path / "m.safetensors")
+
+
+def test_inspect_shows_thousands_of_rows_and_counts_the_others(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(look, "_MOST_ROWS", 3)
+    save_file({f"{letter}.w": np.ones(2, np.float32) for letter in "abc"}, tmp_path / "m.safetensors")
+    assert main(["ckpt", "inspect", str(tmp_path / "m.safetensors")]) == 0
+    shown = capsys.readouterr().out
+    assert "3 rows more" in shown and "3 leaves" in shown
+
+
+def itself() -> Any:
+    content: dict[str, Any] = {"a": [1]}
+    content["a"].append(content)
+    return content
+
+
+def twice_in_the_next() -> Any:
+    content: Any = [1]
+    for _ in range(60):
+        content = [content, content]
+    return {"a": content}
+
+
+def in_many_lists() -> Any:
+    content: Any = [1]
+    for _ in range(200):
+        content = [content]
+    return {"a": content}
+
+
+@pytest.mark.parametrize("make", [itself, twice_in_the_next, in_many_lists])
+def test_values_in_a_pytorch_file_are_counted_before_they_are_named(make, tmp_path):
+    path = tmp_path / "m.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data.pkl", pickle.dumps(make(), protocol=2))
+    with bounded(), pytest.raises(RunError, match="damaged"):
+        open_checkpoint(path)
+
+
+def test_values_in_many_places_of_a_pytorch_file_are_read(tmp_path):
+    betas = [0.9, 0.999]
+    path = tmp_path / "m.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data.pkl", pickle.dumps({"groups": [{"betas": betas} for _ in range(100)]}, protocol=2))
+    assert open_checkpoint(path).values()["groups/99/betas/1"] == 0.999
+
+
+def test_a_path_that_cannot_be_looked_at_is_an_error_in_four_parts(tmp_path):
+    with pytest.raises(FourPartError, match="ENAMETOOLONG"):
+        checkpoint.restore(tmp_path / ("x" * 300), like={"a": 0})
