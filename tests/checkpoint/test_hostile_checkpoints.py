@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import statistics
 import struct
 import time
 import warnings
@@ -472,3 +473,41 @@ def test_values_in_many_places_of_a_pytorch_file_are_read(tmp_path):
 def test_a_path_that_cannot_be_looked_at_is_an_error_in_four_parts(tmp_path):
     with pytest.raises(FourPartError, match="ENAMETOOLONG"):
         checkpoint.restore(tmp_path / ("x" * 300), like={"a": 0})
+
+
+def test_a_link_that_leads_nowhere_is_an_error_in_four_parts(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(RunError, match="ELOOP"):
+        checkpoint.restore(tmp_path, like={"a": 0})
+
+
+def test_a_line_of_hundreds_of_phases_is_left_out_of_the_timeline(tmp_path):
+    process = {"process": 0, "host": "a", "began_at": 1.0, "bytes": 1}
+    process["phases"] = [[f"phase {number}", 0, 1] for number in range(300)]
+    line = {"kind": "save", "step": 1, "began_at": 1.0, "processes": [process]}
+    (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
+    said: list[str] = []
+    assert timeline.timelines(tmp_path, said.append) == []
+    assert "1 lines" in said[0]
+
+
+def test_the_slowest_of_thousands_of_processes_is_named_soon(tmp_path):
+    def row(number: int, begin: float, end: float) -> Any:
+        phases = [["write", begin, end]]
+        return {"process": number, "host": "a", "began_at": 1.0, "bytes": 1, "phases": phases}
+
+    rows = [row(number, 0.0, 1.0) for number in range(20_000)]
+    rows[7] = row(7, 0.0, 5.0)
+    line = {"kind": "save", "step": 1, "began_at": 1.0, "processes": rows}
+    (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
+    with bounded():
+        slowest = timeline.timelines(tmp_path)[0].slowest
+    assert slowest is not None
+    assert (slowest.process, slowest.phase, slowest.median_s) == (7, "write", 1.0)
+
+
+@pytest.mark.parametrize("values", [[3.0, 1.0], [3.0, 1.0, 2.0], [1.0, 1.0, 5.0, 2.0]])
+def test_the_median_of_the_others_is_that_of_statistics(values):
+    for number, value in enumerate(values):
+        others = values[:number] + values[number + 1 :]
+        assert timeline._median_without(sorted(values), value) == statistics.median(others)
