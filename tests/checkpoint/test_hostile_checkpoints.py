@@ -33,6 +33,7 @@ from jshard.checkpoint.readers import open_checkpoint
 from jshard.checkpoint.series_store import store_of
 from jshard.cli import main
 from jshard.cli.ckpt import look
+from jshard.cli.ckpt import timeline as cli_timeline
 from jshard.errors import FourPartError, RunError
 from tests.checkpoint.dcp_fixture import split, write_dcp
 from tests.checkpoint.test_checkpoint_zero import write as write_zero
@@ -511,3 +512,13 @@ def test_the_median_of_the_others_is_that_of_statistics(values):
     for number, value in enumerate(values):
         others = values[:number] + values[number + 1 :]
         assert timeline._median_without(sorted(values), value) == statistics.median(others)
+
+
+def test_the_timeline_of_many_processes_counts_those_that_it_leaves_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli_timeline, "_MOST_ROWS", 2)
+    row = {"host": "a", "began_at": 1.0, "bytes": 1, "phases": [["write", 0, 1]]}
+    rows = [row | {"process": number} for number in range(5)]
+    line = {"kind": "save", "step": 1, "began_at": 1.0, "processes": rows}
+    (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["ckpt", "timeline", str(tmp_path)]) == 0
+    assert "3 processes more" in capsys.readouterr().out
