@@ -40,8 +40,8 @@ def state(tmp_path, monkeypatch):
 def run_folder(folder, model_file, **more):
     """The folder of a run, as far as it is read before its model file is."""
     (folder / "checkpoints" / "1").mkdir(parents=True)
-    record = {"name": "tiny", "recipe": {}, "model_file": model_file, "data": {}, "options": {}}
-    record |= {"versions": {}, "starts": [], **more}
+    record = {"name": "tiny", "recipe": {}, "model_file": model_file, "options": {}}
+    record |= {"data": {"description": "text", "fingerprint": "text 0"}, "versions": {}, "starts": [], **more}
     (folder / "run.json").write_text(json.dumps(record))
 
 
@@ -49,7 +49,7 @@ def words(command, folder):
     return [word.replace("RUN", str(folder)) for word in command]
 
 
-@pytest.mark.parametrize("seal", [None, "", "0" * 64, "\ud800", 7, ["0" * 64]])
+@pytest.mark.parametrize("seal", [None, "", "0" * 64, "\xe9", 7, ["0" * 64]])
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_model_file_that_a_run_from_elsewhere_names_is_not_executed(command, seal, state, tmp_path, capfd):
     trust.sealed("mine.py")  # the user has a key
