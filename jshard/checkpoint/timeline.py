@@ -66,6 +66,7 @@ class Phases:
 
 NAME = "history.jsonl"
 _MOST_BYTES = 256 << 20
+_MOST_LINES = 100_000  # of saves and restores; a file of that size may have a hundred million
 
 
 def append(folder: Path, record: Mapping[str, Any]) -> None:
@@ -107,8 +108,14 @@ def read(folder: Place, say: Callable[[str], object] = _warn) -> list[dict[str, 
         raise
     except OSError:
         return []
+    lines = content.split(b"\n")
+    num_older = max(0, len(lines) - _MOST_LINES)
+    if num_older:
+        say(f"{folder / NAME}: the oldest {num_older} lines are left out")
     records, damaged = [], []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(lines[num_older:], num_older + 1):
+        if not line.strip():
+            continue
         record = _record_of(line)
         if record is None:
             damaged.append(number)

@@ -522,3 +522,11 @@ def test_the_timeline_of_many_processes_counts_those_that_it_leaves_out(tmp_path
     (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
     assert main(["ckpt", "timeline", str(tmp_path)]) == 0
     assert "3 processes more" in capsys.readouterr().out
+
+
+def test_a_history_of_millions_of_lines_is_read_soon(tmp_path):
+    (tmp_path / "history.jsonl").write_bytes(b"\r" * 3_000_000 + b"\n" * 3_000_000 + b'{"step": 1}\n')
+    said: list[str] = []
+    with bounded():
+        assert timeline.read(tmp_path, said.append) == [{"step": 1}]
+    assert "oldest" in said[0]
