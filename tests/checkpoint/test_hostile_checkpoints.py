@@ -530,3 +530,10 @@ def test_a_history_of_millions_of_lines_is_read_soon(tmp_path):
     with bounded():
         assert timeline.read(tmp_path, said.append) == [{"step": 1}]
     assert "oldest" in said[0]
+
+
+def test_a_config_of_huge_numbers_is_shown(tmp_path, capsys):
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": 10**400}))
+    assert main(["ckpt", "inspect", str(tmp_path)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
