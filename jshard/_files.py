@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
-from jshard._parsing import parse_json
+from jshard._parsing import is_text, parse_json
 from jshard._text import human_bytes
 from jshard.errors import FourPartError, UnsafeFileError
 
@@ -241,7 +241,7 @@ def check_regular_files(folder: Path) -> None:
 
 def is_inside(relative: object) -> bool:
     """Whether a path that a file names stays below the folder of that file: relative, and without `..`."""
-    if not isinstance(relative, str) or "\0" in relative:
+    if not isinstance(relative, str) or not is_text(relative):
         return False
     parts = PurePosixPath(relative).parts
     return bool(parts) and not relative.startswith("/") and ".." not in parts

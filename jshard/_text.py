@@ -70,9 +70,17 @@ def loss_text(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 else f"{value:.4g}"
 
 
+def is_layer(key: str) -> bool:
+    """Whether a key of a path may be the number of a layer; `int` fails on thousands of digits."""
+    return key.isdecimal() and len(key) <= _LAYER_DIGITS
+
+
+_LAYER_DIGITS = 9
+
+
 def name_pattern(name: str) -> tuple[str, int | None]:
     """`blocks/3/mlp` as `blocks/*/mlp` and 3, `block_3` as `block_*` and 3: the last number in a path may vary."""
-    numbers = list(re.finditer(r"(?<=[/_])\d+(?=/|$)", name))
+    numbers = list(re.finditer(r"(?<=[/_])\d{1,9}(?=/|$)", name))
     if not numbers or "+" in name:
         return name, None
     last = numbers[-1]

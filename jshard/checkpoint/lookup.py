@@ -12,7 +12,7 @@ from jshard._paths import expanded
 from jshard._text import counted
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketPath, Place
-from jshard.checkpoint.errors import CheckpointError, DamagedError
+from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, COMMIT_MARK, is_committed, is_item
 from jshard.checkpoint.timeline import NAME as HISTORY
@@ -214,7 +214,12 @@ def series_at(path: Place) -> Place | None:
 def checkpoint_at(given: str | os.PathLike[str], step: int | None = None) -> Place:
     """The checkpoint that a path refers to, whether or not it is damaged."""
     path = place_of(given)
-    series = None if is_checkpoint(path) else series_at(path)
+    try:
+        series = None if is_checkpoint(path) else series_at(path)
+    except OSError as error:  # a name that is too long, a parent that may not be entered
+        if isinstance(error, FourPartError):
+            raise
+        raise unreadable(path, reason(error)) from error
     if series is None:
         if step is not None:
             raise CheckpointError(

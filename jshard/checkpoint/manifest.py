@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._files import METADATA_BYTES, is_inside, write_text
-from jshard._parsing import parse_json
+from jshard._parsing import checked, is_int, parse_json
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.errors import UnsafeFileError
@@ -203,6 +204,7 @@ def from_json(fields: Mapping[str, Any]) -> Manifest:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: these are not the fields of a manifest.
     """
+    checked(fields, _ShownFields)
     given = _known(Manifest, fields)
     given["leaves"] = {path: _leaf(path, leaf) for path, leaf in fields["leaves"].items()}
     for name in ("files", "packed"):
@@ -212,6 +214,17 @@ def from_json(fields: Mapping[str, Any]) -> Manifest:
     return Manifest(**given)
 
 
+class _ShownFields(TypedDict, total=False):
+    """The fields that nothing depends on, and that commands show."""
+
+    step: int | None
+    saved_at: float
+    mesh: dict[str, int]
+    processes: int
+    versions: dict[str, str]
+
+
+_MOST_S = 1e11  # since 1970: later moments have no date
 _PYTHON = {"int": int, "float": float, "str": str}
 _MOST_DIMS = 32  # numpy's arrays have at most 64, and jax's programs fewer
 _MOST_ELEMENTS = 1 << 58  # so that no size in bytes is beyond 64 bits
@@ -220,15 +233,42 @@ _MOST_ELEMENTS = 1 << 58  # so that no size in bytes is beyond 64 bits
 def _leaf(path: str, fields: Mapping[str, Any]) -> StoredLeaf:
     """A leaf whose size and dtype can be computed with: the checksum of a manifest is not a signature."""
     leaf = StoredLeaf(**_known(StoredLeaf, fields))
+    if is_too_deep(path):
+        raise ValueError(f"a path has thousands of keys: {path[:100]}")
     if not is_shape(leaf.shape) or not isinstance(leaf.dtype, str):
         raise ValueError(f"{path} has the shape {str(leaf.shape)[:100]} and the dtype {str(leaf.dtype)[:100]}")
-    if leaf.is_array:
-        np.dtype(leaf.dtype)  # raises for an unknown one
+    if leaf.is_array and not _is_of_numbers(leaf.dtype):
+        raise ValueError(f"{path} has the unknown dtype {leaf.dtype[:100]}")
     if not isinstance(leaf.key, str | None) or not isinstance(leaf.spec, str | None):
         raise ValueError(f"{path} has a kind of key or a sharding that is not a text")
     if leaf.chunk is not None and not (is_shape(leaf.chunk) and len(leaf.chunk) == len(leaf.shape)):
         raise ValueError(f"{path} has the shape {leaf.shape} in chunks of {str(leaf.chunk)[:100]}")
     return leaf
+
+
+def _is_of_numbers(name: str) -> bool:
+    """Whether numpy, with JAX's further dtypes, has a dtype of numbers by this name.
+
+    `np.dtype` also takes lists of fields, pointers to Python objects and texts of any length.
+    """
+    if not _DTYPE_NAME.fullmatch(name):
+        return False
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        return False
+    return dtype.name == name and dtype.kind not in "OSUMm" and dtype.itemsize > 0
+
+
+_DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]{1,30}")
+
+
+def is_too_deep(path: str) -> bool:
+    """Whether a path has more keys than a state can be deep; time grows with the square of the number."""
+    return path.count("/") > _MOST_KEYS
+
+
+_MOST_KEYS = 1000  # as many levels as Python has frames
 
 
 def is_shape(shape: Any) -> bool:
@@ -259,11 +299,12 @@ def _check_values(fields: Mapping[str, Any]) -> None:
         lost = [name for name, leaf in fields["leaves"].items() if not leaf.is_array and name not in values]
         if lost:
             raise ValueError(f"it has no value of {lost[0][:200]}")
-    if not isinstance(fields.get("step"), int | None):
-        raise ValueError("its step is not a number")
+    if not 0 <= fields.get("saved_at", 0.0) < _MOST_S:
+        raise ValueError("it was saved at a moment that has no date")
     for name, value in fields.get("metrics", {}).items():
-        if not isinstance(value, int | float):
-            raise ValueError(f"its metric {name[:200]} is not a number")
+        # Not `checked`, as a loss may be NaN.
+        if not is_int(value) and type(value) is not float:
+            raise ValueError(f"its metric {name[:200]} is not a number of at most 64 bits")
 
 
 def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jshard._text import counted
+from jshard._text import counted, is_layer
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.manifest import StoredLeaf
@@ -134,7 +134,7 @@ def stacks(path: str) -> Iterator[tuple[str, int]]:
     """The paths of stacks that a path may be a layer of, and the number of the layer."""
     keys = path.split("/")
     for place, key in enumerate(keys):
-        if key.isdecimal():
+        if is_layer(key):
             yield "/".join(keys[:place] + keys[place + 1 :]), int(key)
 
 

@@ -23,7 +23,7 @@ from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, wh
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
-from jshard.errors import RunError
+from jshard.errors import FourPartError, RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
@@ -184,7 +184,12 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
         return own_checkpoint(path, verify=verify)
     if path.name == FOLDER and is_packed(path.parent):
         raise no_checkpoint(path)
-    source = foreign_source(path)
+    try:
+        source = foreign_source(path)
+    except OSError as error:  # of a file that is named or there, and cannot be opened: a link that leads nowhere
+        if isinstance(error, FourPartError):
+            raise
+        raise unreadable(error.filename or path, reason(error)) from error
     if source is None:
         return own_checkpoint(path, verify=verify)
     check_settings(path, names)
@@ -222,6 +227,9 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
     """Stored names by jshard paths: other libraries separate keys by dots; an escaped, exported key stays one key."""
     keys = {name: name.replace("/", ".").split(".") for name in names}
     places = {name: "/".join(_leaves.escape(_leaves.unescape(key)) for key in parts) for name, parts in keys.items()}
+    deep = [name for name, place in places.items() if _manifest.is_too_deep(place)]
+    if deep:
+        raise unreadable(path, f"a name has thousands of keys: {printable(deep[0][:100])}")
     found = {place: name for name, place in places.items()}
     if len(found) < len(places):
         twice = [name for name, place in places.items() if found[place] != name]

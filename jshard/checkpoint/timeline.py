@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import json
 import os
 import socket
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -66,6 +66,7 @@ class Phases:
 
 NAME = "history.jsonl"
 _MOST_BYTES = 256 << 20
+_MOST_LINES = 100_000  # of saves and restores; a file of that size may have a hundred million
 
 
 def append(folder: Path, record: Mapping[str, Any]) -> None:
@@ -107,8 +108,14 @@ def read(folder: Place, say: Callable[[str], object] = _warn) -> list[dict[str, 
         raise
     except OSError:
         return []
+    lines = content.split(b"\n")
+    num_older = max(0, len(lines) - _MOST_LINES)
+    if num_older:
+        say(f"{folder / NAME}: the oldest {num_older} lines are left out")
     records, damaged = [], []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(lines[num_older:], num_older + 1):
+        if not line.strip():
+            continue
         record = _record_of(line)
         if record is None:
             damaged.append(number)
@@ -220,11 +227,25 @@ class Timeline:
         found, least_s = [], max(_LEAST_S, _LEAST_SHARE * self.total_s)
         for phase in (*self.phases, "late") if len(self.rows) > 1 else ():
             times_s = [row.began_s if phase == "late" else row.phase_s(phase) for row in self.rows]
-            for number, (row, time_s) in enumerate(zip(self.rows, times_s, strict=True)):
-                median_s = statistics.median(times_s[:number] + times_s[number + 1 :])
+            ordered_s = sorted(times_s)
+            for row, time_s in zip(self.rows, times_s, strict=True):
+                median_s = _median_without(ordered_s, time_s)
                 if phase not in WAITING and time_s >= max(SLOWER * median_s, median_s + least_s):
                     found.append(Slowest(process=row.process, phase=phase, time_s=time_s, median_s=median_s))
         return max(found, key=lambda slow: slow.time_s - slow.median_s, default=None)
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of the other values, of which there is at least one; without another sort for each of thousands."""
+    place = bisect.bisect_left(ordered, value)
+
+    def other(number: int) -> float:
+        return ordered[number] if number < place else ordered[number + 1]
+
+    middle, is_odd = divmod(len(ordered) - 1, 2)
+    if is_odd:
+        return other(middle)
+    return (other(middle - 1) + other(middle)) / 2
 
 
 def timelines(folder: Place, say: Callable[[str], object] = _warn) -> list[Timeline]:
@@ -270,6 +291,7 @@ class _StoredOperation(_BegunOperation, total=False):
     processes: list[_StoredProcess] | None
 
 
+_MOST_PHASES = 100  # of which each is a column; a save has fewer than ten
 _MOST_S = 1e11  # seconds, also of a moment: some thousand years; sums of larger ones would not be finite
 
 
@@ -281,6 +303,8 @@ def _timeline(record: Mapping[str, Any]) -> Timeline:
         times_s += _times(row)
     if not all(abs(time_s) < _MOST_S for time_s in times_s):
         raise ValueError("it has a time of thousands of years")
+    if len(timeline.phases) > _MOST_PHASES:
+        raise ValueError(f"it has {len(timeline.phases)} phases")
     return timeline
 
 

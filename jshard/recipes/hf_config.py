@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jshard import _compat
+from jshard._files import read_json
 from jshard.checkpoint.formats import CheckedNames, Stored
-from jshard.errors import ShardingError
+from jshard.errors import FourPartError, ShardingError
 from jshard.recipes.hf_families import ANY_FAMILY, FAMILIES, HARMLESS, OFF, Family
 from jshard.recipes.hf_keys import Config, ConfigKey, Fixed
 
@@ -156,8 +157,10 @@ def load(file: Path) -> Config:
         HFConfigError: it is not JSON, or no object.
     """
     try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(file)
+    except (OSError, ValueError) as error:
+        if isinstance(error, FourPartError):
+            raise
         config, why = None, f"{type(error).__name__}: {error}."
     else:
         why = f"it is a {type(config).__name__}, not an object with keys."

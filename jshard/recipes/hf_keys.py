@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jshard._parsing import is_int, shown
+
 Config = Mapping[str, Any]
 """The contents of a config.json."""
 
@@ -440,6 +442,8 @@ class Fixed:
 def typed(value: Any, kind: type) -> Any:
     """The value in the type of its key; integers count as floats."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if not is_int(value):
+            raise ValueError(f"it is {shown(value)}")
         value = float(value)
     is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if not is_kind:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jshard as js
-from jshard.__main__ import main
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.formats import SafetensorsSource, foreign_source, write_safetensors
 from jshard.checkpoint.formats.safetensors import INDEX
+from jshard.cli import main
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import Held, bits, check_source, everything
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jshard as js
-from jshard.__main__ import main
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import ZeroSource, dcp, foreign_source
+from jshard.cli import main
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import check_source
 

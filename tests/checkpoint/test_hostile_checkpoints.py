@@ -9,9 +9,11 @@ import random
 import resource
 import shutil
 import signal
+import statistics
 import struct
 import time
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,9 @@ from jshard.checkpoint.formats.torch_pickle import PLAIN, load
 from jshard.checkpoint.lookup import steps_in
 from jshard.checkpoint.readers import open_checkpoint
 from jshard.checkpoint.series_store import store_of
+from jshard.cli import main
+from jshard.cli.ckpt import look
+from jshard.cli.ckpt import timeline as cli_timeline
 from jshard.errors import FourPartError, RunError
 from tests.checkpoint.dcp_fixture import split, write_dcp
 from tests.checkpoint.test_checkpoint_zero import write as write_zero
@@ -357,3 +362,178 @@ def test_values_that_pickles_of_pytorch_hold_are_read(tmp_path):
     for protocol in range(6):
         plain = value if protocol == 5 else {"a": value["a"][:5], 3: ({"k"},)}
         assert load(pickle.dumps(plain, protocol), PLAIN, tmp_path) == plain
+
+
+# Values under a right checksum, which somebody wrote on purpose.
+
+TOO_DEEP = "a/" * 20_000 + "x"
+FIELDS = {
+    "dtype": lambda body: body["leaves"]["w"].update(dtype="," * 1000),
+    "structure": lambda body: body["leaves"]["w"].update(dtype="i4,f4"),
+    "objects": lambda body: body["leaves"]["w"].update(dtype="object"),
+    "mesh": lambda body: body.update(mesh=[1, 2]),
+    "degree": lambda body: body.update(mesh={"fsdp": "two"}),
+    "moment": lambda body: body.update(saved_at=1e300),
+    "moment as text": lambda body: body.update(saved_at="now"),
+    "no moment": lambda body: body.update(saved_at=float("nan")),
+    "processes": lambda body: body.update(processes="two"),
+    "versions": lambda body: body.update(versions=["jshard"]),
+    "metric": lambda body: body.update(metrics={"loss": 10**400}),
+    "step": lambda body: body.update(step=10**400),
+    "surrogates": lambda body: body.update(files={"\ud800": [10, 3]}),
+    "depth": lambda body: body["leaves"].update({TOO_DEEP: body["leaves"].pop("b")}),
+}
+
+
+def write_changed(folder: Path, change: Callable[[Any], object]) -> None:
+    """Writes a checkpoint whose manifest was edited, with the checksum of the edited one."""
+    write_own(folder)
+    manifest = json.loads((folder / "jshard.json").read_text())
+    body = json.loads(manifest["seal"])
+    change(body)
+    seal = json.dumps(body)
+    (folder / "jshard.json").write_text(json.dumps({"crc32": zlib.crc32(seal.encode()), "seal": seal}))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_of_a_manifest_of_any_type_is_an_error_in_four_parts(name, tmp_path, capsys):
+    write_changed(tmp_path / "c", FIELDS[name])
+    assert main(["ckpt", "inspect", str(tmp_path / "c")]) == 1
+    assert main(["ckpt", "ls", str(tmp_path / "c")]) in (0, 1)
+    with pytest.raises(FourPartError):
+        checkpoint.restore(tmp_path / "c", like={"w": jnp.zeros((20, 30))}, extra="ignore")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_metric_may_be_nan(tmp_path, capsys):
+    write_changed(tmp_path / "c", lambda body: body.update(metrics={"loss": float("nan")}))
+    assert main(["ckpt", "inspect", str(tmp_path / "c")]) == 0
+    assert "loss nan" in capsys.readouterr().out
+
+
+def test_inspect_shows_names_of_any_form(tmp_path, capsys):
+    deep = "a." * 500 + "x"
+    digits = "h." + "9" * 5000
+    names = [deep, digits, "h.2", "b", "b.c", "b.c.d", ""]
+    save_file({name: np.ones(2, np.float32) for name in names}, tmp_path / "m.safetensors")
+    assert main(["ckpt", "inspect", str(tmp_path / "m.safetensors")]) == 0
+    assert f"{len(names)} leaves" in capsys.readouterr().out
+
+
+def test_a_name_of_thousands_of_keys_is_an_error_in_four_parts(tmp_path):
+    save_file({"a." * 20_000 + "x": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(RunError, match="thousands of keys"):
+        open_checkpoint(tmp_path / "m.safetensors")
+
+
+def test_inspect_shows_thousands_of_rows_and_counts_the_others(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(look, "_MOST_ROWS", 3)
+    save_file({f"{letter}.w": np.ones(2, np.float32) for letter in "abc"}, tmp_path / "m.safetensors")
+    assert main(["ckpt", "inspect", str(tmp_path / "m.safetensors")]) == 0
+    shown = capsys.readouterr().out
+    assert "3 rows more" in shown and "3 leaves" in shown
+
+
+def itself() -> Any:
+    content: dict[str, Any] = {"a": [1]}
+    content["a"].append(content)
+    return content
+
+
+def twice_in_the_next() -> Any:
+    content: Any = [1]
+    for _ in range(60):
+        content = [content, content]
+    return {"a": content}
+
+
+def in_many_lists() -> Any:
+    content: Any = [1]
+    for _ in range(200):
+        content = [content]
+    return {"a": content}
+
+
+@pytest.mark.parametrize("make", [itself, twice_in_the_next, in_many_lists])
+def test_values_in_a_pytorch_file_are_counted_before_they_are_named(make, tmp_path):
+    path = tmp_path / "m.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data.pkl", pickle.dumps(make(), protocol=2))
+    with bounded(), pytest.raises(RunError, match="damaged"):
+        open_checkpoint(path)
+
+
+def test_values_in_many_places_of_a_pytorch_file_are_read(tmp_path):
+    betas = [0.9, 0.999]
+    path = tmp_path / "m.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data.pkl", pickle.dumps({"groups": [{"betas": betas} for _ in range(100)]}, protocol=2))
+    assert open_checkpoint(path).values()["groups/99/betas/1"] == 0.999
+
+
+def test_a_path_that_cannot_be_looked_at_is_an_error_in_four_parts(tmp_path):
+    with pytest.raises(FourPartError, match="ENAMETOOLONG"):
+        checkpoint.restore(tmp_path / ("x" * 300), like={"a": 0})
+
+
+def test_a_link_that_leads_nowhere_is_an_error_in_four_parts(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(RunError, match="ELOOP"):
+        checkpoint.restore(tmp_path, like={"a": 0})
+
+
+def test_a_line_of_hundreds_of_phases_is_left_out_of_the_timeline(tmp_path):
+    process = {"process": 0, "host": "a", "began_at": 1.0, "bytes": 1}
+    process["phases"] = [[f"phase {number}", 0, 1] for number in range(300)]
+    line = {"kind": "save", "step": 1, "began_at": 1.0, "processes": [process]}
+    (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
+    said: list[str] = []
+    assert timeline.timelines(tmp_path, said.append) == []
+    assert "1 lines" in said[0]
+
+
+def test_the_slowest_of_thousands_of_processes_is_named_soon(tmp_path):
+    def row(number: int, begin: float, end: float) -> Any:
+        phases = [["write", begin, end]]
+        return {"process": number, "host": "a", "began_at": 1.0, "bytes": 1, "phases": phases}
+
+    rows = [row(number, 0.0, 1.0) for number in range(20_000)]
+    rows[7] = row(7, 0.0, 5.0)
+    line = {"kind": "save", "step": 1, "began_at": 1.0, "processes": rows}
+    (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
+    with bounded():
+        slowest = timeline.timelines(tmp_path)[0].slowest
+    assert slowest is not None
+    assert (slowest.process, slowest.phase, slowest.median_s) == (7, "write", 1.0)
+
+
+@pytest.mark.parametrize("values", [[3.0, 1.0], [3.0, 1.0, 2.0], [1.0, 1.0, 5.0, 2.0]])
+def test_the_median_of_the_others_is_that_of_statistics(values):
+    for number, value in enumerate(values):
+        others = values[:number] + values[number + 1 :]
+        assert timeline._median_without(sorted(values), value) == statistics.median(others)
+
+
+def test_the_timeline_of_many_processes_counts_those_that_it_leaves_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli_timeline, "_MOST_ROWS", 2)
+    row = {"host": "a", "began_at": 1.0, "bytes": 1, "phases": [["write", 0, 1]]}
+    rows = [row | {"process": number} for number in range(5)]
+    line = {"kind": "save", "step": 1, "began_at": 1.0, "processes": rows}
+    (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["ckpt", "timeline", str(tmp_path)]) == 0
+    assert "3 processes more" in capsys.readouterr().out
+
+
+def test_a_history_of_millions_of_lines_is_read_soon(tmp_path):
+    (tmp_path / "history.jsonl").write_bytes(b"\r" * 3_000_000 + b"\n" * 3_000_000 + b'{"step": 1}\n')
+    said: list[str] = []
+    with bounded():
+        assert timeline.read(tmp_path, said.append) == [{"step": 1}]
+    assert "oldest" in said[0]
+
+
+def test_a_config_of_huge_numbers_is_shown(tmp_path, capsys):
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": 10**400}))
+    assert main(["ckpt", "inspect", str(tmp_path)]) == 0
+    assert "Traceback" not in capsys.readouterr().err

@@ -41,8 +41,7 @@ def run_folder(folder, model_file, **more):
     """The folder of a run, as far as it is read before its model file is."""
     (folder / "checkpoints" / "1").mkdir(parents=True)
     record = {"name": "tiny", "recipe": {}, "model_file": model_file, "options": {}}
-    data = {"description": "text", "fingerprint": "0"}
-    record |= {"data": data, "versions": {}, "starts": [], **more}
+    record |= {"data": {"description": "text", "fingerprint": "text 0"}, "versions": {}, "starts": [], **more}
     (folder / "run.json").write_text(json.dumps(record))
 
 
@@ -50,7 +49,7 @@ def words(command, folder):
     return [word.replace("RUN", str(folder)) for word in command]
 
 
-@pytest.mark.parametrize("seal", [None, "", "0" * 64, 7, ["0" * 64]])
+@pytest.mark.parametrize("seal", [None, "", "0" * 64, "\xe9", 7, ["0" * 64]])
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_model_file_that_a_run_from_elsewhere_names_is_not_executed(command, seal, state, tmp_path, capfd):
     trust.sealed("mine.py")  # the user has a key
@@ -73,9 +72,8 @@ def test_the_advice_can_be_pasted(state, tmp_path, capsys):
     for line in (named, trusting):
         program, *arguments = shlex.split(line)
         assert program == "jshard"
-        (folder / "it-ran").unlink(missing_ok=True)
-        assert cli.main(arguments) == 2, "the file that was executed ends the program"
-        assert (folder / "it-ran").exists()
+        assert cli.main(arguments) == 2  # the file ends with an error, which is reported
+        (folder / "it-ran").unlink()
 
 
 def test_a_seal_is_of_one_file_and_one_user(state, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.safetensors import check_index, read_index
-from jshard.checkpoint.formats.source import Box, FileRegion, existing, read_region, stored_array
+from jshard.checkpoint.formats.source import Box, FileRegion, damaged, existing, read_region, stored_array
 from jshard.checkpoint.formats.torch_pickle import Archive
 from jshard.checkpoint.manifest import StoredLeaf
 
@@ -84,7 +84,7 @@ class TorchSource:
                 why=f"it holds a single value, {type(content).__name__}; parameters are in a dict, model.state_dict().",
                 do="torch.save(model.state_dict(), path)",
             )
-        for name, item in _flat(content):
+        for name, item in _flat(file, content):
             if isinstance(item, FileRegion):
                 self._regions[name] = item
             else:
@@ -105,14 +105,43 @@ def _check_is_archive(file: Path) -> None:
     )
 
 
-def _flat(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors and values in nested dicts and lists, by their keys."""
-    items: Any = ()
-    if isinstance(content, dict):
-        items = content.items()
-    elif isinstance(content, list | tuple) and not isinstance(content, FileRegion):
-        items = enumerate(content)
-    else:
-        yield name, content
-    for key, item in items:
-        yield from _flat(item, f"{name}.{key}" if name else str(key))
+_MOST_LEVELS = 100
+_MOST_ITEMS = 100_000
+_MOST_COPIES = 16
+
+
+def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """The tensors and values in nested dicts and lists, by their keys.
+
+    A list may contain itself, and a few lists, each twice in the next, stand for more items than any memory holds. So
+    the levels are counted, and the items, of which equal ones in many places are in the file only once.
+    """
+    level = [("", content)]
+    num_items = num_stored = 0
+    containers: set[int] = set()
+    for _ in range(_MOST_LEVELS):
+        below: list[tuple[str, Any]] = []
+        for name, container in level:
+            num_items += len(container)
+            if id(container) not in containers:
+                containers.add(id(container))
+                num_stored += len(container)
+            if num_items > max(_MOST_ITEMS, _MOST_COPIES * num_stored):
+                raise damaged(file, f"it stands for more than {num_items} values, and holds {num_stored}.")
+            for key, item in _items(container):
+                path = f"{name}.{key}" if name else str(key)
+                if _is_container(item):
+                    below.append((path, item))
+                else:
+                    yield path, item
+        level = below
+    if level:
+        raise damaged(file, f"its values are nested more than {_MOST_LEVELS} levels deep.")
+
+
+def _is_container(item: Any) -> bool:
+    return isinstance(item, dict | list | tuple) and not isinstance(item, FileRegion)
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)

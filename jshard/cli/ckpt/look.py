@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._text import counted, folded_names, human_bytes, name_pattern
+from jshard._text import counted, folded_names, human_bytes, is_layer, name_pattern
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.comparing import (
@@ -162,7 +163,8 @@ def _config_table(reading: Reading) -> Group:
 
 def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:
     table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
-    for name, node, level, count in _rows(_leaves.nested(shown), depth):
+    rows = _rows(_tree(shown), depth)
+    for name, node, level, count in itertools.islice(rows, _MOST_ROWS):
         indented = "  " * level + name
         if isinstance(node, StoredLeaf):
             cells = (_shape_text(node.shape), node.kind, human_bytes(count * node.nbytes, 1), node.spec or "")
@@ -173,8 +175,42 @@ def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | No
             cells = counted(count * len(below), "leaf"), "", human_bytes(count * _bytes(below), 1)
             add_row(table, indented + "/", *cells, "", "")
     path, *lines = map(printable, _head(opened))
+    rest = sum(1 for _ in rows)
+    if rest:
+        lines.append(f"{counted(rest, 'row')} more: --depth 1, --below PREFIX or --json")
     sums = Text(f"{counted(len(shown), 'leaf')}, {human_bytes(_bytes(shown.values()), 1)}")
     return Group(whole_line(path), *map(Text, lines), table, sums)
+
+
+_MOST_ROWS = 3000  # a table takes some milliseconds for each
+
+
+def _tree(leaves: Mapping[str, StoredLeaf]) -> dict[str, Any]:
+    """Leaves by path as nested dicts; unlike `leaves.nested` for any paths, as another program may have stored."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, last = path.split("/", _MOST_LEVELS)
+        node = tree
+        for key in folders:
+            node = _below(node, key)
+        if last in node:
+            _below(node, last)[""] = leaf
+        else:
+            node[last] = leaf
+    return tree
+
+
+def _below(node: dict[str, Any], key: str) -> dict[str, Any]:
+    """The folder of this name; a leaf of the same name is moved into it, without a name."""
+    inner = node.get(key)
+    if not isinstance(inner, dict):
+        inner = {} if inner is None else {"": inner}
+        node[key] = inner
+    return inner
+
+
+# Functions that walk the tree take a few frames per level. A deeper leaf has the rest of its path as its name.
+_MOST_LEVELS = 100
 
 
 def _head(opened: Opened) -> Iterator[str]:
@@ -201,11 +237,11 @@ def _rows(tree: Mapping[str, Any], depth: int | None, level: int = 0) -> Iterato
 
 
 def _folded(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    keys = sorted(tree, key=lambda key: (key.isdecimal(), int(key) if key.isdecimal() else 0, key))
+    keys = sorted(tree, key=lambda key: (is_layer(key), int(key) if is_layer(key) else 0, key))
     runs: list[list[str]] = []
     for key in keys:
         before = runs[-1][-1] if runs else ""
-        follows = key.isdecimal() and before.isdecimal() and int(key) == int(before) + 1
+        follows = is_layer(key) and is_layer(before) and int(key) == int(before) + 1
         if follows and _form(tree[before]) == _form(tree[key]):
             runs[-1].append(key)
         else:

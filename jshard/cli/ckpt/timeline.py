@@ -25,6 +25,7 @@ from jshard.inspect.tables import FittedTable, Printed, add_row, made_table, sho
 from jshard.inspect.timelines import Bar, chrome_trace, html_page, write_png
 
 _MIB = 1 << 20
+_MOST_ROWS = 1000  # a table takes some milliseconds for each
 _CLOCKS = "Seconds; a process begins as the clock of its host says, and its phases are by its own."
 _FORMULA = "ETTR = I / (I + B) * (1 - (L + S + (I + B) / 2) / M)"
 
@@ -183,7 +184,7 @@ class _Report(Printed):
 
     def __rich__(self) -> Group:
         head = Text(self.title, style="bold"), Text(self.verdict)
-        table = (self._table(), Text(_CLOCKS)) if self.shown.rows else ()
+        table = (self._table(), *self._rest(), Text(_CLOCKS)) if self.shown.rows else ()
         return Group(*head, *table, Text(), self._sums(), Text("\n".join(self._ettr_lines())))
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,12 +217,17 @@ class _Report(Printed):
         phases = self.shown.phases
         names = (f"{phase}>" for phase in phases)
         table = made_table("", "process>", "host", "began>", *names, "MiB>??", "MiB/s>?")
-        for row in self.shown.rows:
+        for row in self.shown.rows[:_MOST_ROWS]:
             moved_s, mib = row.phase_s("write", "read"), row.num_bytes / _MIB
             times = [f"+{row.began_s:.3f}", *(f"{row.phase_s(phase):.3f}" for phase in phases)]
             rate = f"{mib / moved_s:.0f}" if moved_s > 0 else ""
             add_row(table, str(row.process), row.host, *times, f"{mib:.1f}", rate)
         return table
+
+    def _rest(self) -> list[Text]:
+        """A line for the processes that the table leaves out."""
+        count = len(self.shown.rows) - _MOST_ROWS
+        return [Text(f"{counted(count, 'process')} more: --json")] if count > 0 else []
 
     def _sums(self) -> FittedTable:
         title = f"All saves and restores of this folder ({self.failed} failed)"
