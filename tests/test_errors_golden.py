@@ -502,6 +502,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "shard_init: untracked array": lambda: js.shard_init(lambda: Untracked(nnx.Rngs(0)), shard),
     "shard_init: large replicated": lambda: js.shard_init(Cube, shard),
     "plan: root forgotten": forget_the_root,
+    "plan: a text that is none": lambda: js.ShardPlan.from_json('{"mesh": [["fsdp", "eight"]]}'),
     "plan: parameter after the annotation": lambda: js.plan(with_a_new_parameter()),
     "shard_optimizer: no transformation": lambda: js.shard_optimizer(annotated(), None),
     "shard_optimizer: abstract mesh": lambda: js.shard_optimizer(
