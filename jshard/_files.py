@@ -7,7 +7,7 @@ Reading follows links, to regular files only, and has a bound on memory. Hugging
 (`snapshots/*` point to `blobs/*`), and users link single files of a checkpoint to other disks.
 
 Writing never follows a link at the name that is written, and never writes into a file that has another name. Folders
-on the way to it may be links: `runs -> /data/runs` is the user's own.
+on the way to it may be links: `runs -> ../disk/runs` is the user's own.
 
 Files that a user names to be read once, such as a config, may be pipes (`<(command)`) and are not opened here.
 """

@@ -56,7 +56,7 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
     found, weights = [], []
     for given in map(str, paths):
         path, _, text = given.rpartition("=")
-        if not path or expanded(given).exists():
+        if not path or os.path.exists(expanded(given)):  # not `Path.exists`, which raises for names that are too long
             found.append(expanded(given))
             continue
         weights.append(_weight(text))

@@ -213,7 +213,11 @@ class _Job:
                     if start_step < self.recipe.num_steps:
                         # Before the step is compiled: a service may refuse the run.
                         optional = self._optional_trackers(start_step)
-                        step = self._step(model, optimizer, start_step)
+                        with contextlib.ExitStack() as on_failure:
+                            for tracker in optional:
+                                on_failure.callback(tracker.close)
+                            step = self._step(model, optimizer, start_step)
+                            on_failure.pop_all()
                         del model, optimizer  # the step owns them, and reuses their memory for its results
                         fitted = self._fit(step, start_step, loader, eval_loader, optional)
                         model = step.model

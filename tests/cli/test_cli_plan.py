@@ -105,7 +105,7 @@ def interpreter(folder, monkeypatch, script):
     path = folder / "interpreter"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    monkeypatch.setattr(module.sys, "executable", str(path))
+    monkeypatch.setattr(sys, "executable", str(path))
 
 
 def test_a_crash_is_told_with_the_last_lines(folder, monkeypatch):

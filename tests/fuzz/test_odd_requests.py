@@ -145,7 +145,7 @@ def mesh(text):
 def config(name, raw):
     Path(name).write_bytes(raw)
     options = {field.name for field in dataclasses.fields(TrainArgs)}
-    with_config(["gpt", "--config", name], options)
+    with_config(["gpt", "--config", name], options, known=options)
     args = dataclasses.replace(TrainArgs(Path("gpt")), config=Path(name))
     args = _request._without_config(args, gpt()[0])
     check_recipe(override(gpt()[1], args.set))
@@ -239,7 +239,7 @@ def test_a_count_beyond_64_bits_is_refused():
 def test_a_value_of_a_file_is_no_option():
     Path("c.json").write_text(json.dumps({"out": "--dry-run"}))
     with pytest.raises(ShardingError, match="would be read as an option"):
-        with_config(["gpt", "--config", "c.json"], ["out"])
+        with_config(["gpt", "--config", "c.json"], ["out"], known=["out"])
 
 
 def test_a_count_of_a_device_is_at_least_one():
@@ -259,4 +259,4 @@ def test_a_config_that_is_one_odd_value(odd):
     if odd == {} or odd == {"": None}:
         return
     with pytest.raises(ShardingError):
-        with_config(["gpt", "--config", "c.json"], ["out"])
+        with_config(["gpt", "--config", "c.json"], ["out"], known=["out"])

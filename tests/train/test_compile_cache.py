@@ -38,8 +38,10 @@ def test_a_program_that_another_user_made_is_not_executed(tmp_path):
 
 def test_a_run_of_a_user_without_a_home_stores_no_programs(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_cache, "user_key", lambda: None)
-    assert "not stored" in compile_cache.keep_programs(tmp_path, "beside")
-    assert not list(tmp_path.iterdir())
+    updates = {}
+    monkeypatch.setattr(compile_cache.jax.config, "update", updates.__setitem__)
+    assert "not stored" in compile_cache.keep_programs(tmp_path, str(tmp_path / "kept"))
+    assert updates == {"jax_compilation_cache_dir": None} and not list(tmp_path.iterdir())
 
 
 def test_what_was_not_used_for_longest_makes_room(tmp_path):
