@@ -316,7 +316,8 @@ def test_a_linen_model_follows_its_parameters(part):
     x = jnp.asarray(X, jnp.bfloat16)
     wanted, found = plain.apply({"params": halved}, x), model.apply({"params": halved}, x)
     assert found.dtype == wanted.dtype
-    np.testing.assert_allclose(np.float32(found), np.float32(wanted), atol=2e-6)
+    # Four units of the last place of 16 bits: compilers sum products of two rows in another order than those of all.
+    np.testing.assert_allclose(np.float32(found), np.float32(wanted), atol=4 * 2**-8)
     for leaf in js.plan(model).leaves:
         dtype = "bfloat16" if leaf.path.split("/")[0] in part else "float32"
         assert (leaf.placement.dtype, leaf.placement.gathered_dtype) == (dtype, dtype)
