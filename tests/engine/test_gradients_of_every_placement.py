@@ -232,11 +232,9 @@ MESHES = {
     "1": {"fsdp": 1, "devices": 1},
 }
 ALWAYS = [("nnx", "2x1x4", "one"), ("linen", "2x2x2", "last")]
-# Each mesh in one mode for each kind of model, so that each mesh and each mode are tried twice or more.
+# Each mesh once: kinds of models and modes take turns.
 WIDE = [
-    (kind, mesh, list(MODES)[(number + shift) % len(MODES)])
-    for shift, kind in enumerate(KINDS)
-    for number, mesh in enumerate(MESHES)
+    (list(KINDS)[number % len(KINDS)], mesh, list(MODES)[number % len(MODES)]) for number, mesh in enumerate(MESHES)
 ]
 EVERY = [(kind, mesh, mode) for kind in KINDS for mesh in MESHES for mode in MODES]
 

@@ -71,7 +71,6 @@ def run(command, lines, *, cwd, env):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # not so under nohup
     ) as process:
         shown = ""
         try:
@@ -120,6 +119,7 @@ def environment(folder):
 
 @pytest.mark.wide
 @pytest.mark.timeout(1200)  # a dozen commands; about a minute on two idle cores
+@pytest.mark.usefixtures("signals_as_usual")  # what the test starts inherits an ignored signal
 def test_the_pages_are_true(tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
