@@ -297,7 +297,9 @@ def test_a_damaged_checkpoint_is_an_error_in_four_parts_or_reads_alike(name, tmp
 def test_hundreds_of_damaged_checkpoints(name, tmp_path):
     kind = KINDS[name]
     kind.write(tmp_path / "c")
-    fuzz(kind, tmp_path / "c", seed=1, count=30 if name == "orbax" else 250)
+    count = 30 if name == "orbax" else 250
+    outcome = fuzz(kind, tmp_path / "c", seed=1, count=count)
+    assert outcome.values + outcome.errors == count
 
 
 # Pickles that are made to take memory or time.

@@ -34,7 +34,7 @@ def cudnn(monkeypatch):
         yield
 
 
-def close(found: Any, wanted: Any, tolerance: float) -> None:
+def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert np.abs(x - y).max() <= tolerance * max(np.abs(y).max(), 1e-3)
@@ -61,7 +61,7 @@ def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case):
     exact = outcome(CASES[case], "float32", backend="xla")
     by_cudnn = functools.partial(outcome, CASES[case], "bfloat16", backend="cudnn")
     assert "dot_product_attention_fwd" in str(jax.make_jaxpr(by_cudnn)())
-    close(by_cudnn(), exact, TOLERANCE["bfloat16"])
+    assert_close(by_cudnn(), exact, TOLERANCE["bfloat16"])
 
 
 def test_a_window_hides_what_was_longer_ago():
@@ -71,7 +71,7 @@ def test_a_window_hides_what_was_longer_ago():
     exact, (*exact_grads, _) = outcome({"bias": np.broadcast_to(hidden, (1, H, T, T))}, "float32")
     for how in ({}, {"queries_at_once": 3}):
         y, (*grads, _) = outcome({"is_causal": True, "window": 5}, "float32", **how)
-        close((y, grads), (exact, exact_grads), TOLERANCE["float32"])
+        assert_close((y, grads), (exact, exact_grads), TOLERANCE["float32"])
 
 
 def test_a_window_is_for_causal_attention():
@@ -84,7 +84,7 @@ def test_a_window_is_for_causal_attention():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_some_queries_at_a_time_are_all_of_them(dtype):
     exact = outcome({"is_causal": True}, "float32")
-    close(outcome({"is_causal": True}, dtype, queries_at_once=5), exact, TOLERANCE[dtype])
+    assert_close(outcome({"is_causal": True}, dtype, queries_at_once=5), exact, TOLERANCE[dtype])
 
 
 def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn):
@@ -111,7 +111,7 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn):
     given = js.shard_batch(jnp.asarray(x, jnp.float32), mesh)
     text = gradients.lower(model, given, "cudnn").as_text()
     assert f"4x16x2x{K}xbf16" in text or f"2x16x2x{K}xbf16" in text
-    close(gradients(model, given, "cudnn"), gradients(model, given, "xla"), 0.03)
+    assert_close(gradients(model, given, "cudnn"), gradients(model, given, "xla"), 0.03)
 
 
 # ---- which form

@@ -186,6 +186,7 @@ def test_a_link_closes_on_what_is_no_message(data):
         link = Link(ours)
         theirs.sendall(data)
         until(lambda: link.receive() == [] and link.closed)
+        assert link.closed
         theirs.close()
         close_all([link])
 

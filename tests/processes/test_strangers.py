@@ -154,6 +154,7 @@ def test_a_peer_whose_hello_has_other_fields_is_not_admitted(hello):
         nonce = json.loads(peer.makefile("rb").readline())["nonce"]
         peer.sendall(sealed({"hello": hello, "history": HISTORY}, TOKEN, nonce) + b"\n")
         until(lambda: door.knocks() == [] and peer.recv(1) == b"")
+        assert door.knocks() == []
 
 
 def test_a_flag_is_no_number():

@@ -54,7 +54,9 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path):
-    ProgramCache(tmp_path / "nowhere", KEY).put("a", b"x")
+    cache = ProgramCache(tmp_path / "nowhere", KEY)
+    cache.put("a", b"x")
+    assert cache.get("a") is None
 
 
 def test_a_folder_where_others_may_write_is_not_used(tmp_path):

@@ -1,4 +1,4 @@
-"""MFU and peak bytes: the table of devices, the line that tells the formula."""
+"""MFU and peak bytes: the table of devices, and the line that prints the formula."""
 
 import types
 
