@@ -1,8 +1,9 @@
 """Named meshes: `replica` copies, each sharded over `fsdp`, and further axes: `expert`, `context`, `tensor`."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, overload
 
 import jax
@@ -87,26 +88,36 @@ def mesh(
         >>> dict(mesh.shape)
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
     """
-    asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
-    found: list[Any] | None = None
-    if not isinstance(devices, int):
-        found = list(jax.devices() if devices is None else devices)
-    count = devices if isinstance(devices, int) else len(found or ())
-    shape = {axis: n for axis, n in _fill(asked, unknown, count, devices).items() if axis not in _ON_DEMAND or n > 1}
-    axes, sizes = tuple(shape), tuple(shape.values())
-    types = (AxisType.Auto,) * len(axes)
-    if found is None:
-        return AbstractMesh(sizes, axes, axis_types=types)
-    if found[0].platform == "tpu":
-        return Mesh(_in_torus(found, sizes), axes, axis_types=types)
-    ordered = sorted(found, key=lambda d: (getattr(d, "slice_index", 0), d.process_index, d.id))
-    return Mesh(np.array(ordered).reshape(sizes), axes, axis_types=types)
+    requested = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+    if isinstance(devices, int):
+        shape = _shape_for(requested, unknown, devices, devices)
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    chosen = list(jax.devices() if devices is None else devices)
+    shape = _shape_for(requested, unknown, len(chosen), devices)
+    sizes = tuple(shape.values())
+    if chosen[0].platform == "tpu":
+        arranged = _in_torus(chosen, sizes)
+    else:
+        arranged = np.array(sorted(chosen, key=_nearness)).reshape(sizes)
+    return Mesh(arranged, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _shape_for(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
+    """Returns the axes of the mesh and their degrees; axes on demand are left out at degree 1."""
+    degrees = _fill(requested, unknown, count, devices)
+    return {axis: n for axis, n in degrees.items() if axis not in _ON_DEMAND or n > 1}
+
+
+def _nearness(device: Any) -> tuple[int, int, int]:
+    """Returns a key by which neighbours share a process, and neighbours of these a slice."""
+    return getattr(device, "slice_index", 0), device.process_index, device.id
 
 
 def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """TPUs by position in the torus of their slice; the outermost axes span the slices."""
-    slices = left = len({getattr(d, "slice_index", 0) for d in devices})
-    over = []
+    """Arranges TPUs by position in the torus of their slice; the outermost axes span the slices."""
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    left = slices
+    over = []  # for each axis, over how many slices it is
     for size in sizes:
         over.append(math.gcd(size, left))
         left //= over[-1]
@@ -123,81 +134,145 @@ def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     return mesh_utils.create_hybrid_device_mesh(within, over, devices)
 
 
-def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
-    """The degrees in axis order, with -1 replaced by the remaining devices."""
-    named = {k: v for k, v in asked.items() if k not in _ON_DEMAND or type(v) is not int or v != 1}
-    bad = [k for k, v in asked.items() if type(v) is not int or (v < 1 and v != -1)]
-    open_axes = [k for k, v in asked.items() if v == -1]
-    fixed = 1 if bad else math.prod(v for v in asked.values() if v != -1)
-    what, why, more = "", "", ""
+def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
+    """Returns the degrees in axis order, with -1 replaced by the remaining devices.
+
+    Args:
+        requested: the degrees of all axes.
+        unknown: axes that do not exist, with their degrees.
+        count: the number of devices.
+        devices: as `mesh` takes them, for messages.
+    """
+    problem = _problem_of(requested, unknown, count, devices)
+    if problem is not None:
+        mentioned = _mentioned(requested) | unknown
+        where = "js.mesh(" + ", ".join(f"{axis}={n}" for axis, n in mentioned.items()) + ")"
+        do = _nearest_call(requested, count, devices) + problem.hint
+        raise MeshError(problem.what, where=where, why=problem.why, do=do)
+    fixed = _product(requested)
+    return {axis: count // fixed if n == -1 else n for axis, n in requested.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """Why no mesh has the requested degrees: parts of the error."""
+
+    what: str
+    why: str
+    hint: str = ""
+
+
+def _problem_of(requested: Mapping[str, int], unknown: Mapping[str, int], count: int, devices: Any) -> _Problem | None:
     if unknown:
-        what = f"The mesh has no axis {', '.join(map(repr, unknown))}."
-        why = f"the axes are {', '.join(AXES)}."
-    elif bad:
-        what = f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number."
-        why = ", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree must be 1 or more, or -1 for the rest."
-    elif len(open_axes) > 1:
-        what = f"More than one mesh axis is -1: {', '.join(open_axes)}."
-        why = f"only one axis can take the rest of the {counted(count, 'device')}."
-    elif count < 1 or count % fixed or (not open_axes and fixed != count):
-        what = "The mesh does not match the devices."
-        product = " x ".join(str(v) for v in named.values() if v != -1)
-        does = "does not divide" if open_axes and count > 0 else "is not"
-        why = f"{product} = {fixed} {does} {count}, the number of devices."
-        more = _other_devices(fixed, count, devices)
-    if what:
-        where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (named | unknown).items()) + ")"
-        raise MeshError(what, where=where, why=why, do=_nearest_call(asked, count, devices) + more)
-    return {k: count // fixed if v == -1 else v for k, v in asked.items()}
+        return _Problem(
+            what=f"The mesh has no axis {', '.join(map(repr, unknown))}.",
+            why=f"the axes are {', '.join(AXES)}.",
+        )
+    bad = [axis for axis, n in requested.items() if not _is_degree(n)]
+    if bad:
+        values = ", ".join(f"{axis}={requested[axis]!r}" for axis in bad)
+        return _Problem(
+            what=f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number.",
+            why=f"{values}; a degree must be 1 or more, or -1 for the rest.",
+        )
+    open_axes = [axis for axis, n in requested.items() if n == -1]
+    if len(open_axes) > 1:
+        return _Problem(
+            what=f"More than one mesh axis is -1: {', '.join(open_axes)}.",
+            why=f"only one axis can take the rest of the {counted(count, 'device')}.",
+        )
+    fixed = _product(requested)
+    fits = count % fixed == 0 if open_axes else count == fixed
+    if count >= 1 and fits:
+        return None
+    factors = " x ".join(str(n) for n in _mentioned(requested).values() if n != -1)
+    relation = "does not divide" if open_axes and count > 0 else "is not"
+    return _Problem(
+        what="The mesh does not match the devices.",
+        why=f"{factors} = {fixed} {relation} {count}, the number of devices.",
+        hint=_other_devices(fixed, count, devices),
+    )
 
 
-def nearest_degrees(asked: Mapping[str, Any], count: int) -> dict[str, int]:
-    """Degrees for a number of devices, close to the requested ones: one axis takes the rest."""
-    degrees = {axis: n for axis, n in asked.items() if axis in AXES and type(n) is int and (n > 0 or n == -1)}
+def _is_degree(n: Any) -> bool:
+    """Returns whether a value is a degree, or -1 for the rest; True is no number of devices."""
+    return type(n) is int and (n >= 1 or n == -1)
+
+
+def _mentioned(requested: Mapping[str, int]) -> dict[str, int]:
+    """Returns the degrees that a message names: all but axes on demand that the user left at 1."""
+    return {axis: n for axis, n in requested.items() if axis not in _ON_DEMAND or type(n) is not int or n != 1}
+
+
+def _product(degrees: Mapping[str, int]) -> int:
+    """Returns the product of the degrees that are given, without that of the rest."""
+    return math.prod(n for n in degrees.values() if n != -1)
+
+
+def nearest_degrees(requested: Mapping[str, Any], count: int) -> dict[str, int]:
+    """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
+    degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
     rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
-    found, left = {rest: -1}, max(count, 1)
+    nearest = {rest: -1}
+    left = max(count, 1)
     for axis in reversed(AXES):  # the innermost keeps as much as it can
         if axis != rest:
-            found[axis] = max(n for n in range(1, min(max(degrees.get(axis, 1), 1), left) + 1) if left % n == 0)
-            left //= found[axis]
-    return {axis: found[axis] for axis in AXES if axis == FSDP or found[axis] != 1}
+            wish = max(degrees.get(axis, 1), 1)
+            nearest[axis] = _largest_divisor(left, at_most=wish)
+            left //= nearest[axis]
+    return {axis: nearest[axis] for axis in AXES if axis == FSDP or nearest[axis] != 1}
 
 
-def _nearest_call(asked: Mapping[str, Any], count: int, devices: Any) -> str:
-    """The call of `mesh` nearest to the requested one that works on the given devices."""
-    words = [f"{axis}={n}" for axis, n in nearest_degrees(asked, count).items()]
+def _largest_divisor(number: int, *, at_most: int) -> int:
+    return max(n for n in range(1, min(at_most, number) + 1) if number % n == 0)
+
+
+def _nearest_call(requested: Mapping[str, Any], count: int, devices: Any) -> str:
+    """Returns the call of `mesh` nearest to the requested one that works on the given devices."""
+    words = [f"{axis}={n}" for axis, n in nearest_degrees(requested, count).items()]
     if devices is not None and count > 0:
-        words.append(f"devices={devices if isinstance(devices, int) else f'jax.devices()[:{count}]'}")
+        same_devices = devices if isinstance(devices, int) else f"jax.devices()[:{count}]"
+        words.append(f"devices={same_devices}")
     return f"js.mesh({', '.join(words)})"
 
 
-def _other_devices(wanted: int, count: int, devices: Any) -> str:
-    """A further hint if there are more devices than wanted, or fewer and they are CPU devices."""
-    if devices is None and wanted < count:
-        return f"  # or devices=jax.devices()[:{wanted}]"
+def _other_devices(needed: int, count: int, devices: Any) -> str:
+    """Returns a further hint if there are more devices than needed, or fewer and they are CPU devices."""
+    if devices is None and needed < count:
+        return f"  # or devices=jax.devices()[:{needed}]"
     if devices is None and jax.default_backend() == "cpu":
         return (
-            f'\njax.config.update("jax_num_cpu_devices", {wanted})  # simulates more; set before JAX looks for devices'
+            f'\njax.config.update("jax_num_cpu_devices", {needed})  # simulates more; set before JAX looks for devices'
         )
     return ""
 
 
 def check_mesh(value: Any) -> AnyMesh:
-    """An annotation's mesh with Auto axes, or a MeshError if jshard cannot shard over it."""
-    what, where, do = "", f"mesh={value!r}", "mesh = js.mesh(fsdp=-1)"
+    """Returns an annotation's mesh with Auto axes; a MeshError if jshard cannot shard over it."""
     if not isinstance(value, (Mesh, AbstractMesh)):
-        what, why = "This is not a mesh.", f"a jax.sharding.Mesh is needed, not {type(value).__name__}."
-    else:
-        where = f"mesh axes {dict(zip(value.axis_names, value.axis_sizes, strict=True))}"
-        wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t == AxisType.Manual]
-        if FSDP not in value.axis_names:
-            what = "The mesh has no axis to shard over."
-            why = f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}."
-        elif wrong:
-            what, do = "The mesh has Manual axes.", "mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
-            why = f"{', '.join(map(repr, wrong))}: Manual axes are for code inside a jax.shard_map."
-    if what:
-        raise MeshError(what, where=where, why=why, do=do)
+        raise MeshError(
+            "This is not a mesh.",
+            where=f"mesh={value!r}",
+            why=f"a jax.sharding.Mesh is needed, not {type(value).__name__}.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
+    where = f"mesh axes {dict(zip(value.axis_names, value.axis_sizes, strict=True))}"
+    if FSDP not in value.axis_names:
+        raise MeshError(
+            "The mesh has no axis to shard over.",
+            where=where,
+            why=f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
+    kinds = zip(value.axis_names, value.axis_types, strict=True)
+    manual = [name for name, kind in kinds if kind == AxisType.Manual]
+    if manual:
+        raise MeshError(
+            "The mesh has Manual axes.",
+            where=where,
+            why=f"{', '.join(map(repr, manual))}: Manual axes are for code inside a jax.shard_map.",
+            do="mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)",
+        )
     return with_auto_axes(value)
 
 
@@ -261,20 +336,33 @@ def data_shards(degrees: Mapping[str, int]) -> int:
 
 def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
     """The sharding of an array whose leading dim is the batch; given a shape, dim 1 is over `context` if it divides."""
-    over = degree(mesh, CONTEXT)
-    sequence = (CONTEXT,) if over > 1 and len(shape) > 1 and shape[1] % over == 0 else ()
-    return NamedSharding(mesh, PartitionSpec(data_axes(mesh), *sequence))
+    context_degree = degree(mesh, CONTEXT)
+    has_sequence = context_degree > 1 and len(shape) > 1 and shape[1] % context_degree == 0
+    if has_sequence:
+        return NamedSharding(mesh, PartitionSpec(data_axes(mesh), CONTEXT))
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
 
 
 def hosts_along(mesh: AnyMesh, axis: str) -> int:
     """The number of groups of neighbours with fast links along an axis; 1 if unknown, and on TPUs."""
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "tpu":
         return 1
-    host = lambda device: device.process_index
-    if len(set(map(host, mesh.devices.flat))) == mesh.size:  # a process for each device: a slice is a host there
-        host = lambda device: getattr(device, "slice_index", 0)
-    hosts = np.vectorize(host)(np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)).reshape(-1, mesh.shape[axis])
-    return mesh.shape[axis] // math.gcd(mesh.shape[axis], *(np.flatnonzero(np.diff(hosts).any(0)) + 1).tolist())
+    length = mesh.shape[axis]
+    lines = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, length)
+    hosts = np.vectorize(_host_of(mesh))(lines)
+    # Where any line of devices goes from one host to the next: groups of neighbours end there, and have one size.
+    borders = np.flatnonzero(np.diff(hosts).any(0)) + 1
+    group_size = math.gcd(length, *borders.tolist())
+    return length // group_size
+
+
+def _host_of(mesh: Mesh) -> Callable[[Any], int]:
+    """Returns a function from a device to its host."""
+    processes = {device.process_index for device in mesh.devices.flat}
+    has_process_for_each_device = len(processes) == mesh.size
+    if has_process_for_each_device:  # a slice is a host there
+        return lambda device: getattr(device, "slice_index", 0)
+    return lambda device: device.process_index
 
 
 def num_processes(mesh: Mesh) -> int:
@@ -317,49 +405,86 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
         >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
     """
     mesh = cast(Mesh, check_mesh(mesh))
-    shards, parts, is_alone = _batch_layout(mesh)
+    layout = _batch_layout(mesh)
     leaves, tree = jax.tree.flatten(batch)
     if not all(map(is_numeric, leaves)):
-        wrong = [(jax.tree_util.keystr(p), x) for p, x in jax.tree.leaves_with_path(batch) if not is_numeric(x)]
-        raise CallError(
-            "The batch holds objects that are not numbers.",
-            where=[f"batch{p}  {getattr(x, 'dtype', type(x).__name__)}" for p, x in wrong],
-            why="a device holds arrays of numbers; texts, dates and lists of unequal length are not.",
-            do='js.shard_batch({"ids": np.asarray(ids, np.int32)}, mesh)  # texts as token ids, padded to one length',
-        )
-    splits = lambda x: np.ndim(x) > 0 and np.shape(x)[0] * parts % shards == 0
-    if not all(map(splits, leaves)):
-        axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
-        bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in jax.tree.leaves_with_path(batch) if not splits(x)]
-        raise CallError(
-            "The batch cannot be split over the data shards.",
-            where=[f"batch{p}  shape {s}" for p, s in bad],
-            why=f"that many rows{f' from each of {parts} processes' if parts > 1 else ''}"
-            f" over {shards} data shards ({axes}).",
-            do=f"use a global batch that is a multiple of {shards}.",
-        )
-    shapes = [(np.shape(x)[0] * parts, *np.shape(x)[1:]) for x in leaves]
+        raise _not_numbers(batch)
+    if not all(map(layout.splits, leaves)):
+        raise _not_divisible(batch, mesh, layout)
+    shapes = [layout.global_shape(x) for x in leaves]
     shardings = [batch_sharding(mesh, shape) for shape in shapes]
-    if (over := degree(mesh, CONTEXT)) > 1 and not any(CONTEXT in sharding.spec for sharding in shardings):
+    context_degree = degree(mesh, CONTEXT)
+    if context_degree > 1 and not any(CONTEXT in sharding.spec for sharding in shardings):
         raise CallError(
             "The batch has no sequence that splits over the context axis.",
-            where=[f"batch{jax.tree_util.keystr(p)}  shape {np.shape(x)}" for p, x in jax.tree.leaves_with_path(batch)],
-            why=f"a sequence is dim 1 of an array, and none divides by {over}.",
-            do=f"pad the sequences to a multiple of {over}, or js.mesh() without {CONTEXT!r}.",
+            where=[f"{path}  shape {np.shape(x)}" for path, x in _named_leaves(batch)],
+            why=f"a sequence is dim 1 of an array, and none divides by {context_degree}.",
+            do=f"pad the sequences to a multiple of {context_degree}, or js.mesh() without {CONTEXT!r}.",
         )
-    if is_alone:
+    if layout.is_alone:
         return jax.device_put(batch, jax.tree.unflatten(tree, shardings))
-    place = jax.make_array_from_process_local_data
-    placed = [place(to, np.asarray(x), shape) for to, x, shape in zip(shardings, leaves, shapes, strict=True)]
+    placed = []
+    for sharding, x, shape in zip(shardings, leaves, shapes, strict=True):
+        placed.append(jax.make_array_from_process_local_data(sharding, np.asarray(x), shape))
     return jax.tree.unflatten(tree, placed)
 
 
-@functools.lru_cache(maxsize=8)
-def _batch_layout(mesh: Mesh) -> tuple[int, int, bool]:
-    """The number of data shards, its ratio to those of this process, and whether this is the only process.
+def _named_leaves(batch: Any) -> list[tuple[str, Any]]:
+    return [(f"batch{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.leaves_with_path(batch)]
 
-    Cached: a run calls it before every step.
+
+def _not_numbers(batch: Any) -> CallError:
+    places = []
+    for path, x in _named_leaves(batch):
+        if not is_numeric(x):
+            places.append(f"{path}  {getattr(x, 'dtype', type(x).__name__)}")
+    return CallError(
+        "The batch holds objects that are not numbers.",
+        where=places,
+        why="a device holds arrays of numbers; texts, dates and lists of unequal length are not.",
+        do='js.shard_batch({"ids": np.asarray(ids, np.int32)}, mesh)  # texts as token ids, padded to one length',
+    )
+
+
+def _not_divisible(batch: Any, mesh: Mesh, layout: "_BatchLayout") -> CallError:
+    axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
+    from_each = f" from each of {layout.parts} processes" if layout.parts > 1 else ""
+    return CallError(
+        "The batch cannot be split over the data shards.",
+        where=[f"{path}  shape {np.shape(x)}" for path, x in _named_leaves(batch) if not layout.splits(x)],
+        why=f"that many rows{from_each} over {layout.shards} data shards ({axes}).",
+        do=f"use a global batch that is a multiple of {layout.shards}.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _BatchLayout:
+    """How the rows of a batch are spread.
+
+    Attributes:
+        shards: the number of data shards.
+        parts: the ratio of these to the shards of this process: into so many parts of rows a batch is cut.
+        is_alone: whether this is the only process.
     """
+
+    shards: int
+    parts: int
+    is_alone: bool
+
+    def splits(self, x: Any) -> bool:
+        """Returns whether the rows that this process has are its part of a batch that the data shards divide."""
+        return np.ndim(x) > 0 and np.shape(x)[0] * self.parts % self.shards == 0
+
+    def global_shape(self, x: Any) -> tuple[int, ...]:
+        """Returns the shape of the array of all processes."""
+        rows, *others = np.shape(x)
+        return (rows * self.parts, *others)
+
+
+@functools.lru_cache(maxsize=8)
+def _batch_layout(mesh: Mesh) -> _BatchLayout:
+    """Returns the layout of batches. Cached: a run calls it before every step."""
     shards = data_degree(mesh)
-    here = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
-    return shards, shards // len({str(index) for index in here}), num_processes(mesh) == 1
+    indices = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
+    shards_here = len({str(index) for index in indices})
+    return _BatchLayout(shards, shards // shards_here, is_alone=num_processes(mesh) == 1)
