@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -17,6 +18,7 @@ import numpy as np
 
 from jshard._files import read_bytes
 from jshard._paths import expanded
+from jshard._text import counted
 from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
 from jshard.errors import UnsafeFileError
@@ -245,47 +247,103 @@ def load_text(
         >>> data = load_text(["web.jsonl=0.7", "code.parquet=0.3"], sequence_length=1024, tokenizer=tokenizer)
     """
     files, weights = weighted(paths)
-    apart = list(map(Path, held_out))
-    has_bytes = isinstance(tokenizer, ByteTokenizer)
-    end = b"\0" if has_bytes else b""
-    has_text = not files or not all(map(is_tokens, files + apart))
-    limits = [vocab_size, tokenizer.vocab_size if has_text or not has_bytes else None]
-    limit = min((size for size in limits if size is not None), default=None)
+    own_held_out = [Path(path) for path in held_out]
+    reads_bytes = isinstance(tokenizer, ByteTokenizer)
+    has_text = not files or not all(map(is_tokens, files + own_held_out))
+    uses_tokenizer = has_text or not reads_bytes  # ids alone need none, and bytes are only the default
+    reader = _Reader(tokenizer, text_key, dtype, _limit(vocab_size, tokenizer.vocab_size if uses_tokenizer else None))
 
-    def read(paths: Sequence[Path], *, per_mille: int) -> list[_Tokenized]:
-        ids = [token_file(path, dtype, limit) for path in paths if is_tokens(path)]
-        texts = [path for path in paths if not is_tokens(path)]
-        parts = [_token_part(file, per_mille) for file in ids]
-        if not texts and paths:
-            return parts
-        named, noun = read_texts(texts, text_key, end=end) if paths else (stdlib_texts(), "file")
-        return [_text_part(named, noun, tokenizer, per_mille), *parts]
+    held_out_parts = reader.read(own_held_out, per_mille=0) if own_held_out else []
+    per_mille = 0 if own_held_out else _HELD_OUT_PER_MILLE
+    parts: list[_Tokenized] = []
+    for group in _groups(files, weights):
+        parts += reader.read(group, per_mille=per_mille)
+    train = [part.train for part in parts]
+    evaluated = [part.train for part in held_out_parts] or [part.held_out for part in parts]
 
-    parts, others = [], read(apart, per_mille=0) if apart else []
-    for group in [[path] for path in files] if weights else [files]:
-        parts += read(group, per_mille=0 if apart else _HELD_OUT_PER_MILLE)
-    unit = ("MB" if has_bytes else f"M tokens ({tokenizer.name})") if has_text else "M tokens"
-    train, kept = [part.train for part in parts], [part.train for part in others] or [part.held_out for part in parts]
-    description = (
-        f"{_counted(parts)} of {', '.join(map(str, paths)) or 'the Python standard library'}: "
-        f"{sum(ids.size for ids in train) / 1e6:.2f} {unit} to train on, "
-        f"{sum(ids.size for ids in kept) / 1e6:.2f} {unit.split()[0]} held out "
-        f"({', '.join(map(str, apart)) or ' and '.join(dict.fromkeys(part.held_out_is for part in parts))})"
+    description = _described(
+        parts,
+        source=", ".join(map(str, paths)) or "the Python standard library",
+        num_train=sum(ids.size for ids in train),
+        num_held_out=sum(ids.size for ids in evaluated),
+        held_out_is=", ".join(map(str, own_held_out)) or " and ".join(dict.fromkeys(p.held_out_is for p in parts)),
+        unit=_unit(tokenizer) if has_text else "M tokens",
     )
-    sizes = (
-        {f"to train on from {path}": ids.size for path, ids in zip(files, train, strict=True)}
-        if weights
-        else {"to train on": max(ids.size for ids in train)}
-    )
-    _check_lengths(sizes | {"held out": max(ids.size for ids in kept)}, sequence_length, description)
-    prints = [_fingerprint(part, tokenizer, sequence_length) for part in parts + others]
+    sizes = {"to train on": max(ids.size for ids in train)}
+    if weights:  # each file is sampled from by itself
+        sizes = {f"to train on from {path}": ids.size for path, ids in zip(files, train, strict=True)}
+    sizes["held out"] = max(ids.size for ids in evaluated)
+    _check_lengths(sizes, sequence_length, description)
+
+    fingerprints = [_fingerprint(part, tokenizer, sequence_length) for part in parts + held_out_parts]
     return Data(
         train=_windows(train, sequence_length, weights),
-        held_out=_windows(kept, sequence_length),
+        held_out=_windows(evaluated, sequence_length),
         description=description,
-        fingerprint=" ".join(["text", *map("{}x".format, weights), *prints]),
+        fingerprint=" ".join(["text", *(f"{weight}x" for weight in weights), *fingerprints]),
         tokens_per_sample=sequence_length,
-        tokenizer=tokenizer if has_text or not has_bytes else None,
+        tokenizer=tokenizer if uses_tokenizer else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads files into tokens.
+
+    Attributes:
+        tokenizer: for text.
+        text_key: the key or column of a document's text.
+        dtype: of the ids in `.bin` files.
+        limit: ids must be smaller; None if nothing says so.
+    """
+
+    tokenizer: Tokenizer
+    text_key: str
+    dtype: Dtype | None
+    limit: int | None
+
+    def read(self, paths: Sequence[Path], *, per_mille: int) -> list[_Tokenized]:
+        """Returns the text of all files as one part, then a part for each file of ids; no paths: the library's text.
+
+        Args:
+            paths: files and folders.
+            per_mille: how many of a thousand tokens, or files, are held out.
+        """
+        ids = [token_file(path, self.dtype, self.limit) for path in paths if is_tokens(path)]
+        id_parts = [_token_part(file, per_mille) for file in ids]
+        text_paths = [path for path in paths if not is_tokens(path)]
+        if paths and not text_paths:
+            return id_parts
+        if paths:
+            end = b"\0" if isinstance(self.tokenizer, ByteTokenizer) else b""
+            texts, noun = read_texts(text_paths, self.text_key, end=end)
+        else:
+            texts, noun = stdlib_texts(), "file"
+        return [_text_part(texts, noun, self.tokenizer, per_mille), *id_parts]
+
+
+def _limit(*sizes: int | None) -> int | None:
+    """Returns the smallest of the vocabularies that are known."""
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _groups(files: list[Path], weights: Sequence[Fraction]) -> list[list[Path]]:
+    """Returns the files that are read together: all, or each by itself if each has a weight."""
+    return [[path] for path in files] if weights else [files]
+
+
+def _unit(tokenizer: Tokenizer) -> str:
+    return "MB" if isinstance(tokenizer, ByteTokenizer) else f"M tokens ({tokenizer.name})"
+
+
+def _described(
+    parts: Sequence[_Tokenized], *, source: str, num_train: int, num_held_out: int, held_out_is: str, unit: str
+) -> str:
+    """Returns the line that a run prints of its data."""
+    short_unit = unit.split()[0]  # without the tokenizer's name
+    return (
+        f"{_counted(parts)} of {source}: {num_train / 1e6:.2f} {unit} to train on, "
+        f"{num_held_out / 1e6:.2f} {short_unit} held out ({held_out_is})"
     )
 
 
@@ -301,8 +359,10 @@ class _Tokenized:
 
 
 def _counted(parts: Sequence[_Tokenized]) -> str:
-    counts = {noun: sum(part.count for part in parts if part.noun == noun) for noun in {part.noun for part in parts}}
-    return " and ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in sorted(counts.items(), reverse=True))
+    counts = collections.Counter[str]()
+    for part in parts:
+        counts[part.noun] += part.count
+    return " and ".join(counted(count, noun) for noun, count in sorted(counts.items(), reverse=True))
 
 
 def _text_part(texts: Mapping[str, bytes], noun: str, tokenizer: Tokenizer, per_mille: int) -> _Tokenized:
