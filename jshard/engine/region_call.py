@@ -150,20 +150,23 @@ class RegionCall(ProgramCall):
 
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one region."""
+        jaxpr = self.program.jaxpr
         has_tangent = tuple(
-            has_gradient(aval) and i not in self.constant_results for i, aval in enumerate(self.program.jaxpr.out_avals)
+            has_gradient(aval) and i not in self.constant_results for i, aval in enumerate(jaxpr.out_avals)
         )
-        diff = [i for i, is_wanted in enumerate(wrt) if is_wanted]
         num_operands = len(wrt)
+        tangent_operands = [of_tangent(crossing) for crossing in picked(wrt, self.operands)]
+        is_example = [i in self.examples for i in range(num_operands)]
+        tangents_of_examples = {num_operands + k for k, is_one in enumerate(picked(wrt, is_example)) if is_one}
         num_targets = len(self.targets)
         order = Pushforward.order_of(has_tangent, num_targets)
         with_tangent = has_tangent[:num_targets]
         call = dataclasses.replace(
             self,
-            program=Program(pushforward_program(self.program.jaxpr, wrt, has_tangent, order), self.program.num_params),
-            avals=(*avals[:num_operands], *(avals[i] for i in diff)),
-            operands=(*self.operands, *(of_tangent(self.operands[i]) for i in diff)),
-            examples=self.examples | {num_operands + k for k, i in enumerate(diff) if i in self.examples},
+            program=Program(pushforward_program(jaxpr, wrt, has_tangent, order), self.program.num_params),
+            avals=(*avals[:num_operands], *picked(wrt, avals[:num_operands])),
+            operands=(*self.operands, *tangent_operands),
+            examples=self.examples | tangents_of_examples,
             targets=(*self.targets, *picked(with_tangent, self.targets)),
             target_avals=(*self.target_avals, *picked(with_tangent, self.target_avals)),
             part=f"pushforward of {self.part}",
@@ -177,19 +180,17 @@ class RegionCall(ProgramCall):
         """Returns the backward of a derivative, or the transpose of any other program."""
         if self.adjoint is not None and self.adjoint.takes(linear):
             return self.adjoint.backward(live)
-        known = [i for i, is_linear in enumerate(linear) if not is_linear]
-        moved = [i for i, is_linear in enumerate(linear) if is_linear]
+        known = [i for i, is_linear in enumerate(linear) if not is_linear]  # the operands that stay operands
+        num_params = sum(i < self.program.num_params for i in known)
         cotangents = [self._result_crossing(i) for i, is_live in enumerate(live) if is_live]
         return dataclasses.replace(
             self,
-            program=Program(
-                transposed_program(self.program.jaxpr, linear, live), sum(i < self.program.num_params for i in known)
-            ),
-            avals=(*(self.avals[i] for i in known), *picked(live, self.result_avals)),
-            operands=(*(self.operands[i] for i in known), *cotangents),
+            program=Program(transposed_program(self.program.jaxpr, linear, live), num_params),
+            avals=(*others(linear, self.avals), *picked(live, self.result_avals)),
+            operands=(*others(linear, self.operands), *cotangents),
             examples=frozenset(k for k, i in enumerate(known) if i in self.examples),
-            targets=tuple(self.operands[i] for i in moved),
-            target_avals=tuple(self.avals[i] for i in moved),
+            targets=tuple(picked(linear, self.operands)),
+            target_avals=tuple(picked(linear, self.avals)),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
             returns_copies=False,
@@ -225,17 +226,7 @@ class RegionCall(ProgramCall):
         is_batch = divides and (maps_examples or not region.batch)
         over = region.over(size, is_batch=is_batch)
 
-        params = range(self.program.num_params)
-        operands = []
-        for i, crossing in enumerate(self.operands):
-            if is_mapped[i]:
-                shape = self.program.jaxpr.in_avals[i].shape
-                operands.append(_mapped_crossing(over, crossing, shape, is_batch=is_batch, is_param=i in params))
-            elif is_batch and i not in params and i not in self.constants:
-                operands.append(Crossing(None))
-            else:
-                operands.append(crossing)
-
+        operands = self._operands_over(over, is_mapped, is_batch=is_batch)
         jaxpr, is_mapped_result = mapped_program(self.program.jaxpr, size, is_mapped)
         has_target = not any(is_mapped_result[: len(self.targets)])
         call = dataclasses.replace(
@@ -249,6 +240,21 @@ class RegionCall(ProgramCall):
             adjoint=None,
         )
         return MappedRegionCall(call, is_mapped_result, self, is_mapped, has_target)
+
+    def _operands_over(self, over: Region, is_mapped: tuple[bool, ...], *, is_batch: bool) -> list[AnyCrossing]:
+        """Returns how operands enter the region of the mapped call."""
+        num_params = self.program.num_params
+        operands: list[AnyCrossing] = []
+        for i, crossing in enumerate(self.operands):
+            is_param = i < num_params
+            if is_mapped[i]:
+                shape = self.program.jaxpr.in_avals[i].shape
+                operands.append(_mapped_crossing(over, crossing, shape, is_batch=is_batch, is_param=is_param))
+            elif is_batch and not is_param and i not in self.constants:
+                operands.append(Crossing(None))  # it has no row for each example, so every data shard has all of it
+            else:
+                operands.append(crossing)
+        return operands
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
