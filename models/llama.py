@@ -85,9 +85,7 @@ class LlamaConfig:
             raise ValueError("mlp='pallas' adds no bias, and mlp_bias is set")
         if self.sliding_window < 0:
             raise ValueError(f"sliding_window={self.sliding_window} is no number of positions, nor 0 for all")
-        longest = self.rope_scaling.original_size
-        if self.rope_scaling.kind == "dynamic" and self.block_size > longest:
-            raise ValueError(f"rope_scaling.kind='dynamic' is supported up to block_size={longest}, where it begins")
+        self.rope_scaling.check_length(self.block_size)
 
     @property
     def head_width(self) -> int:

@@ -38,6 +38,12 @@ class RopeScaling:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError("rope_scaling.low_freq_factor is not below high_freq_factor")
 
+    def check_length(self, block_size: int) -> None:
+        """Raises for sequences that are longer than the frequencies here are right for."""
+        longest = self.original_size
+        if self.kind == "dynamic" and block_size > longest:
+            raise ValueError(f"rope_scaling.kind='dynamic' is supported up to block_size={longest}, where it begins")
+
 
 UNSCALED = RopeScaling()
 
