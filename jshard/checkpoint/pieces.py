@@ -1,4 +1,9 @@
-"""Assembles boxes of leaves from the pieces in packed files: which bytes are read, and where they go."""
+"""Assembles boxes of leaves from the pieces in packed files: which bytes are read, and where they go.
+
+A piece is read in parts. A part that is contiguous both in its piece and in a box is read straight into the box.
+Others are read into scratch memory, and copied from there. Which parts they are depends on the boxes alone: leaves that
+are cut alike, such as the layers of a model, share the computation.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +19,7 @@ from jshard.checkpoint.file_io import READ_BYTES, FileSource, MappedBoxes, Range
 from jshard.checkpoint.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
 
 _MOST_INDEX_BYTES = 1 << 30  # checksums of 32 TiB, or 20 million pieces
+_GUESSED_INDEX_BYTES = 64 << 10  # most indexes are shorter, and come with the first read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,18 +33,19 @@ class PackedFile:
     @classmethod
     def open(cls, source: FileSource, name: str, size: int) -> PackedFile:
         """Reads the index of a file of this size; raises `OSError` or `ValueError` if that fails."""
-        guess = min(size, 64 << 10)
-        found = bytearray(guess)
-        source.read(name, size - guess, [memoryview(found)])
-        length = parse_tail(bytes(found[-TAIL_BYTES:]), size)
+        guess = min(size, _GUESSED_INDEX_BYTES)
+        end_of_file = bytearray(guess)
+        source.read(name, size - guess, [memoryview(end_of_file)])
+        length = parse_tail(bytes(end_of_file[-TAIL_BYTES:]), size)
         if length > _MOST_INDEX_BYTES:
             raise ValueError(f"its index would have {length} bytes")
-        view = memoryview(found)[max(0, guess - length) :]
-        if length > guess:
-            view = np.empty(length, np.uint8).data  # not zeros: with many files this is a lot of memory
-            view[length - guess :] = found
-            source.read(name, size - length, [view[: length - guess]])
-        return cls(source, name, parse_index(view))
+        if length <= guess:
+            return cls(source, name, parse_index(memoryview(end_of_file)[guess - length :]))
+        index = np.empty(length, np.uint8).data  # not zeros: with many files this is a lot of memory
+        num_missing = length - guess
+        index[num_missing:] = end_of_file
+        source.read(name, size - length, [index[:num_missing]])
+        return cls(source, name, parse_index(index))
 
     @functools.cached_property
     def mapped(self) -> np.ndarray | None:
@@ -48,8 +55,9 @@ class PackedFile:
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
         """Reads the whole file except its index; returns the ranges of changed blocks."""
         buffer = memoryview(bytearray(READ_BYTES))
-        for start in range(0, self.index.index_begin, READ_BYTES):
-            view = buffer[: min(READ_BYTES, self.index.index_begin - start)]
+        num_bytes = self.index.index_begin
+        for start in range(0, num_bytes, READ_BYTES):
+            view = buffer[: min(READ_BYTES, num_bytes - start)]
             self.source.read(self.name, start, [view])
             on_read(view.nbytes)
             yield from changed(start, [view], self.index.sums)
@@ -67,16 +75,21 @@ def check_pieces(index: FileIndex, shapes: Sequence[tuple[int, ...]], itemsizes:
     leaf_ndims = np.array([len(shape) for shape in shapes], np.int64)
     if (ndims != leaf_ndims[leaves]).any():
         raise ValueError("its index has a piece with other dims than its leaf")
+
     # For each limit: the size of its dim, from the concatenated shapes of all leaves.
     sizes = np.array([size for shape in shapes for size in shape], np.int64)
     first_dims = np.cumsum(leaf_ndims) - leaf_ndims
     dims = np.arange(len(index.starts)) + np.repeat(first_dims[leaves] - index.begins, ndims)
-    if ((index.starts < 0) | (index.starts > index.stops) | (index.stops > sizes[dims])).any():
+    is_outside_leaf = (index.starts < 0) | (index.starts > index.stops) | (index.stops > sizes[dims])
+    if is_outside_leaf.any():
         raise ValueError("its index has a piece that is not inside of its leaf")
+
     counts = np.ones(len(leaves), np.int64)
-    np.multiply.at(counts, np.repeat(np.arange(len(leaves)), ndims), index.stops - index.starts)
+    piece_of_limit = np.repeat(np.arange(len(leaves)), ndims)
+    np.multiply.at(counts, piece_of_limit, index.stops - index.starts)
     ends = index.offsets + counts * np.array(itemsizes, np.int64)[leaves]
-    if ((index.offsets < 0) | (ends > index.index_begin)).any():
+    is_outside_file = (index.offsets < 0) | (ends > index.index_begin)
+    if is_outside_file.any():
         raise ValueError("its index has a piece that is not inside of the file")
 
 
@@ -90,6 +103,91 @@ class Want:
     out: Slab | MappedBoxes  # the destination; or mapped boxes, which are only checked
 
 
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """The boxes of a leaf's pieces; hashable, because it is a key of the cache of `_parts`."""
+
+    shape: tuple[int, ...]  # number of pieces, number of dims
+    start_bytes: bytes
+    stop_bytes: bytes
+
+    @property
+    def starts(self) -> np.ndarray:
+        return np.frombuffer(self.start_bytes, np.int64).reshape(self.shape)
+
+    @property
+    def stops(self) -> np.ndarray:
+        return np.frombuffer(self.stop_bytes, np.int64).reshape(self.shape)
+
+    def boxes(self) -> list[Limits]:
+        rows = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
+        return [tuple(zip(start, stop, strict=True)) for start, stop in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPieces:
+    """The pieces of a leaf, in the order of the files: each array has a row for each piece."""
+
+    files: np.ndarray  # the number of the file
+    offsets: np.ndarray  # in the file, in bytes
+    starts: np.ndarray  # of the box, by dim
+    stops: np.ndarray
+
+    @property
+    def cut(self) -> _Cut:
+        """How the leaf is cut into pieces, without where they are."""
+        return _Cut(self.starts.shape, self.starts.tobytes(), self.stops.tobytes())
+
+
+@dataclasses.dataclass(frozen=True)
+class _PieceColumns:
+    """The pieces of all files, in the order of the files. `starts` and `stops` have the limits of all dims in a row."""
+
+    offsets: np.ndarray
+    begins: np.ndarray  # the position of each piece's box in `starts`
+    starts: np.ndarray
+    stops: np.ndarray
+
+    @classmethod
+    def of(cls, indexes: Sequence[FileIndex]) -> _PieceColumns:
+        begins = []
+        num_limits = 0  # in the files before
+        for index in indexes:
+            begins.append(index.begins + num_limits)
+            num_limits += len(index.starts)
+        return cls(
+            offsets=np.concatenate([index.offsets for index in indexes]),
+            begins=np.concatenate(begins),
+            starts=np.concatenate([index.starts for index in indexes]),
+            stops=np.concatenate([index.stops for index in indexes]),
+        )
+
+    def ndim(self, piece: int) -> int:
+        begin = self.begins[piece]
+        if piece + 1 < len(self.begins):
+            return int(self.begins[piece + 1] - begin)
+        return int(len(self.starts) - begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeafOrder:
+    """The pieces of all files, sorted by leaf."""
+
+    pieces: np.ndarray  # their positions in the order of the files
+    begins: np.ndarray  # by leaf, the first of its pieces in `pieces`; one more for the end of the last leaf
+
+    def of(self, leaf: int) -> np.ndarray:
+        return self.pieces[self.begins[leaf] : self.begins[leaf + 1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _FileRange:
+    """A range of one of the files."""
+
+    file: int
+    range: Range
+
+
 class Pieces:
     """The pieces of all files of a checkpoint, by leaf."""
 
@@ -97,32 +195,31 @@ class Pieces:
         self.files = files
         self._num_leaves = num_leaves
 
-    def of(self, leaf: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The pieces of a leaf: the number of the file, the offset in it, and the start and stop of the box."""
-        begins, order = self._by_leaf
-        chosen = order[begins[leaf] : begins[leaf + 1]]
-        offset, first, starts, stops = self._columns
-        file = np.searchsorted(self._file_ends, chosen, "right")
-        if not len(chosen):
-            return file, offset[chosen], np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
-        at = first[chosen]
-        ndim = self._ndim(int(chosen[0]))
-        places = at[:, None] + np.arange(ndim)
-        return file, offset[chosen], starts[places], stops[places]
+    def of(self, leaf: int) -> LeafPieces:
+        """Returns the pieces of a leaf."""
+        pieces = self._leaf_order.of(leaf)
+        columns = self._columns
+        files = np.searchsorted(self._file_ends, pieces, "right")
+        offsets = columns.offsets[pieces]
+        if not len(pieces):
+            no_limits = np.zeros((0, 0), np.int64)
+            return LeafPieces(files, offsets, no_limits, no_limits)
+        ndim = columns.ndim(int(pieces[0]))
+        positions = columns.begins[pieces][:, None] + np.arange(ndim)
+        return LeafPieces(files, offsets, columns.starts[positions], columns.stops[positions])
 
     def num_missing(self, leaf: int, shape: Sequence[int]) -> int:
         """The number of elements of a leaf that no piece contains."""
-        _, _, starts, stops = self.of(leaf)
-        return math.prod(shape) - int(np.prod(stops - starts, axis=1).sum()) if len(starts) else math.prod(shape)
+        pieces = self.of(leaf)
+        if not len(pieces.starts):
+            return math.prod(shape)
+        counts = np.prod(pieces.stops - pieces.starts, axis=1)
+        return math.prod(shape) - int(counts.sum())
 
     def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
         """The number of elements read for some boxes of a leaf."""
-        _, _, starts, stops = self.of(leaf)
-        return sum(part.count for part in _parts(tuple(boxes), *_key(starts, stops), shape, itemsize))
-
-    def _ndim(self, piece: int) -> int:
-        first = self._columns[1]
-        return int((first[piece + 1] if piece + 1 < len(first) else len(self._columns[2])) - first[piece])
+        parts = _parts(tuple(boxes), self.of(leaf).cut, shape, itemsize)
+        return sum(part.count for part in parts)
 
     @functools.cached_property
     def _file_ends(self) -> np.ndarray:
@@ -130,201 +227,319 @@ class Pieces:
         return np.cumsum([len(file.index.leaves) for file in self.files])
 
     @functools.cached_property
-    def _columns(self) -> tuple[np.ndarray, ...]:
-        indexes = [file.index for file in self.files]
-        limits = np.cumsum([0, *(len(index.starts) for index in indexes)])
-        return (
-            np.concatenate([index.offsets for index in indexes]),
-            np.concatenate([index.begins + before for index, before in zip(indexes, limits, strict=False)]),
-            np.concatenate([index.starts for index in indexes]),
-            np.concatenate([index.stops for index in indexes]),
-        )
+    def _columns(self) -> _PieceColumns:
+        return _PieceColumns.of([file.index for file in self.files])
 
     @functools.cached_property
-    def _by_leaf(self) -> tuple[np.ndarray, np.ndarray]:
-        dtype = np.uint16 if self._num_leaves <= 1 << 16 else np.uint32  # the shorter type sorts in a sixth of the time
+    def _leaf_order(self) -> _LeafOrder:
+        dtype = np.uint32
+        if self._num_leaves <= 1 << 16:
+            dtype = np.uint16  # it sorts in a sixth of the time
         leaves = np.concatenate([file.index.leaves for file in self.files], dtype=dtype, casting="unsafe")
         order = np.argsort(leaves, kind="stable")
-        return np.searchsorted(leaves[order], np.arange(self._num_leaves + 1)), order
+        begins = np.searchsorted(leaves[order], np.arange(self._num_leaves + 1))
+        return _LeafOrder(order, begins)
 
     def reads(self, wants: Iterable[Want], *, verify: bool) -> Iterator[Read]:
         """The reads that fill some arrays; each can run in any thread.
 
         Elements that no piece contains are not written.
         """
-        ranges: dict[tuple[int, bool], list[Range]] = {}
+        read_ranges: dict[int, list[Range]] = {}
+        mapped_ranges: dict[int, list[Range]] = {}
         for want in wants:
-            for file, found in self._ranges(want):
-                ranges.setdefault((file, isinstance(want.out, MappedBoxes)), []).append(found)
-        for (number, is_mapped), found in sorted(ranges.items()):
+            ranges = mapped_ranges if isinstance(want.out, MappedBoxes) else read_ranges
+            for file_range in self._ranges(want):
+                ranges.setdefault(file_range.file, []).append(file_range.range)
+        for number in sorted(read_ranges.keys() | mapped_ranges.keys()):
             file = self.files[number]
-            sums, mapped = file.index.sums if verify else None, file.mapped if is_mapped else None
-            if verify or not is_mapped:
-                yield from reads(file.source, file.name, found, sums=sums, end=file.index.index_begin, mapped=mapped)
+            index = file.index
+            sums = index.sums if verify else None
+            if number in read_ranges:
+                yield from reads(file.source, file.name, read_ranges[number], sums=sums, end=index.index_begin)
+            if number in mapped_ranges and verify:  # mapped bytes are only checked
+                mapped = file.mapped
+                yield from reads(
+                    file.source, file.name, mapped_ranges[number], sums=sums, end=index.index_begin, mapped=mapped
+                )
 
     def mapped(
         self, leaf: int, boxes: tuple[Limits, ...], shape: tuple[int, ...], dtype: np.dtype
     ) -> MappedBoxes | None:
         """Mapped boxes of a leaf; None if they do not match pieces, or the files cannot be mapped."""
-        files, offsets, starts, stops = self.of(leaf)
-        parts = _parts(boxes, *_key(starts, stops), shape, dtype.itemsize)
-        held = [self.files[int(files[part.piece])].mapped for part in parts if part.is_whole]
-        if not parts or len(held) < len(parts):
+        pieces = self.of(leaf)
+        parts = _parts(boxes, pieces.cut, shape, dtype.itemsize)
+        if not parts or not all(part.is_whole for part in parts):
             return None
-        found = []
-        for part, file, box in zip(parts, held, boxes, strict=True):
+        arrays = []
+        for part, box in zip(parts, boxes, strict=True):
+            file = self.files[int(pieces.files[part.piece])].mapped
             if file is None:
                 return None
-            values = np.frombuffer(file, dtype, part.count, int(offsets[part.piece]))
-            found.append(values.reshape([b - a for a, b in box]))
-        return MappedBoxes(found)
+            values = np.frombuffer(file, dtype, part.count, int(pieces.offsets[part.piece]))
+            arrays.append(values.reshape(_shape_of(box)))
+        return MappedBoxes(arrays)
 
-    def _ranges(self, want: Want) -> Iterator[tuple[int, Range]]:
-        files, offsets, starts, stops = self.of(want.leaf)
-        out, itemsize = want.out, want.out.boxes[0].itemsize
-        parts = _parts(want.boxes, *_key(starts, stops), want.shape, itemsize)
-        if isinstance(out, Slab) and len(parts) > 1 and all(part.is_whole for part in parts):
-            pieces = [part.piece for part in parts]
-            if (np.diff(offsets[pieces]) == out.stride).all() and (files[pieces] == files[pieces[0]]).all():
-                yield int(files[pieces[0]]), Range(int(offsets[pieces[0]]), out.bytes.nbytes, out.bytes.data)
-                return
+    def _ranges(self, want: Want) -> Iterator[_FileRange]:
+        """Yields the ranges of the files that fill the boxes of a leaf."""
+        pieces = self.of(want.leaf)
+        itemsize = want.out.boxes[0].itemsize
+        parts = _parts(want.boxes, pieces.cut, want.shape, itemsize)
+        if isinstance(want.out, Slab) and _is_one_range(want.out, pieces, parts):
+            first = parts[0].piece
+            whole = Range(int(pieces.offsets[first]), want.out.bytes.nbytes, want.out.bytes.data)
+            yield _FileRange(int(pieces.files[first]), whole)
+            return
         for part in parts:
-            offset, num_bytes = int(offsets[part.piece]) + part.begin * itemsize, part.count * itemsize
-            if isinstance(out, MappedBoxes):
-                found = Range(offset, num_bytes)
-            elif part.place is None:
-                found = Range(offset, num_bytes, then=functools.partial(_scatter, part, out.boxes))
-            else:
-                number, begin = part.place
-                begin *= itemsize
-                found = Range(offset, num_bytes, _bytes(out.boxes[number])[begin : begin + num_bytes])
-            yield int(files[part.piece]), found
+            offset = int(pieces.offsets[part.piece]) + part.begin * itemsize
+            yield _FileRange(int(pieces.files[part.piece]), _range(part, offset, itemsize, want.out))
+
+
+def _is_one_range(slab: Slab, pieces: LeafPieces, parts: Sequence[_PiecePart]) -> bool:
+    """Returns whether one range of a file fills a slab: the parts have the same spacing there as the boxes."""
+    if len(parts) < 2 or not all(part.is_whole for part in parts):
+        return False
+    rows = [part.piece for part in parts]
+    has_equal_spacing = (np.diff(pieces.offsets[rows]) == slab.stride).all()
+    is_one_file = (pieces.files[rows] == pieces.files[rows[0]]).all()
+    return bool(has_equal_spacing and is_one_file)
+
+
+def _range(part: _PiecePart, offset: int, itemsize: int, out: Slab | MappedBoxes) -> Range:
+    """Returns the range of a part, which begins at an offset in its file, with its destination."""
+    num_bytes = part.count * itemsize
+    if isinstance(out, MappedBoxes):
+        return Range(offset, num_bytes)
+    if part.target is None:
+        return Range(offset, num_bytes, then=functools.partial(_scatter, part, out.boxes))
+    begin = part.target.begin * itemsize
+    box = _bytes(out.boxes[part.target.box])
+    return Range(offset, num_bytes, box[begin : begin + num_bytes])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stretch:
+class _Target:
+    """Where a part goes that is contiguous in its box."""
+
+    box: int  # the number of the box
+    begin: int  # the first element in the box
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """A copy of some elements of a part into a box."""
+
+    box: int  # the number of the box
+    target: tuple[slice, ...]  # in the box
+    source: tuple[slice, ...]  # in the part
+
+
+@dataclasses.dataclass(frozen=True)
+class _PiecePart:
     """A contiguous run of elements of a piece, and its destination."""
 
     piece: int  # its index among the leaf's pieces
     begin: int  # the first element in the piece
     count: int  # number of elements
-    # the destination box and element offset for a direct read; None if they are copied
-    place: tuple[int, int] | None = None
+    target: _Target | None = None  # of a direct read; None if the elements are copied
     shape: tuple[int, ...] = ()  # of the elements, if they are copied
-    # the box, the position in it, and the part of the elements that goes there
-    copies: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...] = ()
+    copies: tuple[_Copy, ...] = ()
     is_whole: bool = False  # whether the part is a whole piece and box, and parts are in box order
 
 
-def _scatter(part: _Stretch, boxes: Sequence[np.ndarray], view: memoryview) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Overlap:
+    """What a piece and a box have in common."""
+
+    box: int  # the number of the box
+    limits: Limits  # in the leaf
+
+
+def _scatter(part: _PiecePart, boxes: Sequence[np.ndarray], view: memoryview) -> None:
     values = np.frombuffer(view, boxes[0].dtype).reshape(part.shape)
-    for number, to, of in part.copies:
-        boxes[number][to] = values[of]
-
-
-def _key(starts: np.ndarray, stops: np.ndarray) -> tuple[tuple[int, ...], bytes, bytes]:
-    """Boxes of pieces as a lookup key."""
-    return starts.shape, starts.tobytes(), stops.tobytes()
+    for copy in part.copies:
+        boxes[copy.box][copy.target] = values[copy.source]
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(
-    boxes: tuple[Limits, ...], num: tuple[int, ...], starts: bytes, stops: bytes, shape: tuple[int, ...], itemsize: int
-) -> tuple[_Stretch, ...]:
+def _parts(boxes: tuple[Limits, ...], cut: _Cut, shape: tuple[int, ...], itemsize: int) -> tuple[_PiecePart, ...]:
     """The parts of a leaf's pieces read for some boxes; equal for all leaves that are cut alike."""
-    low, high = (np.frombuffer(each, np.int64).reshape(num) for each in (starts, stops))
-    pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
-    hits: dict[int, list[tuple[int, Limits]]] = {}
-    for number, wanted in enumerate(boxes):
-        left = math.prod(max(0, min(b, size) - a) for (a, b), size in zip(wanted, shape, strict=True))
-        box = np.array(wanted, np.int64).reshape(-1, 2)
-        near = pieces and (np.maximum(low, box[:, 0]) < np.minimum(high, box[:, 1])).all(axis=1)
-        for piece in np.flatnonzero(near).tolist():
-            common = _common(pieces[piece], wanted)
+    pieces = cut.boxes()
+    parts: list[_PiecePart] = []
+    for piece, overlaps in _overlaps_by_piece(boxes, cut, pieces, shape).items():
+        parts += _of_piece(piece, pieces[piece], boxes, overlaps, itemsize)
+    if _are_whole(parts, pieces, boxes):
+        return tuple(dataclasses.replace(part, is_whole=True) for part in parts)
+    return tuple(parts)
+
+
+def _overlaps_by_piece(
+    boxes: Sequence[Limits], cut: _Cut, pieces: Sequence[Limits], shape: tuple[int, ...]
+) -> Mapping[int, list[_Overlap]]:
+    """Returns the overlaps of each piece with the boxes; raises `ValueError` if pieces do not fill a box once."""
+    starts = cut.starts
+    stops = cut.stops
+    overlaps: dict[int, list[_Overlap]] = {}
+    for number, box in enumerate(boxes):
+        num_missing = _size_inside(box, shape)
+        for piece in _near(box, starts, stops):
+            common = _common(pieces[piece], box)
             assert common is not None
-            hits.setdefault(piece, []).append((number, common))
-            left -= size_of(common)
-        if left:
-            raise ValueError(f"{left} elements of a leaf of shape {shape} are missing from the files")
-    found: list[_Stretch] = []
-    for piece, common in hits.items():
-        found += _of_piece(piece, pieces[piece], boxes, common, itemsize)
-    whole = [boxes[part.place[0]] == pieces[part.piece] for part in found if part.place is not None]
-    if len(whole) == len(found) == len(boxes) and all(whole):
-        places = [part.place[0] for part in found if part.place is not None]
-        if places == sorted(places):
-            return tuple(dataclasses.replace(part, is_whole=True) for part in found)
-    return tuple(found)
+            overlaps.setdefault(piece, []).append(_Overlap(number, common))
+            num_missing -= size_of(common)
+        if num_missing:
+            raise ValueError(f"{num_missing} elements of a leaf of shape {shape} are missing from the files")
+    return overlaps
+
+
+def _size_inside(box: Limits, shape: tuple[int, ...]) -> int:
+    """Returns the number of elements of a box that are inside of the leaf."""
+    sizes = (max(0, min(stop, size) - start) for (start, stop), size in zip(box, shape, strict=True))
+    return math.prod(sizes)
+
+
+def _near(box: Limits, starts: np.ndarray, stops: np.ndarray) -> list[int]:
+    """Returns the pieces that overlap a box. In numpy, since a leaf may have thousands of pieces."""
+    if not len(starts):
+        return []
+    limits = np.array(box, np.int64).reshape(-1, 2)
+    overlaps = np.maximum(starts, limits[:, 0]) < np.minimum(stops, limits[:, 1])
+    return np.flatnonzero(overlaps.all(axis=1)).tolist()
+
+
+def _are_whole(parts: Sequence[_PiecePart], pieces: Sequence[Limits], boxes: Sequence[Limits]) -> bool:
+    """Returns whether every part is a whole piece that is a whole box, in the order of the boxes."""
+    if len(parts) != len(boxes):
+        return False
+    numbers = []
+    for part in parts:
+        if part.target is None or boxes[part.target.box] != pieces[part.piece]:
+            return False
+        numbers.append(part.target.box)
+    return numbers == sorted(numbers)
 
 
 def _of_piece(
-    piece: int, box: Limits, boxes: Sequence[Limits], hits: Sequence[tuple[int, Limits]], itemsize: int
-) -> list[_Stretch]:
+    piece: int, box: Limits, boxes: Sequence[Limits], overlaps: Sequence[_Overlap], itemsize: int
+) -> list[_PiecePart]:
     """The parts read of one piece; direct if each box's part is contiguous in both the piece and the box."""
-    direct: list[_Stretch] = []
-    for number, common in hits:
-        there, here = _run(box, common), _run(boxes[number], common)
-        if there is not None and here is not None:
-            direct.append(_Stretch(piece, there, size_of(common), place=(number, here)))
-    direct.sort(key=lambda part: part.begin)
-    overlap = any(a.begin + a.count > b.begin for a, b in itertools.pairwise(direct))
-    if len(direct) == len(hits) and not overlap:
-        return direct
-    # Contiguous parts of the piece: dims after the first partly read one are read whole.
-    union = tuple(
-        (min(common[dim][0] for _, common in hits), max(common[dim][1] for _, common in hits))
-        for dim in range(len(box))
-    )
-    tiles = []
-    for tile in _cut_rows(box, union, itemsize):
-        there = _run(box, tile)
-        assert there is not None
-        inside = [(number, both) for number, common in hits if (both := _common(tile, common)) is not None]
-        copies = tuple((number, _within(boxes[number], both), _within(tile, both)) for number, both in inside)
-        tiles.append(_Stretch(piece, there, size_of(tile), shape=tuple(b - a for a, b in tile), copies=copies))
-    return tiles
+    parts = _direct_parts(piece, box, boxes, overlaps)
+    # A range of a file has one destination, so elements that several boxes need are read once and copied.
+    is_shared = any(part.begin + part.count > following.begin for part, following in itertools.pairwise(parts))
+    if len(parts) == len(overlaps) and not is_shared:
+        return parts
+    return _copied_parts(piece, box, boxes, overlaps, itemsize)
 
 
-def _cut_rows(box: Limits, wanted: Limits, itemsize: int) -> Iterator[Limits]:
-    """Contiguous parts of a piece that contain a box of it, of some MiB each unless a row of the last dim is larger."""
-    for dim in range(len(box)):
-        row_bytes = math.prod(b - a for a, b in box[dim + 1 :]) * itemsize
-        is_last = dim == len(box) - 1 or row_bytes <= READ_BYTES
-        if box[dim][1] - box[dim][0] > 1 or is_last:
-            break
-    else:
+def _direct_parts(piece: int, box: Limits, boxes: Sequence[Limits], overlaps: Sequence[_Overlap]) -> list[_PiecePart]:
+    """Returns the overlaps of a piece that can be read straight into their boxes, in the order of the piece."""
+    parts = []
+    for overlap in overlaps:
+        begin = _offset_in(box, overlap.limits)
+        target_begin = _offset_in(boxes[overlap.box], overlap.limits)
+        if begin is not None and target_begin is not None:
+            target = _Target(overlap.box, target_begin)
+            parts.append(_PiecePart(piece, begin, size_of(overlap.limits), target))
+    return sorted(parts, key=lambda part: part.begin)
+
+
+def _copied_parts(
+    piece: int, box: Limits, boxes: Sequence[Limits], overlaps: Sequence[_Overlap], itemsize: int
+) -> list[_PiecePart]:
+    """Returns contiguous parts of a piece that contain all overlaps, with the copies that take these out of them."""
+    parts = []
+    for tile in _tiles(box, _hull([overlap.limits for overlap in overlaps]), itemsize):
+        begin = _offset_in(box, tile)
+        assert begin is not None
+        copies = []
+        for overlap in overlaps:
+            common = _common(tile, overlap.limits)
+            if common is not None:
+                copies.append(_Copy(overlap.box, _within(boxes[overlap.box], common), _within(tile, common)))
+        parts.append(_PiecePart(piece, begin, size_of(tile), shape=_shape_of(tile), copies=tuple(copies)))
+    return parts
+
+
+def _hull(boxes: Sequence[Limits]) -> Limits:
+    """Returns the smallest box that contains some boxes."""
+    hull = []
+    for limits in zip(*boxes, strict=True):  # of all boxes along one dim
+        first = min(start for start, _ in limits)
+        last = max(stop for _, stop in limits)
+        hull.append((first, last))
+    return tuple(hull)
+
+
+def _tiles(box: Limits, hull: Limits, itemsize: int) -> Iterator[Limits]:
+    """Contiguous parts of a piece that contain a box of it, of some MiB each unless a row of the last dim is larger.
+
+    Only the first dim that is not of size 1 can be read in part without a gap; the dims after it are read whole. If
+    that is too much at once, each of its rows is cut in turn.
+    """
+    if not box:
         yield box
         return
+    dim = 0
+    while dim < len(box) - 1 and _size_of_dim(box, dim) <= 1 and _row_bytes(box, dim, itemsize) > READ_BYTES:
+        dim += 1
+    row_bytes = _row_bytes(box, dim, itemsize)
+    has_whole_rows = dim == len(box) - 1 or row_bytes <= READ_BYTES
     step = max(1, READ_BYTES // row_bytes)
-    start, stop = wanted[dim]
+    start, stop = hull[dim]
     for first in range(start, stop, step):
-        last = min(first + step, stop)
-        if is_last:
-            yield *((a, b) for a, b in wanted[:dim]), (first, last), *box[dim + 1 :]
+        rows = (first, min(first + step, stop))
+        if has_whole_rows:
+            yield (*hull[:dim], rows, *box[dim + 1 :])
         else:
-            rest = _cut_rows(box[dim + 1 :], wanted[dim + 1 :], itemsize)
-            yield from ((*wanted[:dim], (first, last), *tile) for tile in rest)
+            for rest in _tiles(box[dim + 1 :], hull[dim + 1 :], itemsize):
+                yield (*hull[:dim], rows, *rest)
 
 
-def _run(box: Limits, part: Limits) -> int | None:
+def _size_of_dim(box: Limits, dim: int) -> int:
+    start, stop = box[dim]
+    return stop - start
+
+
+def _row_bytes(box: Limits, dim: int, itemsize: int) -> int:
+    """Returns the size in bytes of one row along a dim."""
+    return size_of(box[dim + 1 :]) * itemsize
+
+
+def _offset_in(box: Limits, part: Limits) -> int | None:
     """The element offset of a part of a box, if the part is contiguous there."""
-    begin, stride, is_cut = 0, 1, False
-    for (start, stop), (a, b) in zip(reversed(box), reversed(part), strict=True):
-        if is_cut and b - a > 1:
-            return None
-        is_cut |= b - a != stop - start
-        begin += (a - start) * stride
-        stride *= stop - start
-    return begin
+    offset = 0
+    stride = 1
+    is_cut = False
+    for (box_start, box_stop), (start, stop) in zip(reversed(box), reversed(part), strict=True):
+        if is_cut and stop - start > 1:
+            return None  # several rows, and not all of each
+        if stop - start != box_stop - box_start:
+            is_cut = True
+        offset += (start - box_start) * stride
+        stride *= box_stop - box_start
+    return offset
 
 
 def _common(a: Limits, b: Limits) -> Limits | None:
-    found = tuple((max(c[0], d[0]), min(c[1], d[1])) for c, d in zip(a, b, strict=True))
-    return found if all(start < stop for start, stop in found) else None
+    """Returns what two boxes have in common; None if that is nothing."""
+    common = []
+    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
+        start = max(a_start, b_start)
+        stop = min(a_stop, b_stop)
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
+
+
+def _shape_of(box: Limits) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
 
 
 def _within(box: Limits, part: Limits) -> tuple[slice, ...]:
-    return tuple(slice(a - start, b - start) for (start, _), (a, b) in zip(box, part, strict=True))
+    """Returns a part of the leaf as slices of a box that contains it."""
+    limits = zip(box, part, strict=True)
+    return tuple(slice(start - box_start, stop - box_start) for (box_start, _), (start, stop) in limits)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -182,44 +182,32 @@ class Restoring:
         read_once: bool = False,
         map: bool = False,
     ) -> None:
-        self.opened, self._like, self._read_once, self._map = opened, like, read_once, map
+        self.opened = opened
+        self._like = like
+        self._read_once = read_once
+        self._map = map
         self.phases = Phases()
         with self.phases("plan"):
             _check_policies(missing, extra)
-            rename = dict(rename or {})
+            renames = dict(rename or {})
             self._live = {_leaves.text(path): (path, leaf) for path, leaf in _leaves.flatten(like).items()}
-            asked = _asked(like, self._live, only)
-            by_path = _leaves.abstract(dict(self._live.values()))
-            self._wanted = {key: by_path[self._live[key][0]] for key in asked}
-            by_place = {self._live[key][0]: leaf for key, leaf in self._wanted.items()}
-            stored_kinds = _leaves.storable(by_place, abstract=True)
-            logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(like).items()}
-            described = {key: _manifest.describe(leaf, logical.get(key)) for key, leaf in stored_kinds.items()}
-            names = [str(name) for name in like] if isinstance(like, Mapping) else []
-            part = only if only != "params" else None
-            if part is not None:  # with `only`, leaves outside it are not requested
-                names = [part]
-            elif only is not None:
-                names = sorted(_leaves.parameter_roots(like))
+            self._wanted = self._abstract_leaves(_asked(like, self._live, only))
+            described = self._described_leaves()
+            roots = _roots(like, only)
             numbered = _leaves.by_number(like)
-            asked_paths = [renamed(path, rename) for key in asked for path in (key, numbered.get(key, key))]
-            self._stored = opened.leaves_for(asked_paths)
-            self._by_number = {
-                key: renamed(number, rename)
-                for key, number in numbered.items()
-                if key in self._wanted
-                and renamed(key, rename) not in self._stored
-                and renamed(number, rename) in self._stored
-            }
-            rename |= self._by_number
+            self._stored = opened.leaves_for(self._possible_paths(numbered, renames))
+            self._by_number = self._stored_by_number(numbered, renames)
+            renames |= self._by_number
+            part = only
             ignored: set[str] = set()
-            if only == "params":
-                ignored = self._not_parameters(names, numbered, rename)
+            if only == "params":  # not a path, but a kind of leaves
+                part = None
+                ignored = self._not_parameters(roots, numbered, renames)
             self.match = match(
                 self._stored,
                 described,
-                names=names,
-                rename=rename,
+                names=roots,
+                rename=renames,
                 part=part,
                 ignored=ignored,
                 skip_layers=extra == "ignore",
@@ -233,13 +221,51 @@ class Restoring:
                 self._stored,
                 self._wanted,
                 abstract=[key for key, (_, leaf) in self._live.items() if isinstance(leaf, jax.ShapeDtypeStruct)],
-                rename=rename,
+                rename=renames,
                 missing=missing,
                 extra=extra,
                 absent=opened.absent,
             )
         mesh = mesh_layout(self._wanted)
         self.record: dict[str, Any] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}
+
+    def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Some leaves of `like`, arrays by shape, dtype and sharding."""
+        # All leaves are passed, not only these: arrays on no mesh get that of the others.
+        by_path = _leaves.abstract(dict(self._live.values()))
+        wanted = {}
+        for key in keys:
+            path, _ = self._live[key]
+            wanted[key] = by_path[path]
+        return wanted
+
+    def _described_leaves(self) -> dict[str, _manifest.StoredLeaf]:
+        """The leaves to read, as a checkpoint would describe them: without the padding of this mesh."""
+        by_path = {}
+        for key, leaf in self._wanted.items():
+            path, _ = self._live[key]
+            by_path[path] = leaf
+        storable = _leaves.storable(by_path, abstract=True)
+        logical_shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(self._like).items()}
+        return {key: _manifest.describe(leaf, logical_shapes.get(key)) for key, leaf in storable.items()}
+
+    def _possible_paths(self, numbered: Mapping[str, str], rename: Mapping[str, str]) -> list[str]:
+        """The paths at which the leaves to read may be stored: by key or, by earlier versions, by number."""
+        paths = []
+        for key in self._wanted:
+            paths.append(renamed(key, rename))
+            paths.append(renamed(numbered.get(key, key), rename))
+        return paths
+
+    def _stored_by_number(self, numbered: Mapping[str, str], rename: Mapping[str, str]) -> dict[str, str]:
+        """The leaves that are stored by number and not by key, with their stored paths."""
+        by_number = {}
+        for key, number in numbered.items():
+            stored_path = renamed(number, rename)
+            is_stored_by_key = renamed(key, rename) in self._stored
+            if key in self._wanted and not is_stored_by_key and stored_path in self._stored:
+                by_number[key] = stored_path
+        return by_number
 
     def _not_parameters(self, roots: Sequence[str], numbered: Mapping[str, str], rename: Mapping[str, str]) -> set[str]:
         """The stored leaves that `only="params"` skips and does not report: all of them but parameters."""
@@ -451,6 +477,17 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
             do='only="params", or a path prefix, such as only="model/blocks".',
         )
     return [key for key in live if key in found]
+
+
+def _roots(like: Any, only: str | None) -> list[str]:
+    """The paths below which stored leaves that `like` has no place for are extra; without any, all of them are."""
+    if only == "params":
+        return sorted(_leaves.parameter_roots(like))
+    if only is not None:  # leaves outside it are not requested
+        return [only]
+    if isinstance(like, Mapping):
+        return [str(name) for name in like]
+    return []
 
 
 def _check_policies(missing: str, extra: str) -> None:

@@ -247,28 +247,58 @@ class _UpdateProgram:
 
     def _part(self, equations: list[int]) -> _MatrixPart:
         """A program of some equations; it recomputes the constants that it needs."""
-        constant: dict[int, None] = {}  # in order
-        mine = set(equations)
+        computed = [*self._constants_of(equations), *equations]
+        inputs = self._inputs_of(computed)
+        outputs = self._outputs_of(equations)
+        eqns = [self.jaxpr.eqns[i] for i in computed]
 
-        def add_constants(i: int) -> None:
-            for v in self._variables(i):
-                maker = self.makers.get(v)
-                if maker is not None and maker not in constant and maker not in mine and self._is_constant(maker):
-                    add_constants(maker)
-                    constant[maker] = None
+        def run(*values: jax.Array) -> list[jax.Array]:
+            return _run_equations(eqns, dict(zip(inputs, values, strict=True)), outputs)
+
+        program = jax.make_jaxpr(run)(*(variable.aval for variable in inputs))
+        return _MatrixPart(program, tuple(inputs), tuple(outputs), frozenset(equations))
+
+    def _constants_of(self, equations: Sequence[int]) -> list[int]:
+        """The other equations that compute constants for these, in an order in which they can run."""
+        own = set(equations)
+        constants: dict[int, None] = {}  # a set that keeps its order
+
+        def add_makers(i: int) -> None:
+            for variable in self._variables(i):
+                maker = self.makers.get(variable)
+                if maker is None or maker in constants or maker in own:
+                    continue
+                if self._is_constant(maker):
+                    add_makers(maker)  # first, as its results are needed
+                    constants[maker] = None
 
         for i in equations:
-            add_constants(i)
-        eqns = [self.jaxpr.eqns[i] for i in (*constant, *equations)]
-        made = {v for eqn in eqns for v in eqn.outvars}
-        inputs = dict.fromkeys(v for i in (*constant, *equations) for v in self._variables(i) if v not in made)
-        results = {v for v in self.jaxpr.outvars if not isinstance(v, jex.Literal)}
-        own = (v for i in equations for v in self.jaxpr.eqns[i].outvars)
-        outputs = [v for v in own if v in results or not self.users[v] <= mine]
-        run = lambda *values: _run_equations(eqns, dict(zip(inputs, values, strict=True)), outputs)
-        return _MatrixPart(
-            jax.make_jaxpr(run)(*(v.aval for v in inputs)), tuple(inputs), tuple(outputs), frozenset(equations)
-        )
+            add_makers(i)
+        return list(constants)
+
+    def _inputs_of(self, equations: Sequence[int]) -> list[Any]:
+        """The variables that these equations read and do not compute, in the order of their first use."""
+        made: set[Any] = set()
+        for i in equations:
+            made.update(self.jaxpr.eqns[i].outvars)
+        inputs: dict[Any, None] = {}  # a set that keeps its order: batched parts pair their inputs by position
+        for i in equations:
+            for variable in self._variables(i):
+                if variable not in made:
+                    inputs[variable] = None
+        return list(inputs)
+
+    def _outputs_of(self, equations: Sequence[int]) -> list[Any]:
+        """The variables that these equations compute for others, or as results of the update."""
+        own = set(equations)
+        results = {variable for variable in self.jaxpr.outvars if not isinstance(variable, jex.Literal)}
+        outputs = []
+        for i in equations:
+            for variable in self.jaxpr.eqns[i].outvars:
+                has_other_users = not self.users[variable] <= own
+                if variable in results or has_other_users:
+                    outputs.append(variable)
+        return outputs
 
     def _is_constant(self, i: int) -> bool:
         return all(v in self.makers and self._is_constant(self.makers[v]) for v in self._variables(i))

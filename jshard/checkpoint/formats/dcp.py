@@ -15,7 +15,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
@@ -57,9 +57,9 @@ _ALLOWED = {
     (_DCP, "_MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
     (_SHARDED, "MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
 }
-_METADATA_CLASS, _TENSOR_CLASS, _BYTES_CLASS = (
-    _ALLOWED[_DCP, name] for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")
-)
+_METADATA_CLASS = _ALLOWED[_DCP, "Metadata"]
+_TENSOR_CLASS = _ALLOWED[_DCP, "TensorStorageMetadata"]
+_BYTES_CLASS = _ALLOWED[_DCP, "BytesStorageMetadata"]
 
 
 class DcpSource:
@@ -67,151 +67,229 @@ class DcpSource:
 
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "PyTorch distributed")
-        described, places = _metadata(self.path)
-        self._tensors = {
-            name: _tensor(self.path, name, record, places)
-            for name, record in described.items()
-            if isinstance(record, _TENSOR_CLASS)
-        }
+        metadata = _Metadata.read(self.path)
+        places = metadata.places
+        self._tensors: dict[str, _Tensor] = {}
+        items: set[_Item] = set()
+        for name, record in metadata.records.items():
+            if isinstance(record, _TENSOR_CLASS):
+                tensor = _tensor(self.path, name, record, places)
+                self._tensors[name] = tensor
+                items.update(_Item(name, begin) for begin in tensor.begins)
         self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
-        others = [name for name, record in described.items() if isinstance(record, _BYTES_CLASS)]
-        chunks = {(name, begin) for name, tensor in self._tensors.items() for begin in tensor.begins}
-        _check_items(self.path / METADATA, described, places, chunks | {(name, None) for name in others})
-        self.values = {name: places[name, None] for name in others}
+
+        values = [name for name, record in metadata.records.items() if isinstance(record, _BYTES_CLASS)]
+        items.update(_Item(name, None) for name in values)
+        _check_items(self.path / METADATA, metadata, items)
+        self.values = {name: places[_Item(name, None)] for name in values}
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """A box of a tensor, as a new array, assembled from its chunks; thread-safe."""
         return self._tensors[name].read(box)
 
 
-_Item = tuple[str, tuple[int, ...] | None]  # a name and, for a chunk, its start
+class _Item(NamedTuple):
+    """What one archive holds: a value, or a chunk of a tensor."""
+
+    name: str
+    begin: tuple[int, ...] | None  # of the chunk; None for a value
+
+
 _Places = Mapping[_Item, Archive]
 
 
-class _Tensor:
-    """A tensor and its chunks."""
+class _Chunk(NamedTuple):
+    """The box of a chunk in its tensor. Until it is checked, a pickle may have put any values here."""
 
-    def __init__(self, path: Path, name: str, leaf: StoredLeaf, chunks: Mapping[tuple[int, ...], Archive], sizes: Any):
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class _Tensor:
+    """A tensor and its chunks, which have been checked: they are inside of it, and have as many numbers."""
+
+    def __init__(self, path: Path, name: str, leaf: StoredLeaf, chunks: Sequence[_Chunk], places: _Places) -> None:
         self.leaf = leaf
-        self._path, self._name = path, name
-        self.begins = list(chunks)
-        self._places = list(chunks.values())
-        self._begin = np.array(list(chunks), np.int64).reshape(len(chunks), len(leaf.shape))
-        self._end = self._begin + np.array(sizes, np.int64).reshape(self._begin.shape)
+        self._path = path
+        self._name = name
+        self.begins = [chunk.begin for chunk in chunks]
+        self._places = [places[_Item(name, begin)] for begin in self.begins]
+        by_chunk_and_dim = (len(chunks), len(leaf.shape))
+        sizes = np.array([chunk.size for chunk in chunks], np.int64).reshape(by_chunk_and_dim)
+        self._begins = np.array(self.begins, np.int64).reshape(by_chunk_and_dim)
+        self._ends = self._begins + sizes
         self._regions: dict[int, FileRegion] = {}
 
     def read(self, box: Box) -> np.ndarray:
         limits = bounds(box, self.leaf.shape)
-        low, high = np.array(limits, np.int64).reshape(-1, 2).T
-        size = math.prod(np.maximum(high - low, 0).tolist())
-        begin, end = np.maximum(self._begin, low), np.minimum(self._end, high)
-        touched = np.flatnonzero((begin < end).all(axis=1)) if size else np.array([], np.int64)
-        self._check_cover(begin[touched], end[touched], size)
-        for i in touched:
-            self._region(int(i))  # before memory is taken: the metadata may state any shape
-        values = np.empty(np.maximum(high - low, 0), self.leaf.dtype)
-        for i in touched:
-            part = tuple(slice(a, b) for a, b in zip(begin[i] - self._begin[i], end[i] - self._begin[i], strict=True))
-            inside = tuple(slice(a, b) for a, b in zip(begin[i] - low, end[i] - low, strict=True))
-            read_region(self._region(int(i)), part, values[inside] if inside else values)
+        low = np.array([start for start, _ in limits], np.int64)
+        high = np.array([stop for _, stop in limits], np.int64)
+        shape = np.maximum(high - low, 0).tolist()
+        size = math.prod(shape)
+
+        # What each chunk has in common with the box.
+        begins = np.maximum(self._begins, low)
+        ends = np.minimum(self._ends, high)
+        touched: list[int] = []
+        if size:
+            touched = np.flatnonzero((begins < ends).all(axis=1)).tolist()
+        self._check_cover(begins[touched], ends[touched], size)
+        for chunk in touched:
+            self._region(chunk)  # before memory is taken: the metadata may state any shape
+
+        values = np.empty(shape, self.leaf.dtype)
+        for chunk in touched:
+            source = _slices(begins[chunk], ends[chunk], self._begins[chunk])
+            target = _slices(begins[chunk], ends[chunk], low)
+            out = values
+            if target:  # indexing an array of no dims would copy its number
+                out = values[target]
+            read_region(self._region(chunk), source, out)
         return values
 
     def _region(self, chunk: int) -> FileRegion:
-        if chunk not in self._regions:
-            place = self._places[chunk]
-            region = place.tensor()
-            size = tuple((self._end - self._begin)[chunk].tolist())
-            if (region.shape, region.dtype) != (size, self.leaf.dtype):
-                why = (
-                    f"{self._name}: a chunk is {region.shape} {region.dtype}; {METADATA} says {size} {self.leaf.dtype}."
-                )
-                raise damaged(place.path, why)
-            self._regions[chunk] = region
-        return self._regions[chunk]
+        if chunk in self._regions:
+            return self._regions[chunk]
+        place = self._places[chunk]
+        region = place.tensor()
+        size = tuple((self._ends[chunk] - self._begins[chunk]).tolist())
+        if region.shape != size or region.dtype != self.leaf.dtype:
+            is_stored = f"a chunk is {region.shape} {region.dtype}"
+            is_described = f"{METADATA} says {size} {self.leaf.dtype}"
+            raise damaged(place.path, f"{self._name}: {is_stored}; {is_described}.")
+        self._regions[chunk] = region
+        return region
 
-    def _check_cover(self, begin: np.ndarray, end: np.ndarray, size: int) -> None:
+    def _check_cover(self, begins: np.ndarray, ends: np.ndarray, size: int) -> None:
         """Checks that every number of a box is in exactly one chunk."""
-        covered = int((end - begin).prod(axis=1).sum())
-        overlap = any(
-            ((begin[i] < end[i + 1 :]) & (begin[i + 1 :] < end[i])).all(axis=1).any() for i in range(len(begin) - 1)
-        )
-        if covered != size or overlap:
-            why = (
-                f"{self._name}: of the {size} requested numbers, the chunks hold {covered}" + ", some twice." * overlap
+        num_covered = int((ends - begins).prod(axis=1).sum())
+        has_overlap = _has_overlap(begins, ends)
+        if num_covered == size and not has_overlap:
+            return
+        why = f"{self._name}: of the {size} requested numbers, the chunks hold {num_covered}"
+        if has_overlap:
+            why += ", some twice."
+        raise damaged(self._path / METADATA, why)
+
+
+def _slices(begin: np.ndarray, end: np.ndarray, origin: np.ndarray) -> Box:
+    """Returns a box of a tensor as slices of an array that begins at `origin` in it."""
+    return tuple(slice(first, last) for first, last in zip(begin - origin, end - origin, strict=True))
+
+
+def _has_overlap(begins: np.ndarray, ends: np.ndarray) -> bool:
+    """Returns whether any two boxes have a number in common."""
+    for i in range(len(begins) - 1):
+        is_common = (begins[i] < ends[i + 1 :]) & (begins[i + 1 :] < ends[i])
+        if is_common.all(axis=1).any():
+            return True
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Metadata:
+    """What `.metadata` says."""
+
+    records: dict[str, Any]  # the description of every tensor and value, by name
+    places: _Places
+
+    @classmethod
+    def read(cls, path: Path) -> _Metadata:
+        file = path / METADATA
+        if not file.is_file():
+            raise CheckpointError(
+                "There is no PyTorch distributed checkpoint to read.",
+                where=str(path),
+                why=f"the folder has no {METADATA}, which is written last.",
+                do="give the folder passed to torch.distributed.checkpoint.save.",
             )
-            raise damaged(self._path / METADATA, why)
+        metadata = torch_pickle.load(read_bytes(file, MOST_PICKLE_BYTES), _ALLOWED, file)
+        if not _describes_checkpoint(metadata):
+            raise damaged(file, "it does not describe a checkpoint.")
+        return cls(metadata.get("state_dict_metadata"), _places(path, metadata.get("storage_data")))
 
 
-def _metadata(path: Path) -> tuple[dict[str, Any], _Places]:
-    """The metadata of every item in `.metadata`, and the location of each item or chunk."""
-    file = path / METADATA
-    if not file.is_file():
-        raise CheckpointError(
-            "There is no PyTorch distributed checkpoint to read.",
-            where=str(path),
-            why=f"the folder has no {METADATA}, which is written last.",
-            do="give the folder passed to torch.distributed.checkpoint.save.",
-        )
-    metadata = torch_pickle.load(read_bytes(file, MOST_PICKLE_BYTES), _ALLOWED, file)
-    described = metadata.get("state_dict_metadata") if isinstance(metadata, _METADATA_CLASS) else None
-    stored = metadata.get("storage_data") if described is not None else None
-    if (
-        not isinstance(described, dict)
-        or not isinstance(stored, dict)
-        or not all(isinstance(n, str) for n in described)
-    ):
-        raise damaged(file, "it does not describe a checkpoint.")
-    return described, _places(path, stored)
+def _describes_checkpoint(metadata: Any) -> bool:
+    """Returns whether a pickle's value has a description of items by name, and locations."""
+    if not isinstance(metadata, _METADATA_CLASS):
+        return False
+    records = metadata.get("state_dict_metadata")
+    if not isinstance(records, dict) or not isinstance(metadata.get("storage_data"), dict):
+        return False
+    return all(isinstance(name, str) for name in records)
 
 
 def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
-    file, sizes = path / METADATA, {}
-    places = {}
+    """Returns the location of every item; the files are there, and long enough."""
+    file = path / METADATA
+    sizes: dict[str, int] = {}  # of the files
+    places: dict[_Item, Archive] = {}
     for index, info in stored.items():
         if not isinstance(index, Record) or not isinstance(info, Record):
             raise damaged(file, "its storage_data is not a table of locations.")
-        name, relative = index.get("fqn"), info.get("relative_path")
-        if info.get("transform_descriptors"):
-            raise CheckpointError(
-                "The checkpoint was written with extensions that cannot be read.",
-                where=str(file),
-                why=f"{short(name)} was transformed by {short(info.get('transform_descriptors'))}.",
-                do="load it with PyTorch, and save it without extensions.",
-            )
-        chunk = index.get("offset")
-        numbers = (info.get("offset"), info.get("length"))
-        known = isinstance(name, str) and (chunk is None or _are_sizes(chunk))
-        if not known or not _names_file(relative) or not _are_sizes(numbers):
-            raise damaged(file, f"it places {short(name)} in {short(relative)}, at {short(numbers)}.")
-        if relative not in sizes:
-            if not os.path.isfile(path / relative):
-                raise damaged(file, f"a file that it names is missing: {(path / relative).name}")
-            sizes[relative] = (path / relative).stat().st_size
-        if sum(numbers) > sizes[relative]:
-            raise damaged(
-                path / relative, f"it ends at byte {sizes[relative]}; {name} has {numbers[1]} bytes from {numbers[0]}."
-            )
-        places[name, chunk] = Archive(path / relative, *numbers)
+        location = _location(file, index, info)
+        data_file = path / location.relative
+        if location.relative not in sizes:
+            if not os.path.isfile(data_file):
+                raise damaged(file, f"a file that it names is missing: {data_file.name}")
+            sizes[location.relative] = data_file.stat().st_size
+        size = sizes[location.relative]
+        if location.offset + location.length > size:
+            has_bytes = f"{location.item.name} has {location.length} bytes from {location.offset}"
+            raise damaged(data_file, f"it ends at byte {size}; {has_bytes}.")
+        places[location.item] = Archive(data_file, location.offset, location.length)
     return places
 
 
-def _check_items(file: Path, described: Mapping[str, Any], places: _Places, items: Collection[_Item]) -> None:
+class _Location(NamedTuple):
+    """Where an item is stored, as `.metadata` has it."""
+
+    item: _Item
+    relative: str  # the path of the file in the folder
+    offset: int
+    length: int
+
+
+def _location(file: Path, index: Record, info: Record) -> _Location:
+    """Returns the location of an item, whose file need not exist."""
+    name = index.get("fqn")
+    transforms = info.get("transform_descriptors")
+    if transforms:
+        raise CheckpointError(
+            "The checkpoint was written with extensions that cannot be read.",
+            where=str(file),
+            why=f"{short(name)} was transformed by {short(transforms)}.",
+            do="load it with PyTorch, and save it without extensions.",
+        )
+    begin = index.get("offset")
+    relative = info.get("relative_path")
+    limits = (info.get("offset"), info.get("length"))
+    is_item = isinstance(name, str) and (begin is None or _are_sizes(begin))
+    if not is_item or not _names_file(relative) or not _are_sizes(limits):
+        raise damaged(file, f"it places {short(name)} in {short(relative)}, at {short(limits)}.")
+    return _Location(_Item(name, begin), relative, *limits)
+
+
+def _check_items(file: Path, metadata: _Metadata, items: Collection[_Item]) -> None:
     """Raises `RunError` unless every item has a location and every location an item: otherwise data would be lost."""
-    names = {name for name, _ in items}
-    unknown = [name for name, record in described.items() if not (name in names or isinstance(record, _TENSOR_CLASS))]
+    known = (_TENSOR_CLASS, _BYTES_CLASS)
+    unknown = [name for name, record in metadata.records.items() if not isinstance(record, known)]
     if unknown:
         raise damaged(file, f"it does not say what {_first(unknown)} is.")
-    if nowhere := [name for name, begin in items if (name, begin) not in places]:
+    nowhere = [item.name for item in items if item not in metadata.places]
+    if nowhere:
         raise damaged(file, f"it has no location for {_first(nowhere)}.")
-    surplus = [f"{name} in {place.path.name}" for (name, begin), place in places.items() if (name, begin) not in items]
+    surplus = [f"{item.name} in {place.path.name}" for item, place in metadata.places.items() if item not in items]
     if surplus:
         raise damaged(file, f"it has a location, and no description, for {_first(surplus)}.")
 
 
 def _first(names: Iterable[str], count: int = 3) -> str:
     unique = sorted(set(names))
-    rest = f" and {len(unique) - count} more" if len(unique) > count else ""
-    return ", ".join(unique[:count]) + rest
+    text = ", ".join(unique[:count])
+    if len(unique) > count:
+        text += f" and {len(unique) - count} more"
+    return text
 
 
 def _names_file(relative: Any) -> bool:
@@ -223,28 +301,57 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
-    properties, shape, chunks = record.get("properties"), record.get("size"), record.get("chunks")
-    state = properties.state if isinstance(properties, Record) else None
-    dtype = DTYPES.get(state[0]) if isinstance(state, tuple) and state and isinstance(state[0], str) else None
-    chunks = chunks if isinstance(chunks, list) else []
-    corners = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks if isinstance(chunk, Record)]
-    if dtype is None or not is_shape(shape) or any(not _lies_in(shape, *corner) for corner in corners):
-        raise damaged(path / METADATA, f"it describes {name} as shape {short(shape)} in chunks {short(corners)}.")
-    begins = [begin for begin, _ in corners]
-    if gone := [begin for begin in begins if (name, begin) not in places]:
-        raise damaged(path / METADATA, f"it has no location for the chunks {gone[:3]} of {name}.")
-    if len(set(begins)) < len(begins) or sum(math.prod(size) for _, size in corners) != math.prod(shape):
-        raise damaged(
-            path / METADATA, f"{counted(len(begins), 'chunk does', 'chunks do')} not make up {name} of shape {shape}."
-        )
-    leaf = stored_array(shape, dtype)
-    return _Tensor(path, name, leaf, {b: places[name, b] for b in begins}, [size for _, size in corners])
+    """Returns a tensor, if its description makes sense."""
+    file = path / METADATA
+    shape = record.get("size")
+    dtype = _dtype(record.get("properties"))
+    chunks = _chunks_of(record)
+    if dtype is None or not _contains(shape, chunks):
+        corners = [tuple(chunk) for chunk in chunks]
+        raise damaged(file, f"it describes {name} as shape {short(shape)} in chunks {short(corners)}.")
+    begins = [chunk.begin for chunk in chunks]
+    nowhere = [begin for begin in begins if _Item(name, begin) not in places]
+    if nowhere:
+        raise damaged(file, f"it has no location for the chunks {nowhere[:3]} of {name}.")
+    # Equal numbers do not exclude a gap beside an overlap: `read` checks each box, before it reads.
+    num_stored = sum(math.prod(chunk.size) for chunk in chunks)
+    if len(set(begins)) < len(begins) or num_stored != math.prod(shape):
+        do_not = counted(len(begins), "chunk does", "chunks do")
+        raise damaged(file, f"{do_not} not make up {name} of shape {shape}.")
+    return _Tensor(path, name, stored_array(shape, dtype), chunks, places)
 
 
-def _lies_in(shape: tuple[int, ...], begin: Any, size: Any) -> bool:
-    if not _are_sizes(begin) or not _are_sizes(size) or not len(begin) == len(size) == len(shape):
+def _dtype(properties: Any) -> np.dtype | None:
+    """Returns the dtype in a tensor's properties; None if they have none that is known."""
+    if not isinstance(properties, Record):
+        return None
+    state = properties.state
+    if not isinstance(state, tuple) or not state:
+        return None
+    name = state[0]
+    return DTYPES.get(name) if isinstance(name, str) else None
+
+
+def _chunks_of(record: Record) -> list[_Chunk]:
+    """Returns the chunks of a tensor, unchecked."""
+    chunks = record.get("chunks")
+    if not isinstance(chunks, list):
+        return []
+    return [_Chunk(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks if isinstance(chunk, Record)]
+
+
+def _contains(shape: Any, chunks: Iterable[_Chunk]) -> bool:
+    """Returns whether this is the shape of an array, and all chunks are inside of it."""
+    return is_shape(shape) and all(_is_in(shape, chunk) for chunk in chunks)
+
+
+def _is_in(shape: tuple[int, ...], chunk: _Chunk) -> bool:
+    if not _are_sizes(chunk.begin) or not _are_sizes(chunk.size):
         return False
-    return all(a + b <= whole for a, b, whole in zip(begin, size, shape, strict=True))
+    if not len(chunk.begin) == len(chunk.size) == len(shape):
+        return False
+    dims = zip(chunk.begin, chunk.size, shape, strict=True)
+    return all(begin + size <= whole for begin, size, whole in dims)
 
 
 # Writes them without PyTorch: the pickles name PyTorch classes, which need not be installed. Names, and the calls that
@@ -269,14 +376,15 @@ def write_dcp(
     Slashes in names become dots. One chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last:
     without it there is no checkpoint.
     """
-    folder, values = expanded(folder).absolute(), values or {}
-    names = [name.replace("/", ".") for name in (*source.leaves, *values)]
+    folder = expanded(folder).absolute()
+    values = values or {}
+    names = [_dotted(name) for name in (*source.leaves, *values)]
     check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, _TORCH_NAMES)
     with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):
         with open_new(data) as stream:
-            places = _write_items(stream, source, values, on_written)
+            items = _write_items(stream, source, values, on_written)
         with open_new(metadata) as stream:
-            stream.write(_pickled(_description(folder, source.leaves, places), protocol=4))
+            stream.write(_pickled(_description(folder, source.leaves, items), protocol=4))
     return [folder / _FILE, folder / METADATA]
 
 
@@ -297,97 +405,143 @@ class _StoredItem(NamedTuple):
 def _write_items(
     stream: BinaryIO, source: ArraySource, values: Mapping[str, Any], on_written: Callable[[int], object]
 ) -> list[_StoredItem]:
-    places = []
+    items = []
     for name, value in values.items():
         offset = stream.tell()
-        places.append(_StoredItem(_dotted(name), None, (), offset, _write_archive(stream, value, ())))
+        length = _write_archive(stream, value, ())
+        items.append(_StoredItem(_dotted(name), None, (), offset, length))
     for name, leaf in source.leaves.items():
         for box in _chunks(leaf):
-            array, offset = np.asarray(source.read(name, box), order="C"), stream.tell()
+            array = np.asarray(source.read(name, box), order="C")
+            begin = tuple(part.start for part in box)
+            offset = stream.tell()
             length = _write_archive(stream, _rebuilt(array), (array,))
-            places.append(_StoredItem(_dotted(name), tuple(part.start for part in box), array.shape, offset, length))
+            items.append(_StoredItem(_dotted(name), begin, array.shape, offset, length))
             on_written(array.nbytes)
-    return places
+    return items
 
 
 def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
     """Boxes of some 64 MiB that make up an array, cut along the first dims."""
-    shape, left = leaf.shape, max(1, _CHUNK_BYTES // np.dtype(leaf.dtype).itemsize)
+    shape = leaf.shape
+    room = max(1, _CHUNK_BYTES // np.dtype(leaf.dtype).itemsize)  # in elements
     steps = []
     for dim, size in enumerate(shape):
-        steps.append(max(1, min(size, left // max(1, math.prod(shape[dim + 1 :])))))
-        left = left if steps[-1] == 1 else math.prod(shape[dim + 1 :])
+        row_size = math.prod(shape[dim + 1 :])
+        step = max(1, min(size, room // max(1, row_size)))
+        steps.append(step)
+        if step > 1:
+            room = row_size  # several rows fit, and so the dims after this one are not cut
+    # An array without elements has one chunk, without elements.
     starts = [range(0, max(size, 1), step) for size, step in zip(shape, steps, strict=True)]
     for corner in itertools.product(*starts):
-        yield tuple(slice(a, min(a + step, n)) for a, step, n in zip(corner, steps, shape, strict=True))
+        dims = zip(corner, steps, shape, strict=True)
+        yield tuple(slice(start, min(start + step, size)) for start, step, size in dims)
 
 
 # The format of `torch.save`.
 
+_ZIP_HEADER_BYTES = 30  # of a member, before its name
+_EXTRA_HEADER_BYTES = 4  # of the extra field that pads it
+
 
 def _write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) -> int:
     """Writes a zip of a pickle and its tensors' bytes, aligned to 64; returns its length."""
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w", zipfile.ZIP_STORED) as archive:
-        members: dict[str, Any] = {"data.pkl": _pickled(value, protocol=2)}
-        members |= {".format_version": b"1", ".storage_alignment": str(_ALIGNMENT).encode(), "byteorder": b"little"}
-        members |= {f"data/{key}": array.reshape(-1).view(np.uint8).data for key, array in enumerate(arrays)}
-        members |= {"version": b"3\n", ".data/serialization_id": b"0" * 40}
-        for name, raw in members.items():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in _members(value, arrays).items():
             info = zipfile.ZipInfo(f"archive/{name}")
-            padding = -(held.tell() + 30 + len(info.filename) + 4) % _ALIGNMENT
+            header_bytes = _ZIP_HEADER_BYTES + len(info.filename) + _EXTRA_HEADER_BYTES
+            padding = -(buffer.tell() + header_bytes) % _ALIGNMENT
             info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-            archive.writestr(info, raw)
+            archive.writestr(info, content)
             info.extra = b""  # the central directory does not include the padding
-    return stream.write(held.getbuffer())
+    return stream.write(buffer.getbuffer())
+
+
+def _members(value: Any, arrays: tuple[np.ndarray, ...]) -> dict[str, Any]:
+    """Returns the files of an archive by name, in PyTorch's order."""
+    members: dict[str, Any] = {
+        "data.pkl": _pickled(value, protocol=2),
+        ".format_version": b"1",
+        ".storage_alignment": str(_ALIGNMENT).encode(),
+        "byteorder": b"little",
+    }
+    for key, array in enumerate(arrays):
+        members[f"data/{key}"] = array.reshape(-1).view(np.uint8).data
+    members["version"] = b"3\n"
+    members[".data/serialization_id"] = b"0" * 40
+    return members
 
 
 def _rebuilt(array: np.ndarray) -> Any:
     """A tensor whose numbers are the first storage of the archive."""
-    dtype, strides = _TORCH_NAMES[array.dtype], tuple(step // array.itemsize for step in array.strides)
-    typed = dtype in _STORAGE_NAMES
-    kind = _Global("torch", _STORAGE_NAMES[dtype]) if typed else _Global("torch.storage", "UntypedStorage")
-    storage = _Persistent(("storage", kind, "0", "cpu", array.size if typed else array.nbytes))
-    args = (storage, 0, array.shape, strides, False, collections.OrderedDict())
-    if typed:
-        return _Call(_Global("torch._utils", "_rebuild_tensor_v2"), args)
-    return _Call(_Global("torch._utils", "_rebuild_tensor_v3"), (*args, _Global("torch", dtype)))
+    dtype = _TORCH_NAMES[array.dtype]
+    strides = tuple(step // array.itemsize for step in array.strides)
+    settings = (0, array.shape, strides, False, collections.OrderedDict())  # offset, ..., requires_grad, hooks
+    if dtype in _STORAGE_NAMES:
+        storage = _storage(_Global("torch", _STORAGE_NAMES[dtype]), array.size)
+        return _Call(_Global("torch._utils", "_rebuild_tensor_v2"), (storage, *settings))
+    storage = _storage(_Global("torch.storage", "UntypedStorage"), array.nbytes)
+    return _Call(_Global("torch._utils", "_rebuild_tensor_v3"), (storage, *settings, _Global("torch", dtype)))
+
+
+def _storage(kind: _Global, size: int) -> _Persistent:
+    """Returns the first storage of the archive; its size is in elements, or in bytes if it is untyped."""
+    return _Persistent(("storage", kind, "0", "cpu", size))
 
 
 # `.metadata`.
 
 
-def _description(folder: Path, leaves: Mapping[str, StoredLeaf], places: list[_StoredItem]) -> Any:
-    chunks = collections.defaultdict(list)
-    for place in places:
-        if place.begin is not None:
-            corners = {"offsets": _size(place.begin), "sizes": _size(place.shape)}
-            chunks[place.name].append(_record("ChunkStorageMetadata", corners))
-    described = {}
-    layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
-    for name, leaf in leaves.items():
-        state = (_Global("torch", _TORCH_NAMES[np.dtype(leaf.dtype)]), layout, False, contiguous, False)
-        fields = {"properties": _record("TensorProperties", state), "size": _size(leaf.shape)}
-        described[_dotted(name)] = _record("TensorStorageMetadata", fields | {"chunks": chunks[_dotted(name)]})
-    described |= {place.name: _record("BytesStorageMetadata", {}) for place in places if place.begin is None}
-    info = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    stored = {}
-    for place in places:
-        begin = None if place.begin is None else _size(place.begin)
-        index = _record("MetadataIndex", {"fqn": place.name, "offset": begin, "index": None})
-        stored[index] = _Object(info, {"relative_path": _FILE, "offset": place.offset, "length": place.length})
+def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> Any:
+    described = _tensor_records(leaves, items)
+    for item in items:
+        if item.begin is None:
+            described[item.name] = _record("BytesStorageMetadata", {})
     meta = {"checkpoint_id": str(folder), "save_id": "jshard", "load_id": None, "modules": []}
     return _record(
         "Metadata",
         {
             "state_dict_metadata": described,
             "planner_data": {name: (name,) for name in described},
-            "storage_data": stored,
+            "storage_data": _storage_data(items),
             "storage_meta": _record("StorageMeta", meta),
             "version": "1.0.0",
         },
     )
+
+
+def _tensor_records(leaves: Mapping[str, StoredLeaf], items: Iterable[_StoredItem]) -> dict[str, Any]:
+    """Returns the description of each tensor."""
+    chunks = collections.defaultdict(list)
+    for item in items:
+        if item.begin is not None:
+            corners = {"offsets": _size(item.begin), "sizes": _size(item.shape)}
+            chunks[item.name].append(_record("ChunkStorageMetadata", corners))
+    layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
+    described = {}
+    for name, leaf in leaves.items():
+        dtype = _Global("torch", _TORCH_NAMES[np.dtype(leaf.dtype)])
+        properties = _record("TensorProperties", (dtype, layout, False, contiguous, False))
+        dotted = _dotted(name)
+        fields = {"properties": properties, "size": _size(leaf.shape), "chunks": chunks[dotted]}
+        described[dotted] = _record("TensorStorageMetadata", fields)
+    return described
+
+
+def _storage_data(items: Iterable[_StoredItem]) -> dict[Any, Any]:
+    """Returns the location of each item."""
+    info = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    stored = {}
+    for item in items:
+        begin = None
+        if item.begin is not None:
+            begin = _size(item.begin)
+        index = _record("MetadataIndex", {"fqn": item.name, "offset": begin, "index": None})
+        stored[index] = _Object(info, {"relative_path": _FILE, "offset": item.offset, "length": item.length})
+    return stored
 
 
 def _record(name: str, state: Any) -> Any:
@@ -441,18 +595,18 @@ class _Writer(_Pickler):
         """The key of an object stored beside the pickle."""
         return obj.key if isinstance(obj, _Persistent) else None
 
-    def _global(self, found: _Global) -> None:
-        self.write(pickle.GLOBAL + f"{found.module}\n{found.name}\n".encode())
+    def _global(self, reference: _Global) -> None:
+        self.write(pickle.GLOBAL + f"{reference.module}\n{reference.name}\n".encode())
 
-    def _call(self, found: _Call) -> None:
-        self.save(found.function)
-        self.save(found.args)
+    def _call(self, call: _Call) -> None:
+        self.save(call.function)
+        self.save(call.args)
         self.write(pickle.REDUCE)
 
-    def _object(self, found: _Object) -> None:
-        self.save(found.kind)
+    def _object(self, instance: _Object) -> None:
+        self.save(instance.kind)
         self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-        self.save(found.state)
+        self.save(instance.state)
         self.write(pickle.BUILD)
 
     dispatch |= {_Global: _global, _Call: _call, _Object: _object}
