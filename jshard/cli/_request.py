@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,14 @@ class Request:
     @property
     def track(self) -> tuple[str, ...]:
         """Names of the further records."""
-        asked = self.args.track
-        return tuple(name for name in available() if name == "tensorboard") if asked is None else asked
+        if self.args.track is not None:
+            return self.args.track
+        return tuple(name for name in available() if name == "tensorboard")
 
     @property
     def settings(self) -> tuple[str, ...]:
         """All settings that differ from the recipe of the model file, from whatever option or file."""
-        own = [
-            f"{key}={getattr(self.args, name)}" for name, key in _KEYS.items() if getattr(self.args, name) is not None
-        ]
-        return (*self.args.set, *own)
+        return (*self.args.set, *_settings_of_options(self.args))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -85,20 +83,27 @@ class Request:
     def as_begun(self, devices: int) -> Request:
         """The request on the mesh of the run's last start, if that has as many devices."""
         sizes = {} if self.out is None else RunFolder.last_mesh(self.out)
-        return dataclasses.replace(self, sizes=sizes) if math.prod(sizes.values()) == devices else self
+        if math.prod(sizes.values()) != devices:
+            return self
+        return dataclasses.replace(self, sizes=sizes)
 
     def with_variant(self, variant: Variant) -> Request:
         """The request for a given variant, by its options, without `--auto`."""
-        texts = tuple(f"{name}={as_text(value)}" for name, value in variant.units.items())
+        units = tuple(f"{name}={as_text(value)}" for name, value in variant.units.items())
 
-        def asks(args: TrainArgs) -> TrainArgs:
-            changed = {"set": _settings(args.set, variant.settings), "unit": _settings(args.unit, texts)}
-            return dataclasses.replace(args, mesh=variant.mesh_text, auto=False, **changed)
+        def with_options(args: TrainArgs) -> TrainArgs:
+            return dataclasses.replace(
+                args,
+                mesh=variant.mesh_text,
+                auto=False,
+                set=_settings(args.set, variant.settings),
+                unit=_settings(args.unit, units),
+            )
 
         return dataclasses.replace(
             self,
-            args=asks(self.args),
-            given=asks(self.given),
+            args=with_options(self.args),
+            given=with_options(self.given),
             model_file=self.model_file.with_units(variant.units),
             recipe=override(self.recipe, variant.settings),
             sizes=dict(variant.mesh),
@@ -120,37 +125,90 @@ def request_of(args: TrainArgs) -> Request:
     """Reads the model file, and the record of a resumed run."""
     _check(args)
     model_file = load_model_file(args.model)
-    given = args = _without_config(args, model_file)
+    given = _without_config(args, model_file)
+    args = given
     out = args.out
     if args.resume:
-        out = out or RunFolder.newest(_RUNS, f"{model_file.path.stem}-{model_file.recipe(args.recipe)[0]}")
-        # A job script may always pass --resume: the first time there is nothing to resume.
-        stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
-        _check_origin(args, stored or {}, out)
-        args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
-    is_written = not (args.dry_run or args.print_config or args.resume)
-    if out is not None and not args.resume:
-        RunFolder.check_vacant(out)  # now: the data may take minutes to read
-    elif is_written:
-        RunFolder.check_vacant(RunFolder.free_name(_RUNS, model_file.path.stem))
-    is_begun = args.init_from is not None and _has_checkpoints(out, args.checkpoints)
-    if args.init_from is not None and not is_begun and not place_of(args.init_from).exists():
-        raise no_checkpoint(args.init_from)
+        out = _resumed_folder(args, model_file)
+        args = _resumed(args, out)
+    _check_vacant(args, model_file, out)
+    weights = _initial_weights(args, out)
     name, recipe = model_file.recipe(args.recipe)
-    weights = None if is_begun else args.init_from
     if weights is not None:
         # As settings they are in the run's record: a resumed run has them even if the weights are gone.
-        args = dataclasses.replace(args, set=_settings(stored_settings(model_file, recipe, weights), args.set))
-    own = {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}
-    recipe = override(recipe, [*args.set, *(f"{key}={getattr(args, option)}" for option, key in own.items())])
+        settings = stored_settings(model_file, recipe, weights)
+        args = dataclasses.replace(args, set=_settings(settings, args.set))
+    recipe = override(recipe, [*args.set, *_settings_of_options(args)])
     if weights is not None and model_file.hf_types:
         check(weights, recipe.model, model_file.hf_types)
-    check_recipe(recipe, options={key: f"--{option}" for option, key in own.items()})
-    profile = parse_steps(args.profile, option="--profile") if args.profile else None
-    if profile is not None:
-        check_profile(profile, num_steps=recipe.num_steps)
-    model_file = model_file.with_units(parse_units(args.unit))
-    return Request(args, given, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
+    check_recipe(recipe, options={key: f"--{option}" for option, key in _used_keys(args).items()})
+    profile = _profiled_steps(args, recipe)
+    return Request(
+        args=args,
+        given=given,
+        model_file=model_file.with_units(parse_units(args.unit)),
+        name=name,
+        recipe=recipe,
+        sizes=parse_mesh(args.mesh),
+        out=out,
+        profile=profile,
+    )
+
+
+def _resumed_folder(args: TrainArgs, model_file: ModelFile) -> Path | None:
+    """The folder of the run to resume: that of --out, or the newest run of the recipe; None if there is none."""
+    if args.out:
+        return args.out
+    name, _ = model_file.recipe(args.recipe)
+    return RunFolder.newest(_RUNS, f"{model_file.path.stem}-{name}")
+
+
+def _resumed(args: TrainArgs, out: Path | None) -> TrainArgs:
+    """The arguments with those of the run in a folder. Without a run there, they are for a new one."""
+    # A job script may always pass --resume: the first time there is nothing to resume.
+    stored: dict[str, Any] | None = None
+    if out is not None and RunFolder.holds_run(out):
+        stored = RunFolder.options(out)
+    _check_origin(args, stored or {}, out)
+    args = dataclasses.replace(args, resume=stored is not None)
+    return _with_stored(args, stored or {})
+
+
+def _check_vacant(args: TrainArgs, model_file: ModelFile, out: Path | None) -> None:
+    """Checks that a new run may write to its folder; now, as the data may take minutes to read."""
+    if args.resume:
+        return
+    if out is not None:
+        RunFolder.check_vacant(out)
+    elif not (args.dry_run or args.print_config):
+        RunFolder.check_vacant(RunFolder.free_name(_RUNS, model_file.path.stem))
+
+
+def _initial_weights(args: TrainArgs, out: Path | None) -> Path | None:
+    """The weights that the run starts from; None if they are new, or the run continues from its own checkpoint."""
+    if args.init_from is None or _has_checkpoints(out, args.checkpoints):
+        return None
+    if not place_of(args.init_from).exists():
+        raise no_checkpoint(args.init_from)
+    return args.init_from
+
+
+def _profiled_steps(args: TrainArgs, recipe: Recipe) -> range | None:
+    if not args.profile:
+        return None
+    profile = parse_steps(args.profile, option="--profile")
+    check_profile(profile, num_steps=recipe.num_steps)
+    return profile
+
+
+def _used_keys(args: TrainArgs) -> dict[str, str]:
+    """The keys of the recipe that have an option of their own, by those of these options that are used."""
+    return {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}
+
+
+def _settings_of_options(args: TrainArgs) -> list[str]:
+    """The used options for keys of the recipe, as settings."""
+    return [f"{key}={getattr(args, option)}" for option, key in _used_keys(args).items()]
 
 
 def stored_settings(model_file: ModelFile, recipe: Recipe, path: Path) -> list[str]:
@@ -158,43 +216,36 @@ def stored_settings(model_file: ModelFile, recipe: Recipe, path: Path) -> list[s
     if not model_file.hf_types:
         return []
     keys = leaves(tree(recipe))
-    values = {f"model.{name}": value for name, value in settings_of(path, model_file.hf_types).items()}
-    return [as_setting(key, value) for key, value in values.items() if key in keys]
+    settings = []
+    for name, value in settings_of(path, model_file.hf_types).items():
+        key = f"model.{name}"
+        if key in keys:
+            settings.append(as_setting(key, value))
+    return settings
 
 
 def _without_config(args: TrainArgs, model_file: ModelFile) -> TrainArgs:
     """The arguments, with the values of a `--config` that differ from the recipe's as settings."""
     if args.config is None:
         return args
-    config, settings = read_config(args.config), []
+    config = read_config(args.config)
     name, recipe = model_file.recipe(args.recipe)
+    settings: list[str] = []
     if config.get("recipe_name", name) == name:  # a different recipe on the command line has its own values
-        found, has = leaves(config.get("recipe", {})), leaves(tree(recipe))
-        check_keys(found, has, f"--config {args.config}, recipe")
-        own = {key for option, key in _KEYS.items() if getattr(args, option) is not None}
-        settings = [as_setting(*item) for item in found.items() if item[1] != has[item[0]] and item[0] not in own]
+        values = leaves(config.get("recipe", {}))
+        defaults = leaves(tree(recipe))
+        check_keys(values, defaults, f"--config {args.config}, recipe")
+        overridden = _used_keys(args).values()  # an option is stronger than a file
+        for key, value in values.items():
+            if key not in overridden and value != defaults[key]:
+                settings.append(as_setting(key, value))
     return dataclasses.replace(args, config=None, set=_settings(settings, args.set))
 
 
 def _check(args: TrainArgs) -> None:
     """Raises for options that do not go together."""
-    settings = {_key(setting): setting for setting in args.set}
-    for option, key in _KEYS.items():
-        if getattr(args, option) is not None and key in settings:
-            raise ShardingError(
-                "A setting is given twice.",
-                where=f"--{option} {getattr(args, option)} --set {shlex.quote(settings[key])}",
-                why=f"--{option} sets the recipe's {key}, too.",
-                do=f"--{option} {getattr(args, option)}",
-            )
-    given = [f"--{name.replace('_', '-')}" for name in ("dry_run", "print_config") if getattr(args, name)]
-    if args.auto and given:
-        raise ShardingError(
-            "A configuration cannot be chosen without devices.",
-            where=f"--auto {' '.join(given)}",
-            why=f"--auto measures steps, and {given[0]} runs none.",
-            do=f"jshard plan {args.model} --auto --topology h100:1x8  # estimates; or leave out --auto",
-        )
+    _check_given_once(args)
+    _check_auto(args)
     if args.extra is not None and args.init_from is None and not args.resume:
         raise ShardingError(
             "There are no initial parameters.",
@@ -211,25 +262,57 @@ def _check(args: TrainArgs) -> None:
         )
 
 
+def _check_given_once(args: TrainArgs) -> None:
+    settings = {_key(setting): setting for setting in args.set}
+    for option, key in _used_keys(args).items():
+        if key in settings:
+            value = getattr(args, option)
+            raise ShardingError(
+                "A setting is given twice.",
+                where=f"--{option} {value} --set {shlex.quote(settings[key])}",
+                why=f"--{option} sets the recipe's {key}, too.",
+                do=f"--{option} {value}",
+            )
+
+
+def _check_auto(args: TrainArgs) -> None:
+    without_steps = []
+    if args.dry_run:
+        without_steps.append("--dry-run")
+    if args.print_config:
+        without_steps.append("--print-config")
+    if args.auto and without_steps:
+        raise ShardingError(
+            "A configuration cannot be chosen without devices.",
+            where=f"--auto {' '.join(without_steps)}",
+            why=f"--auto measures steps, and {without_steps[0]} runs none.",
+            do=f"jshard plan {args.model} --auto --topology h100:1x8  # estimates; or leave out --auto",
+        )
+
+
 def _has_checkpoints(out: Path | None, place: str | None) -> bool:
     return out is not None and bool(steps_in(place_of(place or out / OF_A_RUN)))
 
 
 def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) -> None:
     """A resumed run may repeat --checkpoints and --init-from, as job scripts do, but not change them."""
-    place, began = stored.get("checkpoints"), stored.get("init_from")
+    place = stored.get("checkpoints")
     if stored and args.checkpoints not in (None, place):
-        option, why = "--checkpoints", f"{out} has its checkpoints in {place or OF_A_RUN}."
-    elif args.init_from is None or "init_from" not in stored or not _has_checkpoints(out, place):
+        why = f"{out} has its checkpoints in {place or OF_A_RUN}."
+        raise _changed("--checkpoints", args.checkpoints, why)
+    if args.init_from is None or "init_from" not in stored or not _has_checkpoints(out, place):
         return
-    elif began is None or Path(began).resolve() != args.init_from.resolve():
-        option = "--init-from"
-        why = f"{out} started from {'new parameters' if began is None else began}, and continues with its own."
-    else:
-        return
-    raise ShardingError(
+    origin = stored["init_from"]
+    if origin is None or Path(origin).resolve() != args.init_from.resolve():
+        origin_name = "new parameters" if origin is None else origin
+        why = f"{out} started from {origin_name}, and continues with its own."
+        raise _changed("--init-from", args.init_from, why)
+
+
+def _changed(option: str, value: object, why: str) -> ShardingError:
+    return ShardingError(
         "The resumed run was started with another value.",
-        where=f"--resume {option} {getattr(args, option[2:].replace('-', '_'))}",
+        where=f"--resume {option} {value}",
         why=why,
         do=f"leave out {option}; or begin a new run: without --resume, in another --out.",
     )
@@ -238,24 +321,34 @@ def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) 
 def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     """The arguments, completed by those the run was started with; values chosen for the run are kept."""
     if args.auto and stored:
-        args = dataclasses.replace(args, unit=(), set=tuple(s for s in args.set if _key(s) != "accumulate"))
-    taken = {key: value for key, value in stored.items() if key in _WHAT and getattr(args, key) in (None, ())}
-    settings = list(_settings(stored.get("set", ()), args.set))
-    for option, key in _KEYS.items():  # which of the two gave it before, and which does now
-        if getattr(args, option) is not None:
-            settings = [setting for setting in settings if _key(setting) != key]
-        elif key in map(_key, args.set):
-            taken.pop(option, None)
-    as_path = lambda path: path and Path(path)
-    as_given = {
-        "data": lambda paths: tuple(map(Path, paths)),
-        "held_out": lambda paths: tuple(map(Path, paths)),
-        "tokenizer": as_path,
-        "init_from": as_path,
-        "unit": tuple,
-    }
-    taken = {key: as_given.get(key, lambda value: value)(value) for key, value in taken.items()}
-    return dataclasses.replace(args, **taken | {"set": tuple(settings)})
+        # `--auto` chooses these again.
+        args = dataclasses.replace(args, unit=(), set=_without(args.set, {"accumulate"}))
+    # A key of the recipe may have been set by its option before and by --set now, or the other way round. The way used
+    # now replaces the other, or the run would have the key twice.
+    settings = _without(_settings(stored.get("set", ()), args.set), _used_keys(args).values())
+    set_now = {_key(setting) for setting in args.set}
+    inheritable = set(_WHAT) - {option for option, key in _KEYS.items() if key in set_now}
+    values = {}
+    for name, value in stored.items():
+        if name in inheritable and not _is_given(args, name):
+            values[name] = _from_record(name, value)
+    return dataclasses.replace(args, **values | {"set": settings})
+
+
+def _is_given(args: TrainArgs, name: str) -> bool:
+    # Not by its truth: 0 and False are values that a user may have given.
+    return getattr(args, name) not in (None, ())
+
+
+def _from_record(name: str, value: Any) -> Any:
+    """An option's value, from its JSON form in the record of a run."""
+    if name in ("data", "held_out"):
+        return tuple(map(Path, value))
+    if name in ("tokenizer", "init_from"):
+        return value and Path(value)
+    if name == "unit":
+        return tuple(value)
+    return value
 
 
 def _key(setting: str) -> str:
@@ -264,7 +357,12 @@ def _key(setting: str) -> str:
 
 def _settings(before: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
     """Settings, with later ones replacing earlier ones."""
-    return (*(setting for setting in before if _key(setting) not in {*map(_key, later)}), *later)
+    return (*_without(before, {_key(setting) for setting in later}), *later)
+
+
+def _without(settings: Sequence[str], keys: Collection[str]) -> tuple[str, ...]:
+    """Settings, except those of some keys."""
+    return tuple(setting for setting in settings if _key(setting) not in keys)
 
 
 def own_data(model_file: ModelFile, recipe: Recipe) -> Data | None:
@@ -273,10 +371,11 @@ def own_data(model_file: ModelFile, recipe: Recipe) -> Data | None:
         return None
     data = model_file.data(recipe)
     if not isinstance(data, Data):
+        result = "None" if data is None else f"a {type(data).__name__}"
         raise ShardingError(
             "The model file's `data` returns no data.",
             where=f"{model_file.path}: data(recipe)",
-            why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
+            why=f"it returns {result}.",
             do="return jshard.data.Data(train=..., held_out=..., description=..., fingerprint=...).",
         )
     return data
@@ -294,16 +393,17 @@ def data_of(
 ) -> Data:
     """The model file's own data, or the data of the files on the command line."""
     options = {"data": data, "tokenizer": tokenizer, "held_out": held_out, "text_key": text_key, "dtype": dtype}
-    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
-    if model_file.data is not None and given:
+    used = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if model_file.data is not None and used:
         raise ShardingError(
             "The model file has its own data.",
-            where=f"{' and '.join(given)}, {model_file.path}: data(recipe)",
+            where=f"{' and '.join(used)}, {model_file.path}: data(recipe)",
             why="they apply only if the file has no `data`.",
             do="leave out the options, or remove `data` from the file.",
         )
-    if (own := own_data(model_file, recipe)) is not None:
-        return own
+    data_of_file = own_data(model_file, recipe)
+    if data_of_file is not None:
+        return data_of_file
     return load_text(
         data,
         sequence_length=recipe.sequence_length,
@@ -322,14 +422,18 @@ def tokenizer_of(path: Path | None) -> Tokenizer:
 
 def loss_unit(model_file: ModelFile, data: Data) -> str:
     """The unit of the loss; empty if only the model file knows it."""
-    is_bytes = isinstance(data.tokenizer, ByteTokenizer)
-    return "" if model_file.data is not None else " nats per byte" if is_bytes else " nats per token"
+    if model_file.data is not None:
+        return ""
+    if isinstance(data.tokenizer, ByteTokenizer):
+        return " nats per byte"
+    return " nats per token"
 
 
 @contextlib.contextmanager
 def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tuple[nnx.Module, Any]]:
     """The annotated model and a microbatch as shapes; the model's ValueError in the block becomes a ModelFileError."""
-    model_file, recipe = request.model_file, request.recipe
+    model_file = request.model_file
+    recipe = request.recipe
     check_batch(recipe, mesh)
     if data is not None:
         model_file = dataclasses.replace(model_file, data=lambda recipe: data)

@@ -27,7 +27,8 @@ from jshard.errors import RunError, ShardingError
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard train`."""
     args = parse(TrainArgs, argv, command="jshard train")
-    if not (args.dry_run or args.print_config or launch.is_worker()):
+    is_launcher = not (args.dry_run or args.print_config or launch.is_worker())
+    if is_launcher:
         cluster = launch.detect(command=shlex.join(["jshard", "train", *argv]))
         if cluster is not None or args.processes != 1 or args.max_restarts:
             return _supervise(args, argv, cluster)
@@ -62,11 +63,13 @@ def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
         )
     devices = num_devices(parse_mesh(args.mesh))
     if cluster is None and (args.processes < 1 or devices % args.processes):
+        most = min(devices, max(args.processes, 1))
+        fitting = next(number for number in range(most, 0, -1) if devices % number == 0)
         raise ShardingError(
             f"{counted(args.processes, 'process')} cannot share the devices.",
             where=f"--processes {args.processes} --mesh {args.mesh or f'fsdp={devices}'}",
             why=f"the mesh has {counted(devices, 'device')}, and every process simulates the same number.",
-            do=f"--processes {next(n for n in range(min(devices, max(args.processes, 1)), 0, -1) if devices % n == 0)}",
+            do=f"--processes {fitting}",
         )
 
 
@@ -83,14 +86,19 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
         return None
 
     def command(folder: str | None, mesh: str | None) -> list[str]:
-        # A plan is for one mesh: a run that continues on another cannot be compared with it.
-        changed = args if mesh is None else dataclasses.replace(args, mesh=mesh, expect=None)
+        options = args
+        if mesh is not None:
+            # A plan is for one mesh: a run that continues on another cannot be compared with it.
+            options = dataclasses.replace(args, mesh=mesh, expect=None)
+        words = options.words(None if folder is None else Path(folder))
         # Without a folder nothing was started: --resume alone could resume an older run.
-        words = changed.words(None if folder is None else Path(folder))
-        is_begun = args.resume or folder is not None
-        return module_command("jshard", "train", *words, *(["--resume"] if is_begun else []))
+        if args.resume or folder is not None:
+            words = [*words, "--resume"]
+        return module_command("jshard", "train", *words)
 
-    meshes = None if args.min_processes is None else _meshes(args, argv, cluster)
+    meshes = None
+    if args.min_processes is not None:
+        meshes = _meshes(args, args.min_processes, argv, cluster)
     return launch.Restarts(
         most=args.max_restarts, command=command, meshes=meshes, keeps_copies=args.keep_in_memory is not None
     )
@@ -104,79 +112,102 @@ def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, in
 
     None if `expert`, `context` and `tensor`, which are kept, do not divide the remaining devices.
     """
-    devices, kept = math.prod(sizes.values()), math.prod(sizes.get(axis, 1) for axis in _KEPT)
-    left = devices // of * processes
-    if devices % of or left % kept:
+    devices = math.prod(sizes.values())
+    fixed = math.prod(sizes.get(axis, 1) for axis in _KEPT)
+    remaining = devices // of * processes
+    if devices % of or remaining % fixed:
         return None
-    replicas, shards = sizes.get("replica", 1), sizes.get("fsdp", 1)
-    fitting = (n for n in range(shards, 0, -1) if left // kept % n == 0 and left // kept // n <= replicas)
-    shards = next(fitting, None)
-    return None if shards is None else {**sizes, "replica": left // kept // shards, "fsdp": shards}
+    # Divided among `replica` and `fsdp`. The largest `fsdp` comes first: with fewer shards each is larger.
+    shared = remaining // fixed
+    for shards in range(sizes.get("fsdp", 1), 0, -1):
+        if shared % shards == 0 and shared // shards <= sizes.get("replica", 1):
+            return {**sizes, "replica": shared // shards, "fsdp": shards}
+    return None
 
 
-def _meshes(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> dict[int, str]:
+def _meshes(args: TrainArgs, min_processes: int, argv: Sequence[str], cluster: launch.Cluster | None) -> dict[int, str]:
     """The mesh for each number of processes that could continue; reports which could not."""
-    assert args.min_processes is not None
-    number = 0 if cluster is None else cluster.num_processes
     sizes = parse_mesh(args.mesh)
-    _check(args, cluster, sizes)
+    if cluster is None:
+        raise _not_with_fewer(
+            [f"--min-processes {min_processes}"],
+            why="on one machine all processes are restarted; only on a cluster can a run continue with fewer.",
+            do="leave out --min-processes.",
+        )
+    number = cluster.num_processes
+    _check(args, min_processes, number, sizes)
     batch_size, accumulate = _batch(argv)
-    found: dict[int, str] = {}
+    meshes: dict[int, str] = {}
     lines = []
-    for count in range(number - 1, args.min_processes - 1, -1):
+    for count in range(number - 1, min_processes - 1, -1):
         mesh = shrunk(sizes, processes=count, of=number)
-        data = math.prod((mesh or {}).get(axis, 1) for axis in ("replica", "fsdp", "expert"))
-        if mesh is None:
-            lines.append(
-                f"{counted(count, 'process')} cannot continue: their devices do not divide into --mesh {args.mesh}"
-            )
-        elif batch_size // accumulate % data:
-            parts = f"{counted(batch_size // accumulate, 'sequence')} over {counted(data, 'data shard')}"
-            lines.append(f"{counted(count, 'process')} cannot continue: {parts} (--mesh {as_option(mesh)})")
-        else:
-            found[count] = as_option({axis: n for axis, n in mesh.items() if n > 1 or axis == "fsdp"})
-            lines.append(f"{counted(count, 'process')} can continue: --mesh {found[count]}")
-    if not found and args.min_processes < number:
+        problem = _problem(mesh, batch_size // accumulate, args)
+        if mesh is None or problem is not None:
+            lines.append(f"{counted(count, 'process')} cannot continue: {problem}")
+            continue
+        meshes[count] = as_option({axis: degree for axis, degree in mesh.items() if degree > 1 or axis == "fsdp"})
+        lines.append(f"{counted(count, 'process')} can continue: --mesh {meshes[count]}")
+    if not meshes and min_processes < number:
         raise ShardingError(
             "No smaller number of processes could continue.",
-            where=[f"--min-processes {args.min_processes} --mesh {args.mesh}", *lines],
+            where=[f"--min-processes {min_processes} --mesh {args.mesh}", *lines],
             why="the data axes of the mesh shrink with the processes, and the batch must divide over them.",
             do="--set batch_size=N with an N that the smaller meshes divide; or leave out --min-processes.",
         )
-    if cluster is not None and cluster.process_id == 0 and lines:
+    # All processes have computed the same lines; process 0 prints them.
+    if cluster.process_id == 0 and lines:
         print("after a loss:", *lines, sep="\n  ", file=sys.stderr, flush=True)
-    return found
+    return meshes
 
 
-def _check(args: TrainArgs, cluster: launch.Cluster | None, sizes: Mapping[str, int]) -> None:
-    least, number = args.min_processes or 0, 0 if cluster is None else cluster.num_processes
-    where, why, do = [f"--min-processes {least}"], "", ""
-    if cluster is None:
-        why = "on one machine all processes are restarted; only on a cluster can a run continue with fewer."
-        do = "leave out --min-processes."
-    elif not number / 2 < least <= number:
-        why = f"more than half of {number} must continue, so that a split network never leaves two runs; at most all."
-        do = f"--min-processes {number // 2 + 1}"
-    elif args.auto or -1 in sizes.values() or "fsdp" not in sizes:
-        where.append(f"--mesh {args.mesh or '(all devices)'}{' --auto' if args.auto else ''}")
-        why = "the smaller meshes are checked now, not after a loss, so the mesh must be known."
-        do = "name all degrees: --mesh fsdp=N, or replica=M,fsdp=N, for all devices."
-    if why:
-        raise ShardingError("The run could not continue with fewer processes.", where=where, why=why, do=do)
+def _problem(mesh: Mapping[str, int] | None, microbatch_size: int, args: TrainArgs) -> str | None:
+    """The reason why a run cannot continue on a smaller mesh; None if it can."""
+    if mesh is None:
+        return f"their devices do not divide into --mesh {args.mesh}"
+    shards = math.prod(mesh.get(axis, 1) for axis in ("replica", "fsdp", "expert"))
+    if microbatch_size % shards == 0:
+        return None
+    parts = f"{counted(microbatch_size, 'sequence')} over {counted(shards, 'data shard')}"
+    return f"{parts} (--mesh {as_option(mesh)})"
+
+
+def _check(args: TrainArgs, min_processes: int, number: int, sizes: Mapping[str, int]) -> None:
+    """Checks that fewer of this number of processes may continue, and that their meshes are known before the start."""
+    where = [f"--min-processes {min_processes}"]
+    if not number / 2 < min_processes <= number:
+        raise _not_with_fewer(
+            where,
+            why=f"more than half of {number} must continue, so that a split network never leaves two runs; at most "
+            "all.",
+            do=f"--min-processes {number // 2 + 1}",
+        )
+    if args.auto or -1 in sizes.values() or "fsdp" not in sizes:
+        auto = " --auto" if args.auto else ""
+        raise _not_with_fewer(
+            [*where, f"--mesh {args.mesh or '(all devices)'}{auto}"],
+            why="the smaller meshes are checked now, not after a loss, so the mesh must be known.",
+            do="name all degrees: --mesh fsdp=N, or replica=M,fsdp=N, for all devices.",
+        )
+
+
+def _not_with_fewer(where: list[str], *, why: str, do: str) -> ShardingError:
+    return ShardingError("The run could not continue with fewer processes.", where=where, why=why, do=do)
 
 
 def _batch(argv: Sequence[str]) -> tuple[int, int]:
     """The recipe's `batch_size` and `accumulate`, read by a separate process, as this one does not import JAX."""
     command = module_command("jshard", "train", *argv, "--print-config")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JSHARD_WORKER")}
-    read = subprocess.run(command, env=environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)
-    if read.returncode:
-        error = ShardingError if read.returncode == 2 else RunError
+    environ["JAX_PLATFORMS"] = "cpu"
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        error = ShardingError if result.returncode == 2 else RunError
+        reason = result.stderr.strip() or f"it ended with exit code {result.returncode}"
         raise error(
             "The recipe could not be read.",
             where="--print-config, from which --min-processes reads the batch size",
-            why=(read.stderr.strip() or f"it ended with exit code {read.returncode}")[-2000:],
+            why=reason[-2000:],
             do="jshard train ... --print-config  # shows it alone",
         )
-    recipe = json.loads(read.stdout)["recipe"]
+    recipe = json.loads(result.stdout)["recipe"]
     return recipe["batch_size"], recipe["accumulate"]

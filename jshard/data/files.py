@@ -53,25 +53,33 @@ _STDLIB_SKIPPED = frozenset(
 
 def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
     """The files in `PATH` or `PATH=WEIGHT`, and their weights; no weights if no file has one."""
-    found, weights = [], []
-    for given in map(str, paths):
-        path, _, text = given.rpartition("=")
-        if not path or os.path.exists(expanded(given)):  # not `Path.exists`, which raises for names that are too long
-            found.append(expanded(given))
+    files: list[Path] = []
+    weights: list[Fraction] = []
+    for argument in map(str, paths):
+        path, _, text = argument.rpartition("=")
+        # Not `Path.exists`, which raises for names that are too long.
+        if not path or os.path.exists(expanded(argument)):
+            files.append(expanded(argument))
             continue
-        weights.append(_weight(text))
-        if weights[-1] <= 0:
-            why, do = f"{text!r} is not a number above 0.", f"--data {shlex.quote(f'{path}=0.5')}  # or =1/3"
-            raise DataError("A weight cannot be read.", where=f"--data {given}", why=why, do=do)
-        found.append(expanded(path))
-    if weights and len(weights) < len(found):
+        weight = _weight(text)
+        if weight <= 0:
+            raise DataError(
+                "A weight cannot be read.",
+                where=f"--data {argument}",
+                why=f"{text!r} is not a number above 0.",
+                do=f"--data {shlex.quote(f'{path}=0.5')}  # or =1/3",
+            )
+        weights.append(weight)
+        files.append(expanded(path))
+    if weights and len(weights) < len(files):
+        corrected = [shlex.quote(f"{file}=1") for file in files]
         raise DataError(
             "Only some of the data have a weight.",
             where=f"--data {shlex.join(map(str, paths))}",
-            why=f"{len(weights)} of {len(found)} have one: the share of the others is unknown.",
-            do=f"--data {' '.join(shlex.quote(f'{path}=1') for path in found)}",
+            why=f"{len(weights)} of {len(files)} have one: the share of the others is unknown.",
+            do=f"--data {' '.join(corrected)}",
         )
-    return found, weights
+    return files, weights
 
 
 # 1e999999999 is a number, too, but takes all memory as a fraction.
@@ -125,90 +133,159 @@ def read_texts(paths: Sequence[Path], text_key: str, *, end: bytes = b"") -> tup
     """
     texts: dict[str, list[bytes]] = {}
     places: set[Path] = set()
-    bad: dict[Path, str] = {}
+    unusable: dict[Path, str] = {}
     skipped: dict[Path, str] = {}
     for root in paths:
-        read, others = _texts_in(root, text_key)
-        for path, found in read.items():
-            _check_end(path, found, end)
-        if not any(map(any, read.values())):
-            bad |= others or {root: "a folder without text (hidden files are left out)" if root.is_dir() else "empty"}
+        reader = _TextReader(root, text_key)
+        reader.read()
+        for path, documents in reader.texts.items():
+            _check_end(path, documents, end)
+        if not reader.has_text:
+            unusable |= reader.problems or {root: _why_empty(root)}
             continue
-        skipped |= others
-        for path, found in read.items():
-            if path.resolve() not in places:  # a file given twice is read once
-                texts[_name(path, root, texts)] = found
-                places.add(path.resolve())
-    if bad:
-        known = [path for path in bad if path.suffix in _INSTEAD and path.is_file()]
-        tools = [_INSTEAD[path.suffix].format(shlex.quote(str(path))) for path in known]
-        iconv = "iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8."
-        raise DataError(
-            f"{len(bad)} of the given files and folders cannot be trained on.",
-            where=[f"{path}: {why}" for path, why in bad.items()],
-            why=f"--data takes text in UTF-8, {', '.join(_JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
-            f"Hugging Face datasets; seen from {Path.cwd()}.",
-            do="\n".join(tools) or f"correct or remove those paths; {iconv}",
-        )
+        skipped |= reader.problems
+        for path, documents in reader.texts.items():
+            place = path.resolve()
+            if place not in places:  # a file given twice is read once
+                texts[_name(path, root, texts)] = documents
+                places.add(place)
+    # All at once, so that a user corrects a list of paths once.
+    if unusable:
+        raise _unusable_error(unusable)
     if skipped:
-        listed = [f"\n  {path}: {why}" for path, why in skipped.items()]
-        more = f"\n  ... and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        warnings.warn(f"{len(skipped)} file(s) are skipped:{''.join(listed[:_SHOWN])}{more}", stacklevel=4)
-    flat = {
-        name if len(found) == 1 else f"{name}:{number}": text
-        for name, found in sorted(texts.items())
-        for number, text in enumerate(found)
-    }
-    return flat, "file" if len(flat) == len(texts) else "document"
+        _warn_of(skipped)
+    flat = _flat(texts)
+    noun = "file" if len(flat) == len(texts) else "document"
+    return flat, noun
 
 
-def _texts_in(root: Path, text_key: str) -> tuple[dict[Path, list[bytes]], dict[Path, str]]:
-    """The texts in the files at or below `root`, and the reasons why other files have none."""
-    texts: dict[Path, list[bytes]] = {}
-    others: dict[Path, str] = {}
+def _why_empty(root: Path) -> str:
+    """The reason why a path without problems has no text."""
+    if root.is_dir():
+        return "a folder without text (hidden files are left out)"
+    return "empty"
 
-    def unreadable(error: OSError) -> None:
-        others[Path(error.filename or root)] = f"{(error.strerror or repr(error)).lower()}"
 
-    files = []
-    is_saved = is_dataset(root)
-    for folder, folders, names in os.walk(root, onerror=unreadable) if root.is_dir() and not is_saved else ():
-        visible = sorted(name for name in folders if not name.startswith("."))
-        links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
-        others |= {Path(folder, name): "a link to a folder, not followed; give the folder itself" for name in links}
-        folders[:] = [name for name in visible if name not in links]
-        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    for path in files if root.is_dir() and not is_saved else [root]:
+def _unusable_error(unusable: Mapping[Path, str]) -> DataError:
+    """The error for paths without any text, by the reasons."""
+    commands = []
+    for path in unusable:
+        if path.suffix in _INSTEAD and path.is_file():
+            commands.append(_INSTEAD[path.suffix].format(shlex.quote(str(path))))
+    iconv = "iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8."
+    return DataError(
+        f"{len(unusable)} of the given files and folders cannot be trained on.",
+        where=[f"{path}: {why}" for path, why in unusable.items()],
+        why=f"--data takes text in UTF-8, {', '.join(_JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
+        f"Hugging Face datasets; seen from {Path.cwd()}.",
+        do="\n".join(commands) or f"correct or remove those paths; {iconv}",
+    )
+
+
+def _warn_of(skipped: Mapping[Path, str]) -> None:
+    """Warns of files without text, beside others that have some."""
+    lines = [f"\n  {path}: {why}" for path, why in skipped.items()]
+    num_more = len(lines) - _SHOWN
+    more = f"\n  ... and {num_more} more" if num_more > 0 else ""
+    # The line to blame is the one that calls `load_text`, four functions up.
+    warnings.warn(f"{len(skipped)} file(s) are skipped:{''.join(lines[:_SHOWN])}{more}", stacklevel=5)
+
+
+def _flat(texts: Mapping[str, list[bytes]]) -> dict[str, bytes]:
+    """Each document under a name of its own, in the order of the files' names."""
+    flat = {}
+    for name, documents in sorted(texts.items()):
+        for number, text in enumerate(documents):
+            # A number only where there are several: a file of one text keeps its name.
+            key = name if len(documents) == 1 else f"{name}:{number}"
+            flat[key] = text
+    return flat
+
+
+class _TextReader:
+    """Reads the texts at or below a path.
+
+    Attributes:
+        texts: the texts of each readable file, in the order of their paths.
+        problems: the reasons why other files and folders have none.
+    """
+
+    def __init__(self, root: Path, text_key: str) -> None:
+        self.texts: dict[Path, list[bytes]] = {}
+        self.problems: dict[Path, str] = {}
+        self._root = root
+        self._text_key = text_key
+        self._is_dataset = is_dataset(root)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether any text was read that is not empty."""
+        return any(any(texts) for texts in self.texts.values())
+
+    def read(self) -> None:
+        """Reads all files. What cannot be read is a problem, not an error: the others may be enough."""
+        # A dataset is a folder that is read as one file.
+        paths = [self._root]
+        if self._root.is_dir() and not self._is_dataset:
+            paths = self._visible_files()
+        for path in paths:
+            self._read_file(path)
+
+    def _visible_files(self) -> list[Path]:
+        """The files below the root that are not hidden, in an order that is the same on all machines."""
+        files = []
+        for folder, folders, names in os.walk(self._root, onerror=self._note_unreadable):
+            visible = sorted(name for name in folders if not name.startswith("."))
+            links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
+            for name in links:
+                self.problems[Path(folder, name)] = "a link to a folder, not followed; give the folder itself"
+            folders[:] = [name for name in visible if name not in links]  # `os.walk` continues with these
+            files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+        return files
+
+    def _read_file(self, path: Path) -> None:
         try:
-            if path.exists() and not path.is_file() and not is_saved:
+            # A FIFO would wait for ever, and a device never end.
+            if path.exists() and not path.is_file() and not self._is_dataset:
                 raise ValueError("neither a file nor a folder")
-            found = _documents(path, text_key)
-            texts[path] = [_text_of(path)] if found is None else [text for text in found if text]
+            self.texts[path] = _texts_of(path, self._text_key)
         except OSError as error:
-            unreadable(error)
-        except FourPartError:
+            self._note_unreadable(error)
+        except FourPartError:  # some are a ValueError, too, and they say more
             raise
         except (ValueError, EOFError, zlib.error) as error:
-            others[path] = f"not text: {error}"
-    return texts, others
+            self.problems[path] = f"not text: {error}"
+
+    def _note_unreadable(self, error: OSError) -> None:
+        path = Path(error.filename or self._root)
+        self.problems[path] = (error.strerror or repr(error)).lower()
+
+
+def _texts_of(path: Path, text_key: str) -> list[bytes]:
+    """The documents of a file that are not empty; of a file of another kind, its text."""
+    documents = _documents(path, text_key)
+    if documents is None:
+        return [_text_of(path)]
+    return [document for document in documents if document]
 
 
 def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
     """Raises a `DataError` for a text that contains its own end: the model would learn two texts in its place."""
     if not end:
         return
-    numbers = [number for number, text in enumerate(texts) if end in text]
-    if numbers:
-        do = "--tokenizer tokenizer.json  # its end of text is not a byte; or remove the zero bytes from the texts."
-        if path.name.lower().endswith(_JSON_LINES) and path.suffix.lower() != ".gz":
-            clean = shlex.quote(str(path.with_stem(f"{path.stem}-clean")))
-            do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
-        raise DataError(
-            "A document has zero bytes.",
-            where=[f"{path}: document {number + 1}" for number in numbers],
-            why="as tokens are bytes, a zero byte is the end of a text.",
-            do=do,
-        )
+    numbers = [number for number, text in enumerate(texts, 1) if end in text]
+    if not numbers:
+        return
+    do = "--tokenizer tokenizer.json  # its end of text is not a byte; or remove the zero bytes from the texts."
+    if path.name.lower().endswith(_JSON_LINES) and path.suffix.lower() != ".gz":
+        clean = shlex.quote(str(path.with_stem(f"{path.stem}-clean")))
+        do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
+    raise DataError(
+        "A document has zero bytes.",
+        where=[f"{path}: document {number}" for number in numbers],
+        why="as tokens are bytes, a zero byte is the end of a text.",
+        do=do,
+    )
 
 
 def _text_of(path: Path) -> bytes:
@@ -227,7 +304,8 @@ def _name(path: Path, root: Path, taken: Mapping[str, Any]) -> str:
 
 def stdlib_texts() -> dict[str, bytes]:
     """The sources of Python's standard library."""
-    root, texts = Path(sysconfig.get_paths()["stdlib"]), {}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = {}
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # site-packages may be very large
         for name in files:
@@ -249,7 +327,9 @@ def _documents(path: Path, text_key: str) -> Iterator[bytes] | None:
         return _json_lines(path, text_key)
     if path.suffix.lower() == ".parquet":
         return _column(path, _parquet(path, text_key), text_key)
-    return _column(path, _dataset(path), text_key) if is_dataset(path) else None
+    if is_dataset(path):
+        return _column(path, _dataset(path), text_key)
+    return None
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
@@ -439,8 +519,9 @@ class TokenFile:
 
     def pieces(self) -> Iterator[np.ndarray]:
         """All ids of a small file; a quickly readable sample of a large one, spread evenly."""
-        for at in range(0, self.size, max(_PIECE, -(-self.size // _PIECES))):
-            yield self[at : at + _PIECE]
+        stride = max(_PIECE, -(-self.size // _PIECES))  # rounded up: at most so many pieces
+        for start in range(0, self.size, stride):
+            yield self[start : start + _PIECE]
 
     @functools.cached_property
     def _mapped(self) -> np.ndarray:
@@ -457,18 +538,19 @@ def token_file(path: Path, dtype: Dtype | None, vocab_size: int | None) -> Token
         os.close(_files.open_number(path))  # a FIFO would wait for ever
         if path.suffix.lower() == ".npy":
             return _npy(path, vocab_size)
-        found = _bin(path, dtype, vocab_size)
+        ids = _bin(path, dtype, vocab_size)
     except FourPartError:
         raise
     except OSError as error:
         why = f"{(error.strerror or repr(error)).lower()}; seen from {Path.cwd()}."
         raise _no_tokens(str(path), why, "ls -l *.bin *.npy  # shows those that are here") from error
-    head = found._mapped[: _PIECE // 16]
-    if found.size > 64 and not head[1::2].any() and head[0::2].any():
-        wide = f"uint{found.dtype.itemsize * 16}"
-        why = f"read as {found.dtype}, every second of its first {head.size} ids is 0: it looks like {wide}."
+    # Read as 16 bits, half of the ids of 32 bits are zeros: a model would learn them without an error.
+    head = ids._mapped[: _PIECE // 16]
+    if ids.size > 64 and not head[1::2].any() and head[0::2].any():
+        wide = f"uint{ids.dtype.itemsize * 16}"
+        why = f"read as {ids.dtype}, every second of its first {head.size} ids is 0: it looks like {wide}."
         raise _no_tokens(str(path), why, f"--dtype {wide}")
-    return found
+    return ids
 
 
 def _bin(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:

@@ -7,7 +7,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard._streams import open_standard_streams
@@ -16,7 +16,7 @@ from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
 from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
-from jshard.launch.rendezvous import RollCall
+from jshard.launch.rendezvous import Group, RollCall
 from jshard.launch.restarts import History, NotRestarted, Restarts
 from jshard.launch.worker_process import WorkerProcess
 
@@ -55,57 +55,193 @@ def supervise(
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or never came.
     """
     open_standard_streams()  # the workers inherit them
-    deadlines, history = deadlines or Deadlines(), History(left=0 if restarts is None else restarts.most)
-    with Signals() as signals, contextlib.ExitStack() as stack:
-        is_stopped = lambda: signals.received is not None
+    with Signals() as signals, contextlib.ExitStack() as resources:
+        supervisor = _Supervisor(
+            command,
+            processes=processes,
+            cluster=cluster,
+            deadlines=deadlines or Deadlines(),
+            again=again,
+            restarts=restarts,
+            signals=signals,
+            resources=resources,
+        )
         try:
-            call = None
-            if cluster is not None:
-                call = stack.enter_context(contextlib.closing(RollCall(cluster, deadlines, restarts)))
-            keeper: Keeper | None = None
-            while not is_stopped():
-                group, number = None, processes or 1
-                peers = Peers(process_id=0, links={}, hosts={}, deadlines=deadlines)
-                if call is None:
-                    history.begin()
-                else:
-                    group = call.meet(history, stopped=is_stopped)
-                    if group is None:
-                        break
-                    peers, number = group.peers, group.place.num_processes
-                history.check_worth()
-                if history.lost is not None and peers.process_id == 0:
-                    _say(history.line(num_processes=number))
-                words = command
-                if history.lost is not None and restarts is not None:
-                    words = restarts.command(history.folder, None if group is None else group.mesh)
-                if keeper is None and restarts is not None and restarts.keeps_copies:
-                    # From the first attempt to the last: its contents outlive the workers.
-                    keeper = stack.enter_context(Keeper(None if group is None else group.place))
-                extra = history.environ() | ({} if keeper is None else keeper.environ)
-                if group is None:
-                    workers = worker_process.start_local(words, number, deadlines, extra=extra)
-                else:
-                    workers = [WorkerProcess(words, group.place, deadlines, extra=extra | dict(group.bind))]
-                attempt = _Attempt(workers, number, peers, call, deadlines, signals, again, history)
-                code = attempt.watch()
-                if attempt.lost is None or not history.allows(attempt.lost):
-                    return code
-                reported = {key: attempt.last(key) for key in ("step", "checkpoint", "copy", "folder")}
-                history.note(attempt.lost, **reported)
-                ends_at = time.monotonic() + history.pause_s
-                while not is_stopped() and time.monotonic() < ends_at:
-                    time.sleep(TICK_S)
-            _say(f"{_name(signals.received)}: the run is stopped; no worker was at work.")
-            return stopped_code(signals.received or 0)
+            return supervisor.run()
         except FourPartError as error:
             _say(f"{type(error).__name__}: {error}")
-            return REQUEST if is_request(error) else RESUME if isinstance(error, NotRestarted) else 1
+            return _exit_code(error)
+
+
+def _exit_code(error: FourPartError) -> int:
+    """The exit code of a run that an error has ended."""
+    if is_request(error):
+        return REQUEST
+    if isinstance(error, NotRestarted):
+        return RESUME
+    return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Members:
+    """The processes of one attempt.
+
+    Attributes:
+        number: how many they are.
+        peers: the links to the supervisors of the others; none on one machine.
+        group: what the roll call agreed on; None if all processes are on this machine.
+    """
+
+    number: int
+    peers: Peers
+    group: Group | None = None
+
+    @property
+    def place(self) -> Cluster | None:
+        """The place of this process; None if all are on this machine."""
+        return None if self.group is None else self.group.place
+
+    @property
+    def mesh(self) -> str | None:
+        """Their mesh, if it is not that of all processes."""
+        return None if self.group is None else self.group.mesh
+
+
+class _Supervisor:
+    """The attempts at one run, until it is complete, stopped, or not worth another one.
+
+    The roll call, the keeper and the history last from the first attempt to the last. `resources` closes the first two.
+    The other arguments are those of `supervise`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        processes: int | None,
+        cluster: Cluster | None,
+        deadlines: Deadlines,
+        again: str,
+        restarts: Restarts | None,
+        signals: Signals,
+        resources: contextlib.ExitStack,
+    ) -> None:
+        self._command = command
+        self._processes = processes or 1
+        self._cluster = cluster
+        self._deadlines = deadlines
+        self._again = again
+        self._restarts = restarts
+        self._signals = signals
+        self._resources = resources
+        self._history = History(left=0 if restarts is None else restarts.most)
+        self._call: RollCall | None = None
+        self._keeper: Keeper | None = None
+
+    def run(self) -> int:
+        """Makes attempts; returns the exit code of the run."""
+        self._open_roll_call()
+        while not self._is_stopped():
+            members = self._meet()
+            if members is None:
+                break
+            attempt = self._start(members)
+            code = attempt.watch()
+            if attempt.lost is None or not self._history.allows(attempt.lost):
+                return code
+            self._record(attempt, attempt.lost)
+            self._pause()
+        _say(f"{_name(self._signals.received)}: the run is stopped; no worker was at work.")
+        return stopped_code(self._signals.received or 0)
+
+    def _is_stopped(self) -> bool:
+        return self._signals.received is not None
+
+    def _open_roll_call(self) -> None:
+        if self._cluster is not None:
+            call = RollCall(self._cluster, self._deadlines, self._restarts)
+            self._call = self._resources.enter_context(contextlib.closing(call))
+
+    def _meet(self) -> _Members | None:
+        """Waits for the processes of the next attempt; None if a signal came first."""
+        if self._call is None:
+            self._history.begin()
+            alone = Peers(process_id=0, links={}, hosts={}, deadlines=self._deadlines)
+            return _Members(self._processes, alone)
+        group = self._call.meet(self._history, stopped=self._is_stopped)
+        if group is None:
+            return None
+        return _Members(group.place.num_processes, group.peers, group)
+
+    def _start(self, members: _Members) -> _Attempt:
+        """Starts the workers of this machine, if another attempt is worth it."""
+        # After the meeting, in which this supervisor may have learned of attempts that it was not part of.
+        self._history.check_worth()
+        if self._history.lost is not None and members.peers.process_id == 0:
+            _say(self._history.line(num_processes=members.number))
+        command = self._command_of(members)
+        self._open_keeper(members)
+        workers = self._start_workers(command, members)
+        return _Attempt(
+            workers,
+            members.number,
+            members.peers,
+            self._call,
+            self._deadlines,
+            self._signals,
+            self._again,
+            self._history,
+        )
+
+    def _command_of(self, members: _Members) -> Sequence[str]:
+        """The command of a worker, which after a loss continues the run."""
+        if self._history.lost is None or self._restarts is None:
+            return self._command
+        return self._restarts.command(self._history.folder, members.mesh)
+
+    def _open_keeper(self, members: _Members) -> None:
+        """Opens the store of copies in memory. It outlives the workers: the next ones read from it."""
+        if self._keeper is None and self._restarts is not None and self._restarts.keeps_copies:
+            self._keeper = self._resources.enter_context(Keeper(members.place))
+
+    def _start_workers(self, command: Sequence[str], members: _Members) -> list[WorkerProcess]:
+        environ = self._history.environ()
+        if self._keeper is not None:
+            environ |= self._keeper.environ
+        group = members.group
+        if group is None:
+            return worker_process.start_local(command, members.number, self._deadlines, extra=environ)
+        return [WorkerProcess(command, group.place, self._deadlines, extra=environ | dict(group.bind))]
+
+    def _record(self, attempt: _Attempt, lost: Ending) -> None:
+        """Records in the history how an attempt ended."""
+        self._history.note(
+            lost,
+            step=attempt.last("step"),
+            checkpoint=attempt.last("checkpoint"),
+            copy=attempt.last("copy"),
+            folder=attempt.last("folder"),
+        )
+
+    def _pause(self) -> None:
+        """Waits before the next attempt; a signal ends the wait."""
+        ends_at = time.monotonic() + self._history.pause_s
+        while not self._is_stopped() and time.monotonic() < ends_at:
+            time.sleep(TICK_S)
 
 
 @dataclasses.dataclass
 class _Attempt:
-    """One attempt at a run: the workers of this machine, and the links to the supervisors of others if any."""
+    """One attempt at a run: the workers of this machine, and the links to the supervisors of others if any.
+
+    Attributes:
+        lost: the process whose loss ended the attempt; None if a signal did.
+        forwarded: the signal that the workers have received.
+        seen: the workers whose endings were reported to the others.
+        bad: the bad endings so far, of this machine and others.
+        first_bad_at: time of the first of them, from which the others have a moment to end.
+        warned_s: how long there had been no step, at the last warning.
+    """
 
     workers: Sequence[WorkerProcess]
     num_processes: int
@@ -128,10 +264,12 @@ class _Attempt:
             while not self.signals.repeated:
                 self._look()
                 self._warn()
-                if (code := self._good_end()) is not None:
+                code = self._good_end()
+                if code is not None:
                     return code
-                if (cause := self._cause()) is not None:
-                    return self._end_badly(cause)
+                lost = self._cause()
+                if lost is not None:
+                    return self._end_badly(lost)
                 time.sleep(TICK_S)
             _say(f"{_name(self.forwarded)} again: the run ends now, unsaved. Continue it with: {self._again}")
             return stopped_code(self.forwarded or 0)
@@ -141,16 +279,34 @@ class _Attempt:
             self.peers.close()
 
     def _look(self) -> None:
-        if self.signals.received is not None and self.forwarded is None:
-            self.forwarded = self.signals.received
-            for worker in self.workers:
-                worker.forward(self.forwarded)
-        if self.peers.stalled or any(ending.stalled for ending in self.bad):
-            # Every process reports its position, to find the one that is behind.
-            for worker in self.workers:
-                worker.end_stalled()
-            if not self.peers.stalled:
-                self.peers.ask_all()
+        """Passes on what came since the last look: signals, output, endings, and the messages of others."""
+        self._forward_signal()
+        self._request_positions()
+        self._look_at_workers()
+        if self.call is not None:
+            self.call.attend()
+        for ending in self.peers.poll(self.workers[0].state):
+            self._note_ending(ending)
+
+    def _forward_signal(self) -> None:
+        # Once: a second signal is not forwarded, but ends `watch`.
+        if self.signals.received is None or self.forwarded is not None:
+            return
+        self.forwarded = self.signals.received
+        for worker in self.workers:
+            worker.forward(self.forwarded)
+
+    def _request_positions(self) -> None:
+        """If the run is stalled, lets every process report its position, to find the one that is behind."""
+        is_known = self.peers.stalled
+        if not is_known and not any(ending.stalled for ending in self.bad):
+            return
+        for worker in self.workers:
+            worker.end_stalled()
+        if not is_known:
+            self.peers.ask_all()
+
+    def _look_at_workers(self) -> None:
         for worker in self.workers:
             worker.output.pass_on()
             ending = worker.look()
@@ -158,88 +314,130 @@ class _Attempt:
                 self.seen.add(worker.process_id)
                 self._note_ending(ending)
                 self.peers.report(ending)
-        if self.call is not None:
-            self.call.attend()
-        for ending in self.peers.poll(self.workers[0].state):
-            self._note_ending(ending)
 
     def _warn(self) -> None:
         """Reports that there was no step for some time, and the process that the others wait for."""
         if self.bad or not self.peers.decides:
             return
-        noted = {process: vars(beat) for process, beat in self.peers.beats.items()}
-        noted |= {worker.process_id: worker.state for worker in self.workers}
-        first_s = min((one["warn_s"] for one in noted.values() if one.get("warn_s")), default=None)
-        if first_s is None:
+        states = self._states()
+        warning = [state for state in states.values() if state.get("warn_s")]
+        if not warning:
             return
-        idle_s = max(one.get("idle_s") or 0.0 for one in noted.values() if one.get("warn_s"))
-        stopped = {worker.process_id: worker.stopped for worker in self.workers} if idle_s >= first_s else {}
-        behind = min(noted, key=lambda process: (not stopped.get(process), noted[process].get("marks") or 0))
-        where = f"process {behind} of {self.num_processes} is {stopped.get(behind) or noted[behind].get('phase')}"
+        first_s = min(state["warn_s"] for state in warning)
+        idle_s = max(state.get("idle_s") or 0.0 for state in warning)
+        stopped = {}
+        if idle_s >= first_s:  # not at every tick: each answer is read from the system
+            stopped = {worker.process_id: worker.stopped for worker in self.workers}
+        where = self._behind(states, stopped)
         self.warned_s = stall.warn(idle_s, self.warned_s, first_s, where, _say)
+
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """The last notes of each process that is heard of, by its id."""
+        states = {process: vars(beat) for process, beat in self.peers.beats.items()}
+        states |= {worker.process_id: worker.state for worker in self.workers}
+        return states
+
+    def _behind(self, states: Mapping[int, Mapping[str, Any]], stopped: Mapping[int, str]) -> str:
+        """Describes the process that the others wait for."""
+
+        def progress(process: int) -> tuple[bool, int]:
+            # The others wait for a stopped process, however far it has come.
+            is_active = not stopped.get(process)
+            return is_active, states[process].get("marks") or 0
+
+        behind = min(states, key=progress)
+        state = stopped.get(behind) or states[behind].get("phase")
+        return f"process {behind} of {self.num_processes} is {state}"
 
     def _note_ending(self, ending: Ending) -> None:
         if ending.good:
             return
         if not self.bad:
             self.first_bad_at = time.monotonic()
+            # Until the cause is certain: what the others write may be its consequence.
             for worker in self.workers:
                 worker.output.pause()
         self.bad.append(ending)
 
     def _good_end(self) -> int | None:
-        endings = [worker.ending for worker in self.workers]
-        if not all(ending is not None and ending.good for ending in endings):
-            return None
+        """The exit code if all workers of this machine ended well; else None."""
+        codes = []
+        for worker in self.workers:
+            if worker.ending is None or not worker.ending.good:
+                return None
+            codes.append(worker.ending.code or 0)
         for worker in self.workers:
             if worker.process_id == 0 or worker_process.debug():
                 worker.output.show()
-        return max(ending.code or 0 for ending in endings if ending is not None)
+        return max(codes)
 
     def _cause(self) -> Ending | None:
         """The process that was lost, once that is certain."""
-        if self.peers.verdict is not None or not self.bad:
+        if self.peers.verdict is not None:
             return self.peers.verdict
+        if not self.bad:
+            return None
+        if time.monotonic() - self.first_bad_at < self._settle_s():
+            return None
+        endings = list(self.bad)
+        if self.peers.stalled:
+            endings += self.peers.silent()
+        return self._with_limit(cause(endings))
+
+    def _settle_s(self) -> float:
+        """How long to wait, after the first bad ending, for one that may have caused it."""
+        if self.peers.alone and not any(worker.running for worker in self.workers):
+            return 0.0  # no other process can report
         wait_s = self.deadlines.settle_s
         if self.peers.stalled and len(self.bad) < self.num_processes:
             wait_s += VERDICT_S
         if not self.peers.decides:
             wait_s += VERDICT_S
-        if self.peers.alone and not any(worker.running for worker in self.workers):
-            wait_s = 0.0  # no other process can report
-        if time.monotonic() - self.first_bad_at < wait_s:
-            return None
-        lost = cause([*self.bad, *(self.peers.silent() if self.peers.stalled else ())])
-        # A stopped process knows neither its limit nor when it began.
+        return wait_s
+
+    def _with_limit(self, lost: Ending) -> Ending:
+        """The ending, with the limit of the process that waited longest if its own is not known.
+
+        A stopped process knows neither its limit nor when it began.
+        """
+        if lost.stand is None or lost.stand.deadline:
+            return lost
         stands = [ending.stand for ending in self.bad if ending.stand is not None and ending.stand.deadline]
-        if lost.stand is not None and not lost.stand.deadline and stands:
-            known = max(stands, key=lambda one: one.idle_s)
-            again = dataclasses.replace(lost.stand, idle_s=known.idle_s, deadline=known.deadline, asked=known.asked)
-            return dataclasses.replace(lost, stand=again)
-        return lost
+        if not stands:
+            return lost
+        longest = max(stands, key=lambda stand: stand.idle_s)
+        stand = dataclasses.replace(lost.stand, idle_s=longest.idle_s, deadline=longest.deadline, asked=longest.asked)
+        return dataclasses.replace(lost, stand=stand)
 
     def _end_badly(self, lost: Ending) -> int:
         if self.peers.decides:
             self.peers.announce(lost)
         was_asked = self._was_asked(lost)
-        self.lost = None if was_asked or self.signals.received is not None else lost
-        if self.lost is not None and self.history.allows(lost):
-            self._show(lost)
-            return lost.run_code
+        # A user who has stopped the run does not want it restarted, whatever was lost meanwhile.
+        if not was_asked and self.signals.received is None:
+            self.lost = lost
+            if self.history.allows(lost):
+                self._show(lost)
+                return lost.run_code
         if not was_asked:
             self._report(lost)
         elif self.last("step") is None:
             _say(f"{_name(self.forwarded)}: the run is stopped before its first step.")
         self._give_grace()
-        return stopped_code(self.forwarded or 0) if was_asked else lost.run_code
+        if was_asked:
+            return stopped_code(self.forwarded or 0)
+        return lost.run_code
 
     def _was_asked(self, lost: Ending) -> bool:
         """Whether it ended by the forwarded signal, before it handled signals, or because a peer did."""
         if self.forwarded is None:
             return False
+        if lost.code == -self.forwarded:
+            return True
+        if not lost.echo:
+            return False
         codes = (-self.forwarded, stopped_code(self.forwarded))
-        others = [worker.ending.code for worker in self.workers if worker.ending is not None]
-        return lost.code == -self.forwarded or (lost.echo and any(code in codes for code in others))
+        return any(worker.ending is not None and worker.ending.code in codes for worker in self.workers)
 
     def _show(self, lost: Ending) -> bool:
         """Shows the output of the lost process; returns whether it was on this machine."""
@@ -248,10 +446,15 @@ class _Attempt:
             is_cause = worker.process_id == lost.process
             is_own |= is_cause
             if is_cause or worker_process.debug():
-                # Lines that process 0 has shown are not repeated, such as a warning of all processes.
-                known = () if worker is self.workers[0] else self.workers[0].output.shown
-                worker.output.show(prefix=f"[process {worker.process_id}] " if worker.process_id else "", known=known)
+                self._show_output(worker)
         return is_own
+
+    def _show_output(self, worker: WorkerProcess) -> None:
+        prefix = f"[process {worker.process_id}] " if worker.process_id else ""
+        first = self.workers[0]
+        # Lines that process 0 has shown are not repeated, such as a warning of all processes.
+        known = () if worker is first else first.output.shown
+        worker.output.show(prefix=prefix, known=known)
 
     def _report(self, lost: Ending) -> None:
         if self._show(lost) and (lost.explained or lost.code == REQUEST):
@@ -284,7 +487,8 @@ class _Attempt:
 
     def last(self, key: str) -> Any:
         """The value that the workers reported under a name; the largest if they differ."""
-        return max((worker.state[key] for worker in self.workers if worker.state.get(key) is not None), default=None)
+        reports = [worker.state.get(key) for worker in self.workers]
+        return max((report for report in reports if report is not None), default=None)
 
 
 def _lost_error(
