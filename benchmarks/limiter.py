@@ -54,7 +54,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> list[str]:
     """The rows."""
-    what = "prefetch: units that are gathered and not yet used; None: no bound, as early as the compiler likes."
+    what = "prefetch: units that are gathered and not yet used; compiler: no bound, as early as the compiler likes."
     return [EXPLAINED, what, "", *table_of(result["rows"])]
 
 
