@@ -15,7 +15,7 @@ from jshard.cluster.compile import CompileRequest
 
 TITLE = "Budgets of prefetching"
 MEASURES_TIME = False
-_BUDGETS = (0, 1, 2, 4, None)
+_BUDGETS = (0, 1, 2, 4, "compiler")
 _UNROLLED = ("accumulate=1", "batch_size=256", "model.n_layer=8", "model.d_model=2048", "model.n_head=16")
 _MODELS: dict[str, dict[str, Any]] = {
     "175B, a loop": {"recipe": "gpt3_175b", "topology": "h100:64x8", "settings": ("batch_size=512",)},
