@@ -223,6 +223,7 @@ def run(out: Path, data: Data, say: Any = lambda line: None, **settings: Any) ->
     return [{k: line[k] for k in keys if k in line} for line in found]
 
 
+@pytest.mark.wide
 def test_a_run_in_float16_skips_and_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "LossScale", lambda: LossScale(initial=2.0**24, growth_interval=2))
     lines: list[str] = []
