@@ -131,9 +131,16 @@ class Adjoint(abc.ABC):
 
     Attributes:
         gradient: the derivative.
+        has_tangent: for each result of the call that was differentiated, whether it can have a cotangent.
     """
 
     gradient: Gradient
+    has_tangent: tuple[bool, ...]
+
+    def live_results(self, live: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Returns for each result whether its cotangent is given; `live` omits the results without a tangent."""
+        remaining = iter(live)
+        return tuple(next(remaining) if has_tangent else False for has_tangent in self.has_tangent)
 
     def takes(self, linear: Sequence[bool]) -> bool:
         """Returns whether the linear operands are all tangents and nothing else."""

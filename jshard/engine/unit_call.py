@@ -262,7 +262,7 @@ class UnitAdjoint(Adjoint):
         call = self.call
         gradient = self.gradient
         own = [owner == OWN for owner in call.owners]
-        live_results = self._live_results(live)
+        live_results = self.live_results(live)
         cotangent_dtypes = picked(live_results, call.out_dtypes[: len(live_results)])
         first_cotangent = len(own) + len(gradient.kept)
         taken = dict(enumerate(cotangent_dtypes, first_cotangent))
@@ -285,11 +285,6 @@ class UnitAdjoint(Adjoint):
             num_kept=self.num_copies,
             constants=frozenset(len(own) + i for i in self.copied_residuals),
         )
-
-    def _live_results(self, live: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Returns for each result of the unit whether its cotangent is given; `live` omits results without tangent."""
-        remaining = iter(live)
-        return tuple(next(remaining) if has_tangent else False for has_tangent in self.has_tangent)
 
 
 def _run(*operands: Any, call: UnitCall) -> list[Any]:
