@@ -81,8 +81,8 @@ def trace_call(
 def _without_passed_parameters(closed: ClosedJaxpr, call: Call) -> ClosedJaxpr:
     """Returns the program without the results of written parameters that were only passed through.
 
-    Its last results are the parameters before the call, then after it. Those that the method has changed stay, and the
-    call is told which.
+    Its last results are the parameters before the call, then after it. Those that the method has changed stay: the
+    call keeps their numbers.
     """
     results = closed.jaxpr.outvars
     num_written = len(call.written)
