@@ -1,6 +1,7 @@
-"""Every difference between versions of our dependencies, and every non-public name of theirs that is used.
+"""Every difference between versions of our dependencies, and every private name of theirs that is used.
 
-One file per topic, loaded on first use, so that a launcher does not import Flax.
+One file per topic, loaded on first use, so that a launcher does not import Flax. `private_names` is the list of the
+private names, each with what happens in a version that lacks it.
 """
 
 from jshard._lazy import attach as _attach

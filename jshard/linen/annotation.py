@@ -148,6 +148,7 @@ def annotation_for(model: Any) -> Annotation:
 
 def annotated(module: L, root: Unit, units: Any, unit: Unit) -> L:
     """A copy of the module whose calls go through `call_annotated`."""
+    _compat.check_linen(module)
     _check(module, unit.placement)
     optimizer = LogicalOptimizer("tx = js.shard_optimizer(model, tx)  # around the whole chain")
     root, unit = (dataclasses.replace(one, optimizer=optimizer) for one in (root, unit))
