@@ -166,6 +166,11 @@ def test_names_that_are_ours_or_public_are_not_taken_for_private_ones(line):
     assert not private_uses(line)
 
 
+def test_no_function_of_the_package_has_the_name_of_a_file():
+    """Python puts a file that is imported in place of the name."""
+    assert not set(dir(_compat)) & {path.stem for path in LIST.parent.glob("*.py")}
+
+
 # All are listed, and are there.
 
 

@@ -77,4 +77,4 @@ from jshard._compat.variables import home_of as home_of
 from jshard._compat.variables import settle as settle
 from jshard._compat.variables import write_past_home as write_past_home
 from jshard._compat.variables import write_unchecked as write_unchecked
-from jshard._compat.varying_axes import without_varying as without_varying
+from jshard._compat.unchecked_programs import without_varying as without_varying
