@@ -71,10 +71,10 @@ from jshard._compat.tracing import trace_context as trace_context
 from jshard._compat.tracing import varying_axes as varying_axes
 from jshard._compat.tracing import with_results as with_results
 from jshard._compat.tracing import without_dead_code as without_dead_code
+from jshard._compat.unchecked_programs import without_varying as without_varying
 from jshard._compat.variables import give_home as give_home
 from jshard._compat.variables import has_metadata as has_metadata
 from jshard._compat.variables import home_of as home_of
 from jshard._compat.variables import settle as settle
 from jshard._compat.variables import write_past_home as write_past_home
 from jshard._compat.variables import write_unchecked as write_unchecked
-from jshard._compat.unchecked_programs import without_varying as without_varying

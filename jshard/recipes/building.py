@@ -31,8 +31,9 @@ from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError
 from jshard.data.loader import read_sample
-from jshard.linen.annotation import annotation_of, initialise
-from jshard.linen.call import PARAMS
+from jshard.linen.annotation import annotation_of
+from jshard.linen.dispatch import initialise
+from jshard.linen.parameters import PARAMS
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.plan import plan
 from jshard.plans.units import dotted

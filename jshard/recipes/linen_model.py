@@ -16,9 +16,10 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 
 from jshard.engine.context import in_plain_flax
 from jshard.errors import AnnotationError
-from jshard.linen.annotation import annotation_of, relaid
-from jshard.linen.call import as_arrays, flat, flat_params, is_box, nested, raw_of
+from jshard.linen.annotated_class import relaid
+from jshard.linen.annotation import annotation_of
 from jshard.linen.layout import Layout
+from jshard.linen.parameters import as_arrays, flat, flat_params, is_box, nested, raw_of
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
