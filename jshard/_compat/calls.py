@@ -14,7 +14,7 @@ from jshard._compat import private_names
 Params = dict[str, Any]
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: object) -> bool:
     """Returns whether an atom of a jaxpr is a literal."""
     return isinstance(atom, jex.Literal)
 
@@ -116,7 +116,7 @@ def _lowered_constant(const: Any) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _has(jaxpr: Any, names: tuple[str, ...]) -> bool:
+def _has(jaxpr: jex.Jaxpr, names: tuple[str, ...]) -> bool:
     """Returns whether a program has equations of certain primitives, also inside of others."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in names:
@@ -130,7 +130,7 @@ def _has(jaxpr: Any, names: tuple[str, ...]) -> bool:
 class _LinearFunction:
     """The linear function that `jax.vjp` transposes, as a program."""
 
-    program: Any  # of the residuals, the tangents that are not zero, and the structured residuals
+    program: jex.Jaxpr  # of the residuals, the tangents that are not zero, and the structured residuals
     residuals: list[Any]
     structured_residuals: list[Any]
     is_zero: list[bool]  # of each result: whether its tangent is zero for all arguments
@@ -178,7 +178,7 @@ def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDt
     return tangents_out
 
 
-def _of_plain_primitives(jaxpr: Any) -> Any:
+def _of_plain_primitives(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """Returns a linear jaxpr that can be run: since jax 0.12 some of its equations can only be transposed."""
     equations = []
     for eqn in jaxpr.eqns:
@@ -190,7 +190,7 @@ def _of_plain_primitives(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=equations)
 
 
-def _is_transposed_only(eqn: Any) -> bool:
+def _is_transposed_only(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name.startswith("vjp_node[")
 
 

@@ -73,7 +73,7 @@ def in_trace() -> bool:
     return is_tracer(jax.numpy.zeros(()))
 
 
-def bind(eqn: Any, values: list[Any]) -> list[Any]:
+def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Runs an equation of a jaxpr on other values; returns its results."""
     results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     if eqn.primitive.multiple_results:
@@ -81,7 +81,7 @@ def bind(eqn: Any, values: list[Any]) -> list[Any]:
     return [results]
 
 
-def equation_setting(eqn: Any) -> Hashable:
+def equation_setting(eqn: jex.JaxprEqn) -> Hashable:
     """Returns the name scopes around an equation, its effects, and the other settings at its trace."""
     return eqn.source_info.name_stack, eqn.ctx, frozenset(eqn.effects)
 
@@ -103,25 +103,25 @@ def _custom_rule(memoized: Any) -> Any:
         return None
 
 
-def with_results(jaxpr: Any, outvars: list[Any]) -> Any:
+def with_results(jaxpr: jex.Jaxpr, outvars: Sequence[jex.Var]) -> jex.Jaxpr:
     """Returns a jaxpr with other results."""
     return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info._replace(result_paths=None))
 
 
-def axis_names(jaxpr: Any) -> list[str]:
+def axis_names(jaxpr: jex.Jaxpr) -> list[str]:
     """Returns the axes of a vmap or a shard_map around that a program's collectives name."""
     names = [getattr(effect, "name", None) for effect in jaxpr.effects]
     return sorted(str(name) for name in names if name is not None)
 
 
 @contextlib.contextmanager
-def equation_context(eqn: Any) -> Iterator[None]:
+def equation_context(eqn: jex.JaxprEqn) -> Iterator[None]:
     """Inside it, traced operations have the lines, names and settings (compute_on, metadata) of an equation."""
     with running(eqn), eqn.ctx.manager:
         yield
 
 
-def scan_arguments(eqn: Any) -> tuple[int, int]:
+def scan_arguments(eqn: jex.JaxprEqn) -> tuple[int, int]:
     """Returns how many arguments of an equation of `jax.lax.scan` are constants, and how many are carried."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -142,7 +142,7 @@ def fast_shape_tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(eqn: Any) -> Iterator[None]:
+def running(eqn: jex.JaxprEqn) -> Iterator[None]:
     """Inside it, traced operations have the lines, names and settings of an equation; the mesh stays the same."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with contextlib.ExitStack() as contexts:
@@ -190,8 +190,8 @@ def threefry_bits() -> Callable[[Any, int, tuple[int, ...]], Any] | None:
 
 
 def without_dead_code(
-    closed: Any, keep: Sequence[bool] = (), results_used: Sequence[bool] = ()
-) -> tuple[Any, list[bool]]:
+    closed: jex.ClosedJaxpr, keep: Sequence[bool] = (), results_used: Sequence[bool] = ()
+) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Returns a program without the parts that its results do not need, and which of its inputs it then has.
 
     Args:

@@ -93,6 +93,7 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     base = annotation.base
     body = _kept_of_class(base)
+    # Flax passes plain methods through LINEN_CALL; of a transformed one, only the method inside it.
     for name, method in _compat.transformed_methods(base).items():
         body[name] = _annotated_method(method)
     for name in ("apply", "init_with_output"):

@@ -299,7 +299,7 @@ class LinenCall:
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the method on a copy with these logical arrays; returns the arrays of its result and of its changes."""
         for scope, counts in zip(self._lifted.scopes, self._counts, strict=True):
-            _restore(scope.rng_counters, counts)
+            _restore(scope.rng_counters, counts)  # the run before this one has advanced them
         (state, keys, fields), argument_leaves = self._leaves.with_inputs(inputs)
         args, kwargs = self._arguments.form.together(argument_leaves, [])
         param_trees = jax.tree.unflatten(self._params_tree, list(params))
@@ -308,6 +308,7 @@ class LinenCall:
         with self.context():
             scopes = self._lifted.make((groups,), keys)
             module, args, kwargs = set_module_scopes(_with_fields(self.module, fields), args, kwargs, scopes)
+            # The copy continues the state of the module: `setup` may have run, and submodules may have been numbered.
             copy = _compat.in_state_of(self.module, module)
             live = self._arguments.live(args, kwargs)
             if isinstance(self.function, FreeFunction):
@@ -327,12 +328,14 @@ class LinenCall:
 
     def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
         """Returns the result of the method and the changed variables, in the form for Flax's lifting."""
+        # In the order of `_take_apart`: of the result, of changed variables, of changed arguments.
         leaves = merged(result.is_array, outs, result.static)
         end_of_changed = result.num_results + result.num_changed
         values = result.changed.together(leaves[result.num_results : end_of_changed], [])
         if result.arguments is not None:
             self._arguments.write(result.arguments, leaves[end_of_changed:])
         returned = self._arguments.result(result.results, leaves[: result.num_results])
+        # The program may have been traced for an equal call: then the method has not run here, and made no keys.
         for scope, counts in zip(self._lifted.scopes, result.counts, strict=True):
             _restore(scope.rng_counters, counts)
         changed: list[list[tuple[Path, Any]]] = [[] for _ in self._outermost]

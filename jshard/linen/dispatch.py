@@ -129,6 +129,7 @@ def _interception() -> Iterator[None]:
     if _is_intercepting.get():
         yield
         return
+    # Flax calls an interceptor once for each time that it was entered: a call would be split twice.
     with during(_is_intercepting, True), nn.intercept_methods(_intercept):
         yield
 
@@ -159,7 +160,7 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
     if isinstance(surroundings, _AsWritten):
         if annotation_of(module) in (None, surroundings.annotation):
             return call.run_plain()
-        surroundings = None
+        surroundings = None  # another annotated model, which the model in global view calls: as from outside
     if surroundings is None:
         return _run_from_outside(call)
     return _run_inside(surroundings, call)
@@ -237,7 +238,7 @@ def _open_region(annotation: Annotation, call: InterceptedCall) -> Any:
         linen_call.optimizer = annotation.root.optimizer
         layout = annotation.layout_of(linen_call.leaves, lambda: _surveyed(annotation, linen_call))
         unit = linen_call.place(layout)
-        linen_call.store()
+        linen_call.store()  # as placed: a plain array may belong to a parameter that is stored padded
         checks.check_replicated(layout.root, layout.root.kind)
         return _run_by_engine(linen_call, unit, _Running(annotation, layout, prefix))
 
@@ -303,6 +304,7 @@ def _warn_of_unknown(kind: str, path: str) -> None:
 
 def _run_by_engine(linen_call: LinenCall, unit: Unit, running: _Running) -> tuple[Any, Lifted]:
     checks.check_has_arrays(linen_call.where, linen_call.params)
+    # When the engine runs the method, calls in it must find this model, and the unit that runs: see `_is_unit`.
     linen_call.context = lambda: _context(running)
     return run_call(linen_call, dotted(linen_call.path), unit)
 

@@ -32,9 +32,10 @@ class Layout:
         for path in sorted(units, key=_natural_order):
             record = units[path].record
             placement = dataclasses.replace(record.placement, stacked=_num_stacked(path, units[path], leaves))
-            # The parameters of a unit that is never gathered belong to no gather: its name is its own.
+            # A unit that is never gathered is called from outside a region: its scope is named by its own record.
             name = "" if placement.gathered else dotted(path)
             records[path] = dataclasses.replace(record, placement=placement, nested=True, name=name)
+        # In natural order, which plans show: JAX sorts the keys of a dict as text.
         used_leaves = {}
         for path in sorted(leaves, key=_natural_order):
             used_leaves[path] = _with_uses(path, leaves[path], units, survey)

@@ -68,7 +68,7 @@ class _LinenOptimizer:
         logical = unboxed(params)
         state = self._tx.init(to_device(logical))
         has_boxes = jax.tree.structure(params) != jax.tree.structure(logical)
-        if has_boxes:
+        if has_boxes:  # the state has the form of the parameters that it was created for
             state = boxed(state, places)
         state = self._hold(state)
 
@@ -82,6 +82,7 @@ class _LinenOptimizer:
         logical_extra = unboxed(to_device(extra))
 
         def update_on_device(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            # The transformation sees logical arrays. The boxes of the old ones show how the new ones are stored.
             before = self._hold((grads, state))
             logical_grads, logical_state = unboxed(before)
             layout = UpdateLayout(self._annotation.layout.places, self._annotation.root.mesh)
