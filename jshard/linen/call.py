@@ -31,6 +31,12 @@ from jshard.plans.placement import Placement
 from jshard.plans.plan import Leaf
 from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, role
 
+Method = Callable[..., Any]
+Kwargs = Mapping[str, Any]
+Arrays = list[jax.Array]
+KeyCounts = dict[Any, Any]
+"""How many keys a scope has made, by stream; and the same of its inner scopes, by an object of Flax with their name."""
+
 Collections = Mapping[str, Any]
 """The variables of a scope, by collection; or its keys, by stream."""
 
@@ -45,7 +51,7 @@ VariablePlace = tuple[int, Path]
 class FreeFunction:
     """A function of a bound module that is no method of its class: Flax neither intercepts nor captures it."""
 
-    run: Callable[..., Any]
+    run: Method
 
     @property
     def __name__(self) -> str:
@@ -69,9 +75,9 @@ class InterceptedCall:
     """
 
     module: nn.Module
-    function: Callable[..., Any]
+    function: Method
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
     run_plain: Callable[[], Any]
 
 
@@ -88,8 +94,8 @@ class LiftedScopes:
     """
 
     scopes: Sequence[Scope]
-    make: Callable[..., Any]
-    repack: Callable[..., Any]
+    make: Callable[..., Sequence[Scope]]
+    repack: Callable[[Sequence[Scope]], Lifted]
     variables: Lifted
     keys: Lifted
 
@@ -114,11 +120,11 @@ class Result:
     changed: border.Form
     arguments: border.Form | None
     is_array: tuple[bool, ...]
-    static: tuple[Any, ...]
+    static: tuple[object, ...]
     num_results: int
     num_changed: int
     places: tuple[VariablePlace, ...]
-    counts: tuple[dict[Any, Any], ...]
+    counts: tuple[KeyCounts, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,13 +138,15 @@ class _Leaves:
         num_state: how many inputs are state or keys.
     """
 
-    leaves: list[Any]
+    leaves: list[object]
     is_input: list[bool]
-    tree: Any
+    tree: Any  # a treedef
     num_state: int
 
     @classmethod
-    def of(cls, state: Any, keys: Lifted, fields: dict[str, Any], arguments: Sequence[Any], is_unit: bool) -> "_Leaves":
+    def of(
+        cls, state: list[Collections], keys: Lifted, fields: Kwargs, arguments: Sequence[object], is_unit: bool
+    ) -> "_Leaves":
         around, tree = jax.tree.flatten((state, keys, fields))
         num_variables = len(jax.tree.leaves((state, keys)))
         leaves = [*around, *arguments]
@@ -150,16 +158,17 @@ class _Leaves:
         return cls(leaves, is_input, tree, sum(is_input[:num_variables]))
 
     @property
-    def inputs(self) -> list[Any]:
+    def inputs(self) -> Arrays:
         """The inputs of the call's program."""
-        return picked(self.is_input, self.leaves)
+        inputs: list[Any] = picked(self.is_input, self.leaves)
+        return inputs
 
     @property
-    def constants(self) -> list[Any]:
+    def constants(self) -> list[object]:
         """The other leaves."""
         return others(self.is_input, self.leaves)
 
-    def with_inputs(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def with_inputs(self, inputs: Sequence[jax.Array]) -> tuple[Any, list[object]]:
         """Returns (state, keys, fields) with other inputs, and the leaves of the arguments."""
         leaves = merged(self.is_input, inputs, self.constants)
         num_around = self.tree.num_leaves
@@ -184,10 +193,10 @@ class LinenCall:
         self,
         call: InterceptedCall,
         args: tuple,
-        kwargs: Mapping[str, Any],
+        kwargs: Kwargs,
         lifted: LiftedScopes,
         prefix: Path,
-        interceptor: Callable[..., Any],
+        interceptor: Method,
     ) -> None:
         """Splits a call.
 
@@ -242,7 +251,7 @@ class LinenCall:
                     leaves[path] = described(leaf, path)
         return leaves
 
-    def logical(self, values: Sequence[Any]) -> list[Any]:
+    def logical(self, values: Sequence[jax.Array]) -> Arrays:
         """Returns values of the parameters in the form for `body`: without padding, on the device."""
         logical = []
         for box, value in zip(self._boxes, values, strict=True):
@@ -251,7 +260,7 @@ class LinenCall:
             logical.append(fetched(value))
         return logical
 
-    def guarded(self, values: Sequence[Any]) -> list[Any]:
+    def guarded(self, values: Sequence[jax.Array]) -> Arrays:
         """Returns the input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
         padded = {}
         if self.optimizer is not None:
@@ -296,7 +305,7 @@ class LinenCall:
         trees = self._leaves.tree, self._arguments.form, self._params_tree
         return type(self.module), self.function, trees, repr((scopes, module_state)), static
 
-    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def body(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
         """Runs the method on a copy with these logical arrays; returns the arrays of its result and of its changes."""
         for scope, counts in zip(self._lifted.scopes, self._counts, strict=True):
             _restore(scope.rng_counters, counts)  # the run before this one has advanced them
@@ -322,11 +331,11 @@ class LinenCall:
     def keep_written(self, numbers: Sequence[int]) -> None:
         """Does nothing: a parameter that Flax lets a call write is an output like other variables."""
 
-    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+    def without_passed(self, outs: Sequence[jax.Array]) -> Arrays:
         """Returns all outputs."""
         return list(outs)
 
-    def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
+    def finish(self, outs: Sequence[jax.Array], result: Result) -> tuple[Any, Lifted]:
         """Returns the result of the method and the changed variables, in the form for Flax's lifting."""
         # In the order of `_take_apart`: of the result, of changed variables, of changed arguments.
         leaves = merged(result.is_array, outs, result.static)
@@ -345,7 +354,7 @@ class LinenCall:
 
     def _take_apart(
         self, returned: Any, changed: Mapping[VariablePlace, Any], live: border.LiveArguments
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[Arrays, Arrays]:
         """Returns the arrays in a result, and in changed variables and arguments; the rest is stored in `result`."""
         results = border.results(returned, live, self.location)
         variables = border.results(list(changed.values()), live, self.location)
@@ -386,7 +395,7 @@ def call_lifted(
     call: InterceptedCall,
     *,
     prefix: Path,
-    interceptor: Callable[..., Any],
+    interceptor: Method,
     run: Callable[[LinenCall], tuple[Any, Lifted]],
 ) -> Any:
     """Calls a method of a bound module outside its scopes.
@@ -425,7 +434,7 @@ def _array_fields(module: nn.Module) -> dict[str, Any]:
     return fields
 
 
-def _with_fields(module: nn.Module, fields: dict[str, Any]) -> nn.Module:
+def _with_fields(module: nn.Module, fields: Kwargs) -> nn.Module:
     """Returns a module with other values in fields, to be cloned; Flax would bind its own copy again."""
     if not fields:
         return module
@@ -437,7 +446,7 @@ def _with_fields(module: nn.Module, fields: dict[str, Any]) -> nn.Module:
 # Variables and scopes.
 
 
-def _without_params(variables: Collections) -> dict[str, Any]:
+def _without_params(variables: Collections) -> Collections:
     return {name: tree for name, tree in variables.items() if name != PARAMS}
 
 
@@ -448,7 +457,7 @@ def _variables(groups: Sequence[Collections]) -> Iterator[tuple[VariablePlace, A
             yield (number, path), leaf
 
 
-def _is_same(leaf: Any, before: Any) -> bool:
+def _is_same(leaf: object, before: object) -> bool:
     """Returns whether two variables consist of the same arrays; by identity, as traced ones have no values."""
     new_leaves, new_tree = jax.tree.flatten(leaf)
     old_leaves, old_tree = jax.tree.flatten(before)
@@ -473,12 +482,12 @@ def _relative(path: Path, start: Path) -> Path:
     return ("..", *path) if relative is None else relative
 
 
-def _copied(counts: Mapping[Any, Any]) -> dict[Any, Any]:
+def _copied(counts: KeyCounts) -> KeyCounts:
     """Returns a copy of counters that keeps their keys, which are counting objects, uncopied."""
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in counts.items()}
 
 
-def _restore(counts: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+def _restore(counts: KeyCounts, saved: KeyCounts) -> None:
     """Sets counters in place: other scopes hold the same dicts."""
     for key in [key for key in counts if key not in saved]:
         del counts[key]

@@ -198,11 +198,11 @@ def _run_inside(running: _Running, call: InterceptedCall) -> Any:
 
 
 def _refuse_other(running: _Running, module: nn.Module) -> None:
-    other = annotation_of(module)
-    if other is not None and other is not running.annotation:
+    inner = annotation_of(module)
+    if inner is not None and inner is not running.annotation:
         raise CallError(
             "An annotated Linen module was called inside another one.",
-            where=f"{running.annotation.base.__name__}: {other.base.__name__} {dotted(running.path(module))}",
+            where=f"{running.annotation.base.__name__}: {inner.base.__name__} {dotted(running.path(module))}",
             why="one fully_shard of the outermost module sets everything for a Linen model.",
             do='js.fully_shard(model, mesh=mesh, units={Inner: {"remat": "full"}})',
         )
@@ -263,8 +263,8 @@ def _run_beside(running: _Running, call: InterceptedCall) -> Any:
         linen_call.optimizer = running.layout.root.optimizer
         unit = linen_call.place(running.layout)
         linen_call.store()
-        inside = dataclasses.replace(running, unit=linen_call.path, is_global_view=False)
-        return _run_by_engine(linen_call, unit, inside)
+        region = dataclasses.replace(running, unit=linen_call.path, is_global_view=False)
+        return _run_by_engine(linen_call, unit, region)
 
     return call_lifted(call, prefix=running.prefix, interceptor=_intercept, run=run)
 
@@ -379,8 +379,8 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
     places = []
     for name in module.variables.keys() - _STATE:
         for path, x in flat(module.variables[name]):
-            for other in checks.others_in((name, *path), x, name):
-                places.append(f"{kind}: {dotted(other.path)}  {other.form}")
+            for array in checks.others_in((name, *path), x, name):
+                places.append(f"{kind}: {dotted(array.path)}  {array.form}")
     if places:
         do = 'w = self.param("w", nn.initializers.lecun_normal(), (64, 64))  # instead of self.variable(...)'
         raise checks.nothing_to_shard(places, needed="the collection params", do=do)

@@ -148,14 +148,17 @@ def _stack(path: Path, leaf: Leaf, survey: Survey) -> tuple[Path, int]:
 
     An empty path and 0 if none does, or if the layers are not stacked along the first dims.
     """
-    loops = [loop for loop in sorted(survey.loops, key=len) if path in survey.loops[loop]]
-    layer_shapes = [survey.loops[loop][path] for loop in loops]
-    layer_shape = min(layer_shapes, key=len, default=leaf.shape)
+    outermost: Path | None = None
+    layer_shape = leaf.shape  # inside the innermost loop
+    for loop in sorted(survey.loops, key=len):
+        shape = survey.loops[loop].get(path, leaf.shape)
+        if len(shape) < len(layer_shape):
+            layer_shape = shape
+            outermost = loop if outermost is None else outermost
     num_stacked = len(leaf.shape) - len(layer_shape)
-    consuming = [loop for loop in loops if len(survey.loops[loop][path]) < len(leaf.shape)]
-    if not consuming or leaf.shape[num_stacked:] != tuple(layer_shape):
+    if outermost is None or leaf.shape[num_stacked:] != tuple(layer_shape):
         return (), 0
-    return consuming[0], num_stacked
+    return outermost, num_stacked
 
 
 def _num_stacked(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:
@@ -196,11 +199,13 @@ def _unseen_twins(survey: Survey, leaves: Mapping[Path, Leaf]) -> dict[Path, See
     contents = _contents(leaves)
     twins = {}
     for path, unit in survey.units.items():
-        for other, content in contents.items():
-            is_unseen = other not in survey.called and content == contents.get(path)
-            if is_unseen and _without_numbers(other) == _without_numbers(path):
-                shapes = {(*other, *leaf_path[len(path) :]): shape for leaf_path, shape in unit.shapes.items()}
-                twins[other] = dataclasses.replace(unit, shapes=shapes, borrowed=set())
+        for twin_path, content in contents.items():
+            is_unseen = twin_path not in survey.called and content == contents.get(path)
+            if is_unseen and _without_numbers(twin_path) == _without_numbers(path):
+                shapes = {}
+                for leaf_path, shape in unit.shapes.items():
+                    shapes[*twin_path, *leaf_path[len(path) :]] = shape
+                twins[twin_path] = dataclasses.replace(unit, shapes=shapes, borrowed=set())
     return twins
 
 

@@ -29,6 +29,9 @@ from jshard.plans.memories import (
     update_layout,
 )
 
+Updated = tuple[optax.Updates, optax.OptState]
+"""The updates, and the next state."""
+
 
 def linen_optimizer(
     model: nn.Module, tx: optax.GradientTransformation, *, wrt: Any, shard_replicated: bool
@@ -62,7 +65,7 @@ class _LinenOptimizer:
             tx = optax.masked(tx, lambda tree: self._trained().mask(tree))
         self._tx = optax.with_extra_args_support(tx)
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: optax.Params) -> optax.OptState:
         """Creates the state, each array where its parameter's state belongs."""
         places = self._annotation.layout.places
         logical = unboxed(params)
@@ -77,11 +80,13 @@ class _LinenOptimizer:
 
         return jax.tree.map_with_path(in_its_memory, state)
 
-    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        self, grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> Updated:
         """Returns updates and the next state, each placed like the array that it replaces."""
         logical_extra = unboxed(to_device(extra))
 
-        def update_on_device(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        def update_on_device(grads: optax.Updates, state: optax.OptState, params: optax.Params | None) -> Updated:
             # The transformation sees logical arrays. The boxes of the old ones show how the new ones are stored.
             before = self._hold((grads, state))
             logical_grads, logical_state = unboxed(before)
@@ -106,13 +111,13 @@ class _LinenOptimizer:
 
 
 def _streamed_update(
-    update_on_device: Callable[..., tuple[Any, Any]],
+    update_on_device: Callable[..., Updated],
     hold: Callable[[Any], Any],
     places: StatePlaces,
-    grads: Any,
-    state: Any,
-    params: Any,
-) -> tuple[Any, Any]:
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+) -> Updated:
     """Updates arrays in host memory, which are copied to the device and back in parts.
 
     The update of a parameter in host memory carries the sum of both, so that the parameter itself is fetched only once.
@@ -157,7 +162,7 @@ def _streamed_update(
     return jax.tree.map_with_path(with_sum, updates), state
 
 
-def _on_host(paths: Sequence[Keys], params: Mapping[Keys, Any]) -> dict[Keys, Any]:
+def _on_host(paths: Sequence[Keys], params: Mapping[Keys, jax.Array]) -> dict[Keys, jax.Array]:
     """Returns the parameters at paths that are in host memory."""
     host_params = {}
     for path in paths:
@@ -179,11 +184,11 @@ class HostUpdate:
 
     __array_ufunc__ = None  # so an array of numpy leaves the sum to `__radd__`
 
-    def __init__(self, value: Any, parameter_and_sum: tuple[Any, Any] | None = None) -> None:
+    def __init__(self, value: Any, parameter_and_sum: tuple[jax.Array, jax.Array] | None = None) -> None:
         self.value = value
         self._parameter_and_sum = parameter_and_sum
 
-    def __radd__(self, parameter: Any) -> Any:
+    def __radd__(self, parameter: jax.Array) -> jax.Array:
         if self._parameter_and_sum is not None:
             summed_parameter, result = self._parameter_and_sum
             if summed_parameter is parameter:
