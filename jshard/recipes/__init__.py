@@ -1,6 +1,16 @@
 """What the planner and the trainer share: model files, recipes, and the state and step made from them.
 
 This file needs no jax: it has the model files included in jshard, and resolves a name such as `gpt` to a file.
+
+    recipe         a training run as a value, and the check of its values
+    overrides      `--set key=value` and `--unit name=value`
+    model_file     the Python file that defines model, loss, data and recipes
+    hf_keys        keys of Hugging Face's config.json, and the fields of a recipe that have their values
+    hf_families    the table of keys of each `model_type`
+    hf_config      a config.json read by its table, and compared with a recipe
+    linen_model    a Linen model with the interface of an nnx model
+    building       the model of a recipe: abstract, initialised sharded, or from a checkpoint
+    step           the compiled step of a run, and its use of the devices
 """
 
 import os
