@@ -32,7 +32,7 @@ class Annotation:
         choices: which submodules are units.
         layouts: those found by `init`, by the parameters.
         specs: what the boxes of `init` say of each parameter, by path and shape.
-        latest: the layout of the latest call.
+        latest: the layout of the latest call; for the optimizer and for new states, which see no call.
     """
 
     base: type[nn.Module]

@@ -82,6 +82,7 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         return f"Padded({dtype}{list(self.padding.logical_shape(stored))}, stored {list(stored)})"
 
 
+# Its key in paths is that of Flax's own boxes, which `key_texts` leaves out: a path is the same without the box.
 def _flatten_with_keys(box: Padded) -> tuple[tuple[tuple[Any, Any]], Padding]:
     return ((jax.tree_util.GetAttrKey("value"), box.value),), box.padding
 

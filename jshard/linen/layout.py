@@ -129,6 +129,8 @@ def _is_within(path: Path, outer_paths: Iterable[Path]) -> bool:
 
 def _with_uses(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], survey: Survey) -> Leaf:
     """Returns a parameter with the units around its uses: at its place, and in units that borrow its module."""
+    # A module in a field or an argument, such as a tied embedding, is used where it was created and in the units that
+    # received it. Its parameters must be gathered around all uses.
     borrowers = []
     for unit_path, unit in units.items():
         if any(inside(module_path, path) is not None for module_path in unit.borrowed):

@@ -49,7 +49,7 @@ def linen_optimizer(
             do="js.shard_optimizer(model, tx)",
         )
     assert annotation.root.optimizer is not None, "fully_shard sets one for every Linen model"
-    annotation.root.optimizer.exists = True
+    annotation.root.optimizer.exists = True  # from now on gradients of padded parameters are not refused
     optimizer = _LinenOptimizer(annotation, tx, wrt)
     return optax.GradientTransformationExtraArgs(optimizer.init, cast(Any, optimizer.update))
 
@@ -103,6 +103,7 @@ class _LinenOptimizer:
         return _streamed_update(update_on_device, self._hold, places, grads, state, params)
 
     def _trained(self) -> Trained:
+        """Returns what is trained, by the latest layout: `init` may be called after the optimizer is made."""
         return Trained(self._annotation.layout, self._wrt)
 
     def _hold(self, tree: Any) -> Any:

@@ -176,6 +176,7 @@ class LinenModel(_Calls, nnx.Module):
         places = _create_variables(self, collections, unit_kinds)
         params_tree = jax.tree.structure(collections.get(_PARAMS, {}), is_leaf=is_box)
         self._linen = _Linen(module, layout, places, params_tree)
+        # The records of the Linen module, where plans, reports and `revise` look for those of an nnx model.
         for path, unit in layout.records.items():
             attach(_part(self, path), unit, _run_as_it_is)
         for place in places:
