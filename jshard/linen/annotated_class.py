@@ -21,7 +21,7 @@ from jshard.linen.choices import chosen_units
 from jshard.linen.dispatch import ROOT, call_annotated, call_function, is_inside_model
 from jshard.linen.layout import Layout
 from jshard.linen.trained import plan_of_training
-from jshard.plans.placement import ShardPlacement
+from jshard.plans.placement import PlacementPolicy
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import LogicalOptimizer, Unit
 
@@ -57,7 +57,7 @@ def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
     return _annotated_again(annotation.plain(module), changed_annotation)
 
 
-def _check(module: nn.Module, placement: ShardPlacement) -> None:
+def _check(module: nn.Module, placement: PlacementPolicy) -> None:
     annotated_fields = [name for name, child in _modules(module) if annotation_of(child) is not None]
     if annotated_fields or module.scope is not None:
         raise AnnotationError(

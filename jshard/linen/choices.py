@@ -8,7 +8,7 @@ import flax.linen as nn
 
 from jshard.errors import AnnotationError
 from jshard.plans import checks
-from jshard.plans.placement import ShardPlacement, placement_of
+from jshard.plans.placement import PlacementPolicy, placement_of
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import Path, Unit, UnitChoice, chosen, dotted
 
@@ -62,7 +62,7 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
     """Returns the record with the settings of one choice applied."""
     policy_settings = {name: value for name, value in settings.items() if name in _OWN_SETTINGS}
     deprecated = {name: value for name, value in settings.items() if name in _OWN_PLACEMENT}
-    inherited = ShardPlacement(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
+    inherited = PlacementPolicy(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
     given = checks.check_placement(policy_settings.pop("placement", inherited))
     requested = placement_of(given, deprecated, '{{"placement": {}}}')
     _check_settings(choice, settings, requested)
@@ -76,10 +76,10 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
     return result
 
 
-def _check_settings(choice: UnitChoice, settings: Mapping[str, Any], requested: ShardPlacement) -> None:
+def _check_settings(choice: UnitChoice, settings: Mapping[str, Any], requested: PlacementPolicy) -> None:
     """Raises for settings that only a whole model can have, also in a placement."""
     unknown = [name for name in settings if name not in (*_OWN_SETTINGS, *_OWN_PLACEMENT)]
-    default = ShardPlacement()
+    default = PlacementPolicy()
     for field in dataclasses.fields(requested):
         is_set = getattr(requested, field.name) != getattr(default, field.name)
         if is_set and field.name not in _OWN_PLACEMENT:
