@@ -71,6 +71,10 @@ class MissingExtraError(ShardingError, ImportError):
     """A package of one of the extras is not installed."""
 
 
+class UnsupportedVersionError(ShardingError, ImportError):
+    """The installed version of a dependency lacks a private name that jshard cannot do without."""
+
+
 class UnsafeFileError(ShardingError, OSError):
     """A file that is not opened, because of what it is. Whoever handles errors of the system handles this one, too."""
 

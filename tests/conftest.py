@@ -30,8 +30,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 import jax
 import pytest
-from jax._src import compilation_cache as private
 from jax.experimental.compilation_cache import compilation_cache
+
+from jshard import _compat
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Strict dtype promotion is not possible: Flax norms mix bfloat16 with float32 on purpose.
@@ -55,9 +56,8 @@ class Programs:
 
 
 def _keep_programs() -> None:
-    private.get_file_cache = lambda path: (Programs(pathlib.Path(path)), path)
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
+    folder = os.environ[_PROGRAMS]
+    _compat.set_program_cache(Programs(pathlib.Path(folder)), folder)
 
 
 # Most of what tests cost is compiling, and much of that is done again, by another test or another worker of xdist, as

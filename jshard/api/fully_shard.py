@@ -13,7 +13,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.engine.region import route
 from jshard.errors import AnnotationError
-from jshard.linen.annotation import annotated
+from jshard.linen.annotated_class import annotated
 from jshard.plans import checks
 from jshard.plans.homes import settle_in
 from jshard.plans.memories import apart, as_array, home_in, placed_apart, sharding_of

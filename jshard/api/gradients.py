@@ -26,8 +26,8 @@ from jshard.engine.context import parameters_fixed
 from jshard.engine.weighted import mean_of, with_total
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
-from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
+from jshard.linen.trained import Trained, joined
 from jshard.plans.checks import check_has_arrays
 from jshard.plans.memories import back, to_device
 from jshard.plans.padding import Padding, is_as_placed, padding_of

@@ -15,7 +15,8 @@ from jshard.engine.context import during
 from jshard.engine.created import created
 from jshard.errors import AnnotationError, MeshError
 from jshard.linen.annotation import annotation_for
-from jshard.linen.train_state import linen_arrays, linen_optimizer, linen_shapes
+from jshard.linen.optimizer import linen_optimizer
+from jshard.linen.train_state import linen_arrays, linen_shapes
 from jshard.plans.checks import check_replicated, check_stored, check_variables, others_of
 from jshard.plans.homes import Home, settle_in
 from jshard.plans.memories import (

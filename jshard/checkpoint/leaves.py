@@ -20,7 +20,7 @@ from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import box_sums
 from jshard.checkpoint.position import is_data_position, position_text, set_position
-from jshard.linen.layout import is_padded
+from jshard.linen.boxes import is_padded
 from jshard.plans.padding import logical_shape, padding_of
 
 Path = tuple[str, ...]

@@ -117,7 +117,7 @@ class _LogicalReads:
         state = variable_state if same else logical(variable_state)
         stored = self._stored(state.get_raw_value())
         nnx.Variable.update_from_state(self, state)
-        nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
+        _compat.write_unchecked(self, stored)
 
     def _stored(self: Any, value: Any) -> Any:
         """A written value, with zeros for padding: a function of all raw arrays, such as `v + 1`, has changed them."""
@@ -126,7 +126,7 @@ class _LogicalReads:
         return self._jshard_padding.cleared(self._jshard_padding.pad(value))
 
     def __getattr__(self: Any, name: str) -> Any:
-        if name in OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
+        if name in OF_STORAGE or _compat.has_metadata(self, name):
             return nnx.Variable.__getattr__(self, name)
         return getattr(self._jshard_padding.cut(self.get_raw_value()), name)
 

@@ -131,7 +131,7 @@ def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -
     }
     body |= {name: _routed(method, route) for name, method in _methods(base)}
     metaclass = _unit_metaclass(type(base))
-    return metaclass(base.__name__, (base,), body, pytree=base._pytree__is_pytree)
+    return metaclass(base.__name__, (base,), body, pytree=_compat.is_pytree_class(base))
 
 
 def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
