@@ -22,7 +22,8 @@ from jshard._parsing import shown, whole_number
 from jshard._paths import expanded
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
-from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
+from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts
+from jshard.facts.gpu_target import GpuTarget, Rate
 from jshard.kernels.backend import TracedDevice, planned_for
 
 CUDNN = 9, 10
