@@ -23,7 +23,7 @@ from benchmarks.pictures import new_axes, save
 from benchmarks.planned import require
 from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
-from jshard.cluster.estimate import PlannedCluster, parse_known
+from jshard.cluster.machine import PlannedCluster, parse_known
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology
 

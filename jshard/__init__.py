@@ -9,7 +9,7 @@ Example:
 from jshard._lazy import attach as _attach
 
 _MOVED = {
-    "jshard.cluster.compile": "Strategy strategies",
+    "jshard.cluster.strategies": "Strategy strategies",
     "jshard.errors": "AnnotationError CallError MeshError RunError",
     "jshard.inspect.explain": "Explanation",
     "jshard.plans.plan": "LeafPlan UnitPlan",

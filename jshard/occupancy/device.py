@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 
-from jshard.cluster.estimate import assumptions_of
-from jshard.cluster.replay import Assumptions
+from jshard.cluster.assumptions import Assumptions
+from jshard.cluster.machine import assumptions_of
 from jshard.cluster.topology import parse_topology
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.occupancy import GPUS, GpuFacts, OccupancyError, gpu

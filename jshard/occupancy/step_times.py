@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jshard.cluster.replay import Assumptions
+from jshard.cluster.assumptions import Assumptions
 from jshard.inspect.communication import FORWARD, Traffic, traffic_of
 from jshard.occupancy.products import MatrixProduct
 from jshard.plans.plan import ShardPlan, UnitPlan
