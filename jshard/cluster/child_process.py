@@ -129,7 +129,7 @@ def _crash(subject: str, code: int, folder: Path, do: str) -> CompileError:
 # ---- in the child
 
 
-def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
+def answer(argv: Sequence[str], work: Callable[[Any, Path], object]) -> int:
     """Does the child's side of `run_child`: writes the result of `work`, or its error.
 
     Args:

@@ -8,9 +8,9 @@ import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jshard.cluster.child_process import child_environment, run_child
+from jshard.cluster.options import Options
 from jshard.cluster.topology import Topology, parse_topology
 from jshard.errors import RunError
 from jshard.inspect.audit import CompiledMemory
@@ -18,6 +18,9 @@ from jshard.plans.mesh import REPLICA
 from jshard.plans.plan import ShardPlan
 
 # ---- the program to compile
+
+UnitSettings = Mapping[str, bool | int | str | None]
+"""Arguments of `js.fully_shard`, by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,7 @@ class CompileRequest:
     settings: tuple[str, ...] = ()  # in the form of `--set`
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     profile: str | None = None  # of `js.compiler_options`
-    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that differ from the annotation's
+    units: UnitSettings = dataclasses.field(default_factory=dict)  # settings that differ from the annotation's
     shard_replicated: bool = False
     plain_flax: bool = False  # the model in global view, where the compiler places the communication
     xla_flags: str = ""  # XLA_FLAGS of a run; "auto" for `latency_flag`, which needs the whole mesh
@@ -44,7 +47,7 @@ class Variant:
     name: str
     mesh: Mapping[str, int]
     accumulate: int | None = None  # microbatches; None for the requested number
-    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    units: UnitSettings = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
 
@@ -131,7 +134,7 @@ def _profile_words(request: CompileRequest) -> list[str]:
     return ["--options", request.profile or "none"]
 
 
-def _configuration_words(mesh: Mapping[str, int], settings: Sequence[str], units: Mapping[str, Any]) -> list[str]:
+def _configuration_words(mesh: Mapping[str, int], settings: Sequence[str], units: UnitSettings) -> list[str]:
     words = ["--mesh", _mesh_text(mesh)]
     for setting in settings:
         words += ["--set", setting]
@@ -140,7 +143,7 @@ def _configuration_words(mesh: Mapping[str, int], settings: Sequence[str], units
     return words
 
 
-def as_text(value: Any) -> str:
+def as_text(value: bool | int | str | None) -> str:
     """Returns a setting's value in the form of `--unit`."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
@@ -207,7 +210,7 @@ class CompiledStep:
     text: str = dataclasses.field(repr=False)  # the scheduled program
     memory: CompiledMemory
     plan: ShardPlan = dataclasses.field(repr=False)
-    options: Mapping[str, Any]  # passed to the compiler
+    options: Options  # passed to the compiler
     batch_size: int
     sequence_length: int
     accumulate: int

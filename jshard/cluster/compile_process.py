@@ -70,6 +70,7 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
         request.profile,
         platform=topology.device.name,
         overrides={},
+        # On the mesh, so that the compiler of the cluster answers, and not that of this process's CPU.
         try_compile=compile_nothing(NamedSharding(mesh, PartitionSpec())),
     )
     compiled = _compiled(lowered, options, topology)
@@ -92,7 +93,7 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
         trace_s=traced_s - start_s,
         compile_s=compiled_s - traced_s,
         cpu_s=_cpu_s(own_usage) + _cpu_s(children_usage),
-        rss_bytes=own_usage.ru_maxrss * 1024,
+        rss_bytes=own_usage.ru_maxrss * 1024,  # Linux counts KiB
         versions=versions(),
         notes=notes,
     )
@@ -112,7 +113,7 @@ def _traced(
             stack.enter_context(plain_flax())
         try:
             model, lowered = lowered_step(model_file, recipe, mesh, shard_replicated=request.shard_replicated)
-        except FourPartError:
+        except FourPartError:  # many are a ValueError, too, but say better what is wrong
             raise
         except ValueError as error:
             raise refuses_batches(model_file.path, error) from error

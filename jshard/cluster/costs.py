@@ -14,14 +14,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from flax import nnx
 
 import jshard as js
 from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
 from jshard.cluster.assumptions import Assumptions
-from jshard.cluster.compile import Variant
+from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.machine import Machine
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.communication import FORWARD, traffic_of
@@ -50,7 +49,7 @@ _UPDATE_PASSES = 7.0  # over the parameter shard: AdamW reads four arrays and wr
 
 # Settings as tuples, so that they are keys of a cache.
 _Degrees = tuple[tuple[str, int], ...]
-_UnitSettings = tuple[tuple[str, Any], ...]
+_Settings = tuple[tuple[str, bool | int | str | None], ...]
 
 _TRACED_MESH: _Degrees = ((REPLICA, 1), (FSDP, 2))  # the smallest mesh with sharded parameters
 
@@ -158,14 +157,14 @@ class Costs:
         return abstract_model(self.model_file, self.recipe, abstract_mesh)
 
     @functools.cache  # noqa: B019
-    def _planned(self, mesh: _Degrees, units: _UnitSettings) -> _PlannedModel:
+    def _planned(self, mesh: _Degrees, units: _Settings) -> _PlannedModel:
         plan = js.plan(self._revised(mesh, dict(units)), wrt=self.model_file.wrt)
         memory = memory_of(plan, optimizer=self.recipe.optimizer())
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
         layers_kept_bytes = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit))
         return _PlannedModel(plan, memory, layers_kept_bytes, tuple(_collectives(plan, self.machine.assumptions)))
 
-    def _revised(self, mesh: _Degrees, units: Mapping[str, Any]) -> nnx.Module:
+    def _revised(self, mesh: _Degrees, units: UnitSettings) -> nnx.Module:
         """Returns the model with other settings of its units."""
         model = nnx.merge(*nnx.split(self._model(mesh)))  # a copy: `revise` changes it, and the model is in the cache
         if has_inner_units(model):  # else only the mesh can vary
@@ -223,7 +222,7 @@ class Costs:
 
     @functools.cache  # noqa: B019
     def _arrays(self, rows: int, remat: str, axes: _Degrees) -> Saved:
-        units: dict[str, Any] = {"reshard_after_forward": True}
+        units: dict[str, bool | str] = {"reshard_after_forward": True}
         if remat:
             units["remat"] = remat
         model = self._revised((*_TRACED_MESH, *axes), units)

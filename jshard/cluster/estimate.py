@@ -110,8 +110,8 @@ def estimate_range(
         assumptions: the stated ones.
         ranges: lowest and highest value of assumptions, by name.
     """
-    best: dict[str, Any] = {}
-    worst: dict[str, Any] = {}
+    best: dict[str, float] = {}
+    worst: dict[str, float] = {}
     for name, ends in ranges.items():
         if name in _DELAYS:
             best[name] = min(ends)

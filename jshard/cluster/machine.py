@@ -136,7 +136,7 @@ class PlannedCluster:
     @property
     def assumptions(self) -> Assumptions:
         """The assumptions of an estimate; of a known range its middle."""
-        stated: dict[str, Any] = {}
+        stated: dict[str, float] = {}
         for name, value in self.known.items():
             stated[name] = sum(value) / 2 if isinstance(value, tuple) else value
         return dataclasses.replace(assumptions_of(self.topology), **stated)

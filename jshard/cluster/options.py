@@ -25,7 +25,7 @@ CPU = "cpu"
 _PLATFORMS = {"gpu": GPU, "cuda": GPU, "rocm": GPU, "tpu": TPU, "cpu": CPU}  # by JAX's names of its backends
 
 Value = bool | int | str
-Options = dict[str, Any]  # as jax accepts them
+Options = dict[str, Any]  # a `Value` each; jax accepts integers, too, but its own type does not say so
 
 Entry = Mapping[str, Value]
 """An entry of a profile: one option under its successive names, of which the compiler knows one."""
@@ -131,7 +131,7 @@ def options_for(
     *,
     platform: str,
     overrides: Mapping[str, Value | None],
-    try_compile: Callable[[Options], Any] | None = None,
+    try_compile: Callable[[Options], object] | None = None,
 ) -> Options:
     """Returns the options for a known platform or device, like `compiler_options`.
 
@@ -195,7 +195,7 @@ def _known_options(entries: Sequence[Entry], refused: frozenset[str]) -> Options
 
 
 def _refused_names(
-    platform: str, entries: Sequence[Entry], try_compile: Callable[[Options], Any] | None
+    platform: str, entries: Sequence[Entry], try_compile: Callable[[Options], object] | None
 ) -> frozenset[str]:
     """Returns the names that the compiler does not know."""
     settings = tuple((name, value) for entry in entries for name, value in entry.items())
@@ -213,13 +213,13 @@ def _refused_here(settings: tuple[tuple[str, Value], ...]) -> frozenset[str]:
     return _refused(settings, compile_nothing())
 
 
-def compile_nothing(sharding: Any = None) -> Callable[[Options], Any]:
+def compile_nothing(sharding: Any = None) -> Callable[[Options], object]:
     """Returns a function that compiles a program of one scalar with some options: the cheapest check of them."""
     lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding))
     return lambda options: lowered.compile(compiler_options=options)
 
 
-def _refused(settings: Sequence[tuple[str, Value]], try_compile: Callable[[Options], Any]) -> frozenset[str]:
+def _refused(settings: Sequence[tuple[str, Value]], try_compile: Callable[[Options], object]) -> frozenset[str]:
     """Tries all options, and again without the one that the compiler rejects, until it rejects none."""
     remaining = dict(settings)
     refused: set[str] = set()
@@ -246,7 +246,7 @@ def _rejected_name(message: str) -> str | None:
     return None if match is None else match[1]
 
 
-def _error_of_value(error: Exception, options: Mapping[str, Any]) -> Exception:
+def _error_of_value(error: Exception, options: Mapping[str, Value]) -> Exception:
     """Returns the error for an invalid value of an option; any other error unchanged."""
     match = re.search(r"While setting option (\w+), .*", str(error))
     if match is None or match[1] not in options:

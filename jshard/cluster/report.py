@@ -215,6 +215,7 @@ class ClusterPlan(Printed):
         table = made_table("", "", "from>", "to>", "stated>")
 
         def add(name: str, value_of: Callable[[Estimate], float], text: Callable[[float], str]) -> None:
+            # Sorted for each row: the slowest case has the highest time and the lowest MFU.
             values = sorted(value_of(case) for case in self.estimates.cases)
             stated = value_of(self.estimates.stated)
             add_row(table, name, text(values[0]), text(values[-1]), text(stated))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from jshard.cluster.compile import Variant
+from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.costs import Cost, Costs
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, REPLICA, data_shards
@@ -155,9 +154,15 @@ def _is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
-def _name_of(mesh: Mapping[str, int], units: Mapping[str, Any], microbatches: int) -> str:
+def _name_of(mesh: Mapping[str, int], units: UnitSettings, microbatches: int) -> str:
     """Returns a short description of a configuration."""
-    strategy = {True: "zero3", False: "zero2"}.get(units["reshard_after_forward"], "hpz")
+    reshard = units["reshard_after_forward"]
+    if reshard is True:
+        strategy = "zero3"
+    elif reshard is False:
+        strategy = "zero2"
+    else:
+        strategy = "hpz"
     if mesh[FSDP] == 1:
         strategy = "replicate"
     elif mesh[REPLICA] > 1:

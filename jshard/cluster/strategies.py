@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from jshard.cluster.compile import Variant
+from jshard.cluster.compile import UnitSettings, Variant
 from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.mesh import FSDP, REPLICA
 
@@ -31,12 +30,12 @@ class Strategy:
         return {"replica": self.replica, "fsdp": self.fsdp}
 
     @property
-    def annotation(self) -> dict[str, Any]:
+    def annotation(self) -> dict[str, bool | int | None]:
         """Keywords for `js.fully_shard`."""
         return {"reshard_after_forward": self.reshard_after_forward}
 
     @property
-    def optimizer(self) -> dict[str, Any]:
+    def optimizer(self) -> dict[str, bool]:
         """Keywords for `js.shard_optimizer`."""
         return {"shard_replicated": self.shard_replicated}
 
@@ -140,7 +139,7 @@ def _variant(name: str, mesh: Mapping[str, int], num_devices: int, group: int, n
     )
 
 
-def _unit_settings(name: str, strategy: Strategy, near: int) -> dict[str, Any]:
+def _unit_settings(name: str, strategy: Strategy, near: int) -> UnitSettings:
     """Returns the settings of the units that make a strategy, whatever the model file says."""
     if name == GSPMD:  # plain Flax has no units
         return {}

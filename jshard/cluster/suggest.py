@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from jshard.cluster.comparison import Compared, VariantCompiler
 from jshard.cluster.compile import CompileRequest, Variant
@@ -68,7 +67,7 @@ def _smaller(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
     if mesh[REPLICA] > 1:
         meshes.append(dict(mesh) | {REPLICA: 1, FSDP: mesh[REPLICA] * mesh[FSDP]})
     for sharded, remat, split, reshards in itertools.product(meshes, remats, splits, (False, True)):
-        units: dict[str, Any] = {}
+        units: dict[str, bool | str] = {}
         if remat is not None:
             units["remat"] = remat
         if reshards:  # else as annotated

@@ -91,7 +91,7 @@ def _sources(spec: str, *, num_sms: str = "") -> Mapping[str, str]:
     return types.MappingProxyType(sources)
 
 
-def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
+def _from_device(name: str, title: str, *, device: str = "") -> GpuFacts:
     """Returns a GPU that `jshard plan` knows, as `device` if that is not its name, from its compiler description."""
     facts = DEVICES[device or name]
     target = facts.target
@@ -125,11 +125,11 @@ _ALL = (
         ),
     ),
     # Those of 40 and 80 GB differ in their memory only, which does not count here.
-    _planned("a100", "NVIDIA A100", device="a100-80"),
-    _planned("h100", "NVIDIA H100 SXM"),
-    _planned("h200", "NVIDIA H200"),
-    _planned("b200", "NVIDIA B200"),
-    _planned("gb200", "NVIDIA GB200"),
+    _from_device("a100", "NVIDIA A100", device="a100-80"),
+    _from_device("h100", "NVIDIA H100 SXM"),
+    _from_device("h200", "NVIDIA H200"),
+    _from_device("b200", "NVIDIA B200"),
+    _from_device("gb200", "NVIDIA GB200"),
 )
 GPUS: Mapping[str, GpuFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
 """The GPUs that the model knows, by name."""

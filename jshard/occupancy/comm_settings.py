@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jshard.cluster.options import IN_FLIGHT, compiler_options
+from jshard.cluster.options import IN_FLIGHT, Options, compiler_options
 from jshard.occupancy import COPY_ENGINE, CommFootprint, OccupancyError, resident
 from jshard.occupancy.device import Device
-from jshard.occupancy.footprints import RING_THREADS, parsed_version
+from jshard.occupancy.footprints import RING_THREADS, SYNC_THREADS, parsed_version
 from jshard.occupancy.kernel_choice import KernelChoice, Reason
 
 _LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -29,10 +29,10 @@ _WHY_OF_PROFILE = 'of the profile "fastest": docs/schedules.md has what was trie
 class CommSettings:
     """Compiler options and NCCL's variables."""
 
-    options: dict[str, Any]
-    environment: dict[str, str]
-    reasons: list[Reason]
-    notes: list[str]
+    options: Options = dataclasses.field(default_factory=dict)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    reasons: tuple[Reason, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,31 +58,26 @@ def settings_beside(
         OccupancyError: copy engines were requested, and this NCCL cannot use them.
     """
     platform = target.platform if target.facts is None else target.facts.name
-    if target.platform != "gpu":
-        return CommSettings(compiler_options(platform=platform), {}, [], [])
-    settings = _nccl_settings(comm, nccl)
+    if target.platform != "gpu":  # it has neither NCCL nor multiprocessors to share
+        return CommSettings(compiler_options(platform=platform))
+    nccl_settings = CommSettings() if comm is None else _nccl_settings(comm, nccl)
     requested = _requested_options(target, comm, kernels)
     values: dict[str, Any] = {name: option.value for name, option in requested.items()}
     # An option that the installed compiler does not have is omitted, with a warning.
     options = compiler_options(platform=platform, **values)
-    for name, value in options.items():
-        why = requested[name].why if name in requested else _WHY_OF_PROFILE
-        origin = "model" if name in (_CHANNELS, _P2P_CHANNELS) else "fact"
-        settings.reasons.append(Reason(name, str(value), origin, why))
-    limits_channels = _CHANNELS in options or _P2P_CHANNELS in options
-    if limits_channels and comm is not None and "ctas: an assumption" in comm.source:
-        settings.notes.append(
-            f"The {comm.ctas} blocks of a collective are an assumption, because NCCL chooses by the links:"
-            " comm=footprint(..., ctas=N) sets it."
-        )
-    if _SYMMETRIC in options:
-        settings.notes.append(_CAUTION)
-    return dataclasses.replace(settings, options=options)
+    return CommSettings(
+        options=options,
+        environment=nccl_settings.environment,
+        reasons=(*nccl_settings.reasons, *_option_reasons(options, requested)),
+        notes=(*nccl_settings.notes, *_option_notes(options, comm)),
+    )
 
 
-def _nccl_settings(comm: CommFootprint | None, nccl: str | None) -> CommSettings:
+# ---- NCCL
+
+
+def _nccl_settings(comm: CommFootprint, nccl: str | None) -> CommSettings:
     """Returns the variables that make NCCL run as the footprint says."""
-    settings = CommSettings({}, {}, [], [])
     if comm is COPY_ENGINE:
         if nccl is not None and parsed_version(nccl) < (2, 28):
             raise OccupancyError(
@@ -91,16 +86,40 @@ def _nccl_settings(comm: CommFootprint | None, nccl: str | None) -> CommSettings
                 why="NCCL_CTA_POLICY=ZERO needs 2.28 or newer.",
                 do='comm="ring"  # or NCCL 2.28 or newer',
             )
-        settings.environment["NCCL_CTA_POLICY"] = "ZERO"
         why = "NCCL 2.28 and newer: gathers and all-to-alls use the copy engines. This may cost bandwidth."
-        settings.reasons.append(Reason("NCCL_CTA_POLICY", "ZERO", "fact", why))
-        settings.notes.append(_COPIES)
-    if comm is not None and comm.name == "ring" and comm.threads != RING_THREADS:
-        threads = f"{comm.threads - 32}"
-        settings.environment["NCCL_NTHREADS"] = threads
+        return _variable("NCCL_CTA_POLICY", "ZERO", why, notes=(_COPIES,))
+    if comm.name == "ring" and comm.threads != RING_THREADS:
         why = "the footprint has fewer threads than NCCL's default; one warp of them synchronises."
-        settings.reasons.append(Reason("NCCL_NTHREADS", threads, "fact", why))
-    return settings
+        return _variable("NCCL_NTHREADS", str(comm.threads - SYNC_THREADS), why)
+    return CommSettings()
+
+
+def _variable(name: str, value: str, why: str, notes: tuple[str, ...] = ()) -> CommSettings:
+    return CommSettings(environment={name: value}, reasons=(Reason(name, value, "fact", why),), notes=notes)
+
+
+# ---- XLA
+
+
+def _option_reasons(options: Options, requested: Mapping[str, _Option]) -> Iterator[Reason]:
+    """Yields the reason of each option, in their order."""
+    for name, value in options.items():
+        why = requested[name].why if name in requested else _WHY_OF_PROFILE
+        # How many blocks there is room for follows from the model; the other values do not depend on it.
+        origin = "model" if name in (_CHANNELS, _P2P_CHANNELS) else "fact"
+        yield Reason(name, str(value), origin, why)
+
+
+def _option_notes(options: Options, comm: CommFootprint | None) -> Iterator[str]:
+    """Yields remarks on options that rest on an assumption, or are a risk."""
+    limits_channels = _CHANNELS in options or _P2P_CHANNELS in options
+    if limits_channels and comm is not None and "ctas: an assumption" in comm.source:
+        yield (
+            f"The {comm.ctas} blocks of a collective are an assumption, because NCCL chooses by the links:"
+            " comm=footprint(..., ctas=N) sets it."
+        )
+    if _SYMMETRIC in options:
+        yield _CAUTION
 
 
 def _requested_options(

@@ -94,8 +94,8 @@ class _Threads:
     source: str
 
 
-_SYNC_THREADS = 32  # a warp of a ring's block that only synchronises
-RING_THREADS = 512 + _SYNC_THREADS  # NCCL_NTHREADS by default, and that warp
+SYNC_THREADS = 32  # a warp of a ring's block that only synchronises, and that NCCL_NTHREADS does not count
+RING_THREADS = 512 + SYNC_THREADS  # by default
 _SYMMETRIC = "symmetric"
 _THREADS: Mapping[str, _Threads] = types.MappingProxyType(
     {
@@ -154,7 +154,7 @@ def footprint(
     release = _RELEASES[release_version]
     threads = _THREADS[kind]
     if nccl_nthreads is not None:
-        threads = _Threads(nccl_nthreads + _SYNC_THREADS, f"{threads.source}; NCCL_NTHREADS={nccl_nthreads}")
+        threads = _Threads(nccl_nthreads + SYNC_THREADS, f"{threads.source}; NCCL_NTHREADS={nccl_nthreads}")
     source = _SOURCE.format(version_text) + threads.source
     if ctas is None:
         source += "; ctas: an assumption"

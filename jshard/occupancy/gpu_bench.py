@@ -53,7 +53,7 @@ class GpuBench:
         if comm.ctas:
             shape = load_shape(comm, _CALLS_BESIDE * load_bytes)
             self._loads.append(jax.device_put(jnp.zeros(shape, jnp.float32), device))
-        self._programs: dict[tuple[Occupancy | None, bool], Callable[[], Any]] = {}
+        self._programs: dict[tuple[Occupancy | None, bool], Callable[[], object]] = {}
 
     def prepare(self, setting: Occupancy | None) -> str:
         """Compiles both programs, and runs them; returns why a setting cannot run, or an empty text."""
@@ -79,7 +79,7 @@ class GpuBench:
         jax.block_until_ready(result)  # the last one: a device runs programs in order
         return (time.perf_counter_ns() - begin_ns) / (_RUNS * CALLS_PER_PRODUCT)
 
-    def _compiled(self, setting: Occupancy | None, *, beside: bool) -> Callable[[], Any]:
+    def _compiled(self, setting: Occupancy | None, *, beside: bool) -> Callable[[], object]:
         """Returns a program as a function without arguments."""
         loads = self._loads if beside else []
         run = program_of(setting, self._comm if loads else None)
@@ -88,7 +88,7 @@ class GpuBench:
         return lambda: compiled(*arguments)
 
 
-def program_of(setting: Occupancy | None, comm: CommFootprint | None) -> Callable[..., Any]:
+def program_of(setting: Occupancy | None, comm: CommFootprint | None) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns a function of a product and then its two gradients, with a load beside these on another stream.
 
     Args:

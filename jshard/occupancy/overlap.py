@@ -154,7 +154,7 @@ def overlap(
     """
     target = device_named(device)
     plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else plan_of(model_or_plan)
-    products = None
+    products = None  # they are found in nnx models only
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         products = products_of(model_or_plan, loss, batch)
     beside = _footprint(comm, target, nccl)
@@ -164,6 +164,7 @@ def overlap(
     if beside is not None and not target.why_unshaped:
         if products is None:
             notes.append(_PRODUCTS_UNKNOWN)
+        # A measurement replaces what the model says of the same kernel.
         kernels |= choices_by_measurement(_valid_for(target, beside, measured), products or ())
     settings = settings_beside(target, beside, kernels, nccl)
     kernel_reasons = [choice.reason for choice in kernels.values()]

@@ -81,13 +81,13 @@ def _padded_plans(gpu: GpuFacts, block: Block, comm_block: Block) -> tuple[Plan,
 def _padded_plan(gpu: GpuFacts, block: Block, count: int, pad_bytes: int, comm_block: Block) -> Plan:
     """Returns the plan for a kernel that is not persistent, with a number of blocks per multiprocessor."""
     to_drain = drain(gpu, block.padded(pad_bytes), comm_block)
-    how = "with padding" if pad_bytes else "without padding"
+    padding = "with padding" if pad_bytes else "without padding"
     if to_drain == 0:
         why = _why_co_resident(count)
     elif to_drain == 1:
-        why = f"{how} the next block that ends makes room, with a higher priority for the collective."
+        why = f"{padding} the next block that ends makes room, with a higher priority for the collective."
     else:
-        why = f"{how} {to_drain} blocks must end on one multiprocessor, while others may take their places."
+        why = f"{padding} {to_drain} blocks must end on one multiprocessor, while others may take their places."
     return Plan(
         how="drain" if to_drain else "co-resident",
         blocks_per_sm=count,

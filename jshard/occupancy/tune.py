@@ -75,6 +75,7 @@ def tune(
     gpu = device.gpu
     assert gpu is not None
     rows = _rows(model, products_of(model, loss, batch), device)
+    # Products of other dtypes are shown, but left to XLA: no kernel supports them.
     keys = {row: _key(row.product, device, comm) for row in rows if row.product.is_16_bits}
 
     def measure_missing() -> str:
