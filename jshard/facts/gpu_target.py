@@ -1,4 +1,4 @@
-"""The description of a GPU for XLA's compiler, as data: `jshard.cluster.topology` writes it as text.
+"""The description of a GPU for XLA's compiler, as data: `jshard.cluster.target_config` writes it as text.
 
 Without a GPU the compiler knows only what this description says. It schedules by it: a wrong clock rate or bandwidth
 changes which collectives overlap with which computation.
