@@ -26,7 +26,7 @@ Modules, from the bottom up:
     step_times       the estimated times of a step's products and collectives
     kernel_choice    the room that each kernel leaves
     comm_settings    settings of XLA and NCCL
-    overlap          `js.overlap`, which chooses all of these
+    overlap          `js.tune_overlap`, which chooses all of these
     tune             `jshard tune`, which measures the products of a model
 """
 
