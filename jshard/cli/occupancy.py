@@ -33,8 +33,9 @@ from jshard.occupancy import (
     footprint,
     gpu,
 )
-from jshard.occupancy.blocks import PAD_UNIT_BYTES, Plan, drain, limits, plans, refusals, resident
-from jshard.occupancy.footprints import SHIPPED_SOURCE
+from jshard.occupancy.blocks import PAD_UNIT_BYTES, drain, limits, refusals, resident
+from jshard.occupancy.room_plans import Plan, plans
+from jshard.occupancy.shipped_kernels import SHIPPED_SOURCE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,9 @@ from jshard.cli._arguments import (
     write,
 )
 from jshard.cli._request import Request, explained, request_of
+from jshard.cluster.choose import Chosen, choose
+from jshard.cluster.comparison import Compared, Comparison, VariantCompiler, compare
 from jshard.cluster.compile import (
-    COMPARED,
     CompileRequest,
     Variant,
     command_line,
@@ -40,12 +41,12 @@ from jshard.cluster.compile import (
     latency_flag,
     train_command,
     unused_flags,
-    variants_for,
 )
 from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import PlannedCluster, parse_known
-from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare
-from jshard.cluster.search import Chosen, choose, suggestions
+from jshard.cluster.machine import PlannedCluster, parse_known
+from jshard.cluster.report import ClusterPlan
+from jshard.cluster.strategies import COMPARED, variants_for
+from jshard.cluster.suggest import suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler, traced_for_device
 from jshard.errors import ShardingError
 from jshard.inspect.tables import Printed, broken_line

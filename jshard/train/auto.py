@@ -22,7 +22,7 @@ from jshard._processes import exchange, is_primary
 from jshard._text import duration
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.estimate import Machine, machine_here
+from jshard.cluster.machine import Machine, machine_here
 from jshard.cluster.search import Search, is_same, search
 from jshard.data import Data, Loader, local_rows
 from jshard.errors import ShardingError

@@ -9,15 +9,8 @@ import pytest
 
 import jshard as js
 from jshard import cli
-from jshard.cluster import compile as module
-from jshard.cluster.compile import (
-    CompileError,
-    CompileRequest,
-    TooLargeError,
-    child_environment,
-    compile_step,
-    unused_flags,
-)
+from jshard.cluster.child_process import CompileError, child_environment, portable
+from jshard.cluster.compile import CompileRequest, TooLargeError, compile_step, unused_flags
 from jshard.cluster.compile_process import compiler_error, lowered_step
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
@@ -144,7 +137,7 @@ def test_errors_of_the_child_come_over_as_they_are():
 
     for cls, found in ((OptionError, OptionError), (OfTheModelFile, RunError)):
         reported = cls("No.", where=["a", "b"], why="1", do="2")
-        again = pickle.loads(pickle.dumps(module._portable(reported)))
+        again = pickle.loads(pickle.dumps(portable(reported)))
         assert type(again) is found and str(again) == str(reported)
 
 

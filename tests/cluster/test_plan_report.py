@@ -8,9 +8,11 @@ import shlex
 import pytest
 
 from jshard.cli.plan import PlanReport
-from jshard.cluster.compile import Variant, command_line, variants_for
-from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare
-from jshard.cluster.search import choose
+from jshard.cluster.choose import choose
+from jshard.cluster.comparison import Compared, Comparison, VariantCompiler, compare
+from jshard.cluster.compile import Variant, command_line
+from jshard.cluster.report import ClusterPlan
+from jshard.cluster.strategies import variants_for
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 

@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
+from jshard.cluster.comparison import VariantCompiler
 from jshard.cluster.compile import Variant
-from jshard.cluster.report import VariantCompiler
-from jshard.cluster.search import suggestions
+from jshard.cluster.suggest import suggestions
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 

@@ -14,7 +14,7 @@ from jshard.cli._arguments import TrainArgs
 from jshard.cli._request import request_of
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Cost
-from jshard.cluster.estimate import machine_here
+from jshard.cluster.machine import machine_here
 from jshard.cluster.search import Search
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
