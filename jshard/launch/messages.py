@@ -91,7 +91,7 @@ def parsed(kind: type[T], message: Any) -> T | None:
 
 @functools.cache
 def _types(kind: type) -> dict[str, tuple[type, ...]]:
-    """The allowed types of each field."""
+    """Returns the allowed types of each field: those of a union, or the only one."""
     return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
 
 
@@ -106,6 +106,7 @@ def _proof(body: bytes, token: bytes, nonce: str) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of its pairs, each key once: two readers could see different values under one key."""
     message = dict(pairs)
     if len(message) < len(pairs):
         raise ValueError("a key occurs twice")

@@ -13,11 +13,13 @@ from typing import Any
 from jshard._streams import open_standard_streams
 from jshard.errors import FourPartError, RunError, ShardingError, is_request, printable
 from jshard.launch import stall, worker_process
-from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
+from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, stopped_code
 from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
-from jshard.launch.rendezvous import Group, RollCall
+from jshard.launch.process_status import is_stuck, stalled_error
+from jshard.launch.rendezvous import Group, Rendezvous
 from jshard.launch.restarts import History, NotRestarted, Restarts
+from jshard.launch.stop_signal import Signals
 from jshard.launch.worker_process import WorkerProcess
 
 VERDICT_S = 3.0
@@ -74,7 +76,7 @@ def supervise(
 
 
 def _exit_code(error: FourPartError) -> int:
-    """The exit code of a run that an error has ended."""
+    """Returns the exit code of a run that an error has ended."""
     if is_request(error):
         return REQUEST
     if isinstance(error, NotRestarted):
@@ -98,12 +100,12 @@ class _Members:
 
     @property
     def place(self) -> Cluster | None:
-        """The place of this process; None if all are on this machine."""
+        """Returns the place of this process; None if all are on this machine."""
         return None if self.group is None else self.group.place
 
     @property
     def mesh(self) -> str | None:
-        """Their mesh, if it is not that of all processes."""
+        """Returns their mesh, if it is not that of all processes."""
         return None if self.group is None else self.group.mesh
 
 
@@ -135,7 +137,7 @@ class _Supervisor:
         self._signals = signals
         self._resources = resources
         self._history = History(left=0 if restarts is None else restarts.most)
-        self._call: RollCall | None = None
+        self._rendezvous: Rendezvous | None = None
         self._keeper: Keeper | None = None
 
     def run(self) -> int:
@@ -159,16 +161,16 @@ class _Supervisor:
 
     def _open_roll_call(self) -> None:
         if self._cluster is not None:
-            call = RollCall(self._cluster, self._deadlines, self._restarts)
-            self._call = self._resources.enter_context(contextlib.closing(call))
+            rendezvous = Rendezvous(self._cluster, self._deadlines, self._restarts)
+            self._rendezvous = self._resources.enter_context(contextlib.closing(rendezvous))
 
     def _meet(self) -> _Members | None:
         """Waits for the processes of the next attempt; None if a signal came first."""
-        if self._call is None:
+        if self._rendezvous is None:
             self._history.begin()
             alone = Peers(process_id=0, links={}, hosts={}, deadlines=self._deadlines)
             return _Members(self._processes, alone)
-        group = self._call.meet(self._history, stopped=self._is_stopped)
+        group = self._rendezvous.meet(self._history, stopped=self._is_stopped)
         if group is None:
             return None
         return _Members(group.place.num_processes, group.peers, group)
@@ -186,7 +188,7 @@ class _Supervisor:
             workers,
             members.number,
             members.peers,
-            self._call,
+            self._rendezvous,
             self._deadlines,
             self._signals,
             self._again,
@@ -194,7 +196,7 @@ class _Supervisor:
         )
 
     def _command_of(self, members: _Members) -> Sequence[str]:
-        """The command of a worker, which after a loss continues the run."""
+        """Returns the command of a worker, which after a loss continues the run."""
         if self._history.lost is None or self._restarts is None:
             return self._command
         return self._restarts.command(self._history.folder, members.mesh)
@@ -215,7 +217,7 @@ class _Supervisor:
 
     def _record(self, attempt: _Attempt, lost: Ending) -> None:
         """Records in the history how an attempt ended."""
-        self._history.note(
+        self._history.record(
             lost,
             step=attempt.last("step"),
             checkpoint=attempt.last("checkpoint"),
@@ -246,7 +248,7 @@ class _Attempt:
     workers: Sequence[WorkerProcess]
     num_processes: int
     peers: Peers
-    call: RollCall | None
+    rendezvous: Rendezvous | None
     deadlines: Deadlines
     signals: Signals
     again: str
@@ -281,10 +283,10 @@ class _Attempt:
     def _look(self) -> None:
         """Passes on what came since the last look: signals, output, endings, and the messages of others."""
         self._forward_signal()
-        self._request_positions()
+        self._request_statuses()
         self._look_at_workers()
-        if self.call is not None:
-            self.call.attend()
+        if self.rendezvous is not None:
+            self.rendezvous.attend()
         for ending in self.peers.poll(self.workers[0].state):
             self._note_ending(ending)
 
@@ -296,8 +298,8 @@ class _Attempt:
         for worker in self.workers:
             worker.forward(self.forwarded)
 
-    def _request_positions(self) -> None:
-        """If the run is stalled, lets every process report its position, to find the one that is behind."""
+    def _request_statuses(self) -> None:
+        """If the run is stalled, lets every process report its status, to find the one that is behind."""
         is_known = self.peers.stalled
         if not is_known and not any(ending.stalled for ending in self.bad):
             return
@@ -332,7 +334,7 @@ class _Attempt:
         self.warned_s = stall.warn(idle_s, self.warned_s, first_s, where, _say)
 
     def _states(self) -> dict[int, dict[str, Any]]:
-        """The last notes of each process that is heard of, by its id."""
+        """Returns the last state of each process that is heard of, by its id."""
         states = {process: vars(beat) for process, beat in self.peers.beats.items()}
         states |= {worker.process_id: worker.state for worker in self.workers}
         return states
@@ -360,7 +362,7 @@ class _Attempt:
         self.bad.append(ending)
 
     def _good_end(self) -> int | None:
-        """The exit code if all workers of this machine ended well; else None."""
+        """Returns the exit code if all workers of this machine ended well; else None."""
         codes = []
         for worker in self.workers:
             if worker.ending is None or not worker.ending.good:
@@ -372,7 +374,7 @@ class _Attempt:
         return max(codes)
 
     def _cause(self) -> Ending | None:
-        """The process that was lost, once that is certain."""
+        """Returns the process that was lost, once that is certain."""
         if self.peers.verdict is not None:
             return self.peers.verdict
         if not self.bad:
@@ -385,7 +387,7 @@ class _Attempt:
         return self._with_limit(cause(endings))
 
     def _settle_s(self) -> float:
-        """How long to wait, after the first bad ending, for one that may have caused it."""
+        """Returns how long to wait, after the first bad ending, for one that may have caused it."""
         if self.peers.alone and not any(worker.running for worker in self.workers):
             return 0.0  # no other process can report
         wait_s = self.deadlines.settle_s
@@ -396,18 +398,18 @@ class _Attempt:
         return wait_s
 
     def _with_limit(self, lost: Ending) -> Ending:
-        """The ending, with the limit of the process that waited longest if its own is not known.
+        """Returns the ending, with the limit of the process that waited longest if its own is not known.
 
         A stopped process knows neither its limit nor when it began.
         """
-        if lost.stand is None or lost.stand.deadline:
+        if lost.status is None or lost.status.deadline:
             return lost
-        stands = [ending.stand for ending in self.bad if ending.stand is not None and ending.stand.deadline]
-        if not stands:
+        statuses = [ending.status for ending in self.bad if ending.status is not None and ending.status.deadline]
+        if not statuses:
             return lost
-        longest = max(stands, key=lambda stand: stand.idle_s)
-        stand = dataclasses.replace(lost.stand, idle_s=longest.idle_s, deadline=longest.deadline, asked=longest.asked)
-        return dataclasses.replace(lost, stand=stand)
+        longest = max(statuses, key=lambda status: status.idle_s)
+        status = dataclasses.replace(lost.status, idle_s=longest.idle_s, deadline=longest.deadline, asked=longest.asked)
+        return dataclasses.replace(lost, status=status)
 
     def _end_badly(self, lost: Ending) -> int:
         if self.peers.decides:
@@ -429,7 +431,7 @@ class _Attempt:
         return lost.run_code
 
     def _was_asked(self, lost: Ending) -> bool:
-        """Whether it ended by the forwarded signal, before it handled signals, or because a peer did."""
+        """Returns whether it ended by the forwarded signal, before it handled signals, or because a peer did."""
         if self.forwarded is None:
             return False
         if lost.code == -self.forwarded:
@@ -476,17 +478,17 @@ class _Attempt:
         ends_at = time.monotonic() + self.deadlines.grace_s
         while time.monotonic() < ends_at and not self.signals.repeated:
             self._look()
-            if all(worker.ending is not None or stall.is_stuck(worker.state) for worker in self.workers):
+            if all(worker.ending is not None or is_stuck(worker.state) for worker in self.workers):
                 return
             time.sleep(TICK_S)
 
     @property
     def _again(self) -> str:
-        """The command that continues the run."""
+        """Returns the command that continues the run."""
         return self.last("again") or self.again
 
     def last(self, key: str) -> Any:
-        """The value that the workers reported under a name; the largest if they differ."""
+        """Returns the value that the workers reported under a name; the largest if they differ."""
         reports = [worker.state.get(key) for worker in self.workers]
         return max((report for report in reports if report is not None), default=None)
 
@@ -494,10 +496,10 @@ class _Attempt:
 def _lost_error(
     ending: Ending, *, num_processes: int, step: int | None, checkpoint: str | None, again: str
 ) -> FourPartError:
-    """The error when one process ended and the others cannot continue."""
-    if ending.stalled and ending.stand is not None:
-        return stall.stalled_error(
-            ending.stand,
+    """Creates the error when one process ended and the others cannot continue."""
+    if ending.stalled and ending.status is not None:
+        return stalled_error(
+            ending.status,
             who=ending.who,
             what=f"Process {ending.process} of {num_processes}",
             lines=_so_far(step, checkpoint),
@@ -521,11 +523,14 @@ def _lost_error(
 
 
 def _so_far(step: int | None, checkpoint: str | None) -> list[str]:
-    """The last step and checkpoint of the run."""
-    return [
-        "no step was reported yet" if step is None else f"last step reported: {step}",
-        "no checkpoint was written yet" if checkpoint is None else f"last good checkpoint: {checkpoint}",
-    ]
+    """Describes the last step and checkpoint of the run."""
+    step_line = "no step was reported yet"
+    if step is not None:
+        step_line = f"last step reported: {step}"
+    checkpoint_line = "no checkpoint was written yet"
+    if checkpoint is not None:
+        checkpoint_line = f"last good checkpoint: {checkpoint}"
+    return [step_line, checkpoint_line]
 
 
 def _name(signum: int | None) -> str:

@@ -1,10 +1,11 @@
 """The trainer behind `jshard train`, in parts that you can use in your own loop.
 
-    Recipe, ModelFile, load_model_file, Batch     what to train
-    run_recipe                                    the whole run, with its record in a folder
-    TrainStep, EvalStep                           one compiled program each
-    fit, to_devices, evaluate, Every, StopSignal  the loop
-    Tracker, Trackers, Progress, Meter            output and records
+    Recipe, ModelFile, load_model_file, Batch              what to train
+    run_recipe, RunOptions                                 the whole run, with its record in a folder
+    TrainStep, EvalStep                                    one compiled program each
+    fit, to_devices, evaluate, StopSignal                  the loop
+    EvaluationHook, CheckpointHook, PeriodicHook           what it does between steps
+    Tracker, Trackers, register_tracker, Progress, Meter   output and records
 
 Data are in `jshard.data`, float16 in `jshard.api.gradients`, and the rest in the modules of this package and of
 `jshard.recipes`.
@@ -27,7 +28,7 @@ _MOVED = {
     "jshard.train.trackers": "TensorBoard WeightsAndBiases",
     "jshard.train.loop": "Fitted",
     "jshard.train.progress": "StepProfile",
-    "jshard.train.run": "Finished",
+    "jshard.train.training_run": "Finished",
     "jshard.train.sampling": "sample_text",
 }
 

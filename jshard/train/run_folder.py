@@ -151,7 +151,7 @@ class RunFolder:
         stored = _read(self.path)
         with _writing(self.path):
             _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
-        known = launch.of_this_attempt()
+        known = launch.previous_attempt()
         self._note(begin_attempt(stored.get("attempts", ()), self.metrics, step=step, known=known))
 
     def trains(self) -> None:
@@ -164,7 +164,7 @@ class RunFolder:
         if self._attempts:
             self._note(end_attempt(self._attempts, self.metrics, cause=cause, on_request=on_request))
 
-    def said_of_attempts(self) -> str | None:
+    def attempts_summary(self) -> str | None:
         """A summary of the attempts of the run, in a line; None for a single one."""
         return describe_attempts(self._attempts) if len(self._attempts) > 1 else None
 
@@ -252,7 +252,7 @@ class RunFolder:
     def _take_up(self, record: RunRecord, token: str) -> None:
         where = str(self.path / _RECORD)
         # After a loss the process that held it may be frozen, or on a disconnected machine, and not ended yet.
-        RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.of_this_attempt() else 0.0)
+        RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.previous_attempt() else 0.0)
         stored = _read(self.path)
         self.notices += record.check_continues(stored, where=where)
         self._batch_sizes = _batch_sizes(stored)

@@ -392,7 +392,7 @@ class Unbegun:
 
 @pytest.mark.parametrize("words", all_pasted())
 def test_what_an_error_says_to_do_is_accepted_when_it_is_pasted(words, end, monkeypatch):
-    monkeypatch.setattr(run, "_Job", Unbegun)
+    monkeypatch.setattr(run, "TrainingRun", Unbegun)
     monkeypatch.setattr(_training, "explained", lambda *request: "")
     monkeypatch.setattr(
         _request, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how)
