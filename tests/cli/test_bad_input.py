@@ -21,7 +21,7 @@ from jshard.cli import train as cli_train
 from jshard.data.text import load_text
 from jshard.train import run
 from jshard.train.run import Finished
-from jshard.train.run_record import RunLock
+from jshard.train.run_lock import RunLock
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "bad_input.txt"
 HEAD = "=== "
