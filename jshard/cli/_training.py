@@ -125,7 +125,7 @@ def _read_data(request: Request) -> Data:
 
 
 def _with_best_variant(
-    request: Request, mesh: Mesh, data: Data, compiler_options: Mapping[str, Any] | None, say: Say
+    request: Request, mesh: Mesh, data: Data, compiler_options: Mapping[str, object] | None, say: Say
 ) -> Request:
     """Returns the request with the configuration that `--auto` has chosen."""
     if request.args.resume:
@@ -140,7 +140,7 @@ def _agreed_folder(request: Request) -> Path:
     return Path(exchange("folder of the run", str(request.folder()))[0])
 
 
-def _say_nothing(*text: Any) -> None:
+def _say_nothing(*text: object) -> None:
     pass
 
 

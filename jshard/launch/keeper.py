@@ -25,10 +25,10 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jshard.launch.cluster import Cluster
-from jshard.launch.messages import LINE_BYTES, with_token, without_token
+from jshard.launch.messages import LINE_BYTES, Message, with_token, without_token
 
 ADDRESS = "JSHARD_KEEPER"
 TOKEN = "JSHARD_KEEPER_TOKEN"
@@ -59,7 +59,7 @@ class KeptPart:
     of: int
 
     @classmethod
-    def parse(cls, value: Any) -> KeptPart:
+    def parse(cls, value: object) -> KeptPart:
         """Parses a name from the network; a ValueError if it is not valid."""
         # The exact types: True is an int for `isinstance`.
         if not isinstance(value, list) or [type(field) for field in value] != [str, int, int, int]:
@@ -150,7 +150,7 @@ class KeeperClient:
         with self._lock:
             self._disconnect()
 
-    def _request(self, request: dict[str, Any], pieces: Sequence[memoryview] = ()) -> tuple[dict[str, Any], bytearray]:
+    def _request(self, request: Message, pieces: Sequence[memoryview] = ()) -> tuple[Message, bytearray]:
         """Sends a request, and the bytes of a put; returns the answer, and the bytes of a read."""
         with self._lock:
             for attempt in range(1, _TRIES + 1):
@@ -185,7 +185,7 @@ class _Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self._socket.makefile("rb")
 
-    def request(self, request: dict[str, Any], pieces: Sequence[memoryview]) -> tuple[dict[str, Any], bytearray]:
+    def request(self, request: Message, pieces: Sequence[memoryview]) -> tuple[Message, bytearray]:
         """Sends a request with its bytes; returns the answer with its bytes."""
         self._socket.sendall(with_token(request, self._token) + b"\n")
         for piece in pieces:
@@ -221,7 +221,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self._strangers: dict[socket.socket, float] = {}  # the oldest first, with their time of arrival
         super().__init__((host, 0), _Visit)
 
-    def allocate(self, part: KeptPart, size: int, beside: Any) -> mmap.mmap:
+    def allocate(self, part: KeptPart, size: int, beside: object) -> mmap.mmap:
         """Allocates a part; one other of its process is kept."""
 
         def is_replaced(old: KeptPart) -> bool:
@@ -258,7 +258,7 @@ class _Server(socketserver.ThreadingTCPServer):
         with self.lock:
             self.parts = {}
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: socket.socket, client_address: object) -> None:
         """Starts the thread of a new connection, which is a stranger until it gives the token."""
         with self.lock:
             self._strangers[request] = time.monotonic()
@@ -273,7 +273,7 @@ class _Server(socketserver.ThreadingTCPServer):
             late = [connection for connection, arrived_s in self._strangers.items() if arrived_s < since_s]
         self._drop(late)
 
-    def shutdown_request(self, request: Any) -> None:
+    def shutdown_request(self, request: socket.socket) -> None:
         """Closes a connection that is over."""
         self.admit(request)
         super().shutdown_request(request)
@@ -289,7 +289,7 @@ class _Server(socketserver.ThreadingTCPServer):
             with contextlib.suppress(OSError):  # it has closed
                 stranger.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Ignores connections that break, or send invalid data."""
 
     def _forget(self, is_dropped: Callable[[KeptPart], bool]) -> None:
@@ -301,7 +301,7 @@ class _Server(socketserver.ThreadingTCPServer):
 class _Answer(NamedTuple):
     """The answer to a request, and the bytes that follow it."""
 
-    message: dict[str, Any]
+    message: Message
     data: memoryview | None = None
 
 
@@ -318,7 +318,7 @@ class _Visit(socketserver.StreamRequestHandler):
         for request in self._requests():
             self._reply(*self._answer_or_error(request))  # unnamed: a name would keep the data until the next request
 
-    def _requests(self) -> Iterator[dict[str, Any]]:
+    def _requests(self) -> Iterator[Message]:
         while not self._is_over and (line := self.rfile.readline(LINE_BYTES)):
             request = without_token(line, self.server.token)
             if request is None:
@@ -327,14 +327,14 @@ class _Visit(socketserver.StreamRequestHandler):
             self.connection.settimeout(_IDLE_S)
             yield request
 
-    def _answer_or_error(self, request: dict[str, Any]) -> _Answer:
+    def _answer_or_error(self, request: Message) -> _Answer:
         try:
             return self._answer(request)
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
             self._is_over = True  # the rest of this request would be read as the next one
             return _Answer({"error": f"{type(error).__name__}: {error}"})
 
-    def _answer(self, request: dict[str, Any]) -> _Answer:
+    def _answer(self, request: Message) -> _Answer:
         if "put" in request:
             return self._put(KeptPart.parse(request["put"]), int(request["bytes"]), request["beside"])
         if "read" in request:
@@ -347,7 +347,7 @@ class _Visit(socketserver.StreamRequestHandler):
         parts = [dataclasses.astuple(part) for part in sizes]
         return _Answer({"parts": parts, "held_bytes": sum(sizes.values())})
 
-    def _put(self, part: KeptPart, size: int, beside: Any) -> _Answer:
+    def _put(self, part: KeptPart, size: int, beside: object) -> _Answer:
         try:
             data = self.server.allocate(part, size, beside)
         except OSError as error:
@@ -358,7 +358,7 @@ class _Visit(socketserver.StreamRequestHandler):
         self.server.store(part, data)
         return _Answer({"kept": size})
 
-    def _read(self, request: dict[str, Any]) -> _Answer:
+    def _read(self, request: Message) -> _Answer:
         begin = int(request["begin"])
         size = int(request["bytes"])
         view = self.server.view(KeptPart.parse(request["read"]))
@@ -366,7 +366,7 @@ class _Visit(socketserver.StreamRequestHandler):
             raise ValueError("beyond the end of the part")
         return _Answer({"bytes": size}, view[begin : begin + size])
 
-    def _reply(self, message: dict[str, Any], data: memoryview | None) -> None:
+    def _reply(self, message: Message, data: memoryview | None) -> None:
         with contextlib.suppress(OSError):
             self.wfile.write(json.dumps(message).encode() + b"\n")
             if data is not None:

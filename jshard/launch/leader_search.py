@@ -6,12 +6,11 @@ import dataclasses
 import secrets
 import socket
 import time
-from typing import Any
 
 from jshard.launch.endpoint import Endpoint
 from jshard.launch.link import Link
 from jshard.launch.listener import HELLO_S, Hello, greeting
-from jshard.launch.messages import decoded, opened, sealed
+from jshard.launch.messages import Message, decoded, opened, sealed
 from jshard.launch.peers import hostname
 from jshard.launch.rendezvous_messages import (
     AttemptStart,
@@ -203,7 +202,7 @@ class LeaderSearch:
         leader.link.send_line(sealed(message, self._endpoint.token, nonce))
         leader.is_greeted = True
 
-    def _hear_leader(self, leader: _Leader, message: dict[str, Any]) -> JoinedAttempt | None:
+    def _hear_leader(self, leader: _Leader, message: Message) -> JoinedAttempt | None:
         """Handles a message with a proof."""
         try:
             if "go" in message:
@@ -224,7 +223,7 @@ class LeaderSearch:
             self._give_up("It has another version of jshard")
         return None
 
-    def _join(self, leader: _Leader, message: Any) -> JoinedAttempt:
+    def _join(self, leader: _Leader, message: object) -> JoinedAttempt:
         start = understood(AttemptStart, message)
         history = understood(History, start.history)
         members = sorted(address.process for address in leader.addresses.values() if address.is_member)

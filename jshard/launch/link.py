@@ -6,9 +6,8 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from jshard.launch.messages import LINE_BYTES, decoded, encoded
+from jshard.launch.messages import LINE_BYTES, Message, decoded, encoded
 
 GOODBYE_S = 2.0
 """How long a closing connection waits for the other side to read its last message."""
@@ -47,7 +46,7 @@ class Link:
         """Returns the time since the last data from the other side."""
         return time.monotonic() - self._heard_at_s
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message now or, if the other side is slow, with a later one."""
         self.send_line(encoded(message))
 
@@ -57,7 +56,7 @@ class Link:
         self._sent_at_s = time.monotonic()
         self._flush()
 
-    def beat(self, every_s: float, state: Any = None) -> None:
+    def beat(self, every_s: float, state: Mapping[str, object] | None = None) -> None:
         """Sends a sign of life if the last message is older than `every_s`."""
         if time.monotonic() - self._sent_at_s >= every_s:
             self.send({"beat": state})
@@ -89,7 +88,7 @@ class Link:
             lines.append(line)
         return lines
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[Message]:
         """Returns the messages received since the last call; closes the link at anything else."""
         messages = []
         for line in self.lines():

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jshard.launch.link import Link
 from jshard.launch.messages import opened, parsed, sealed
@@ -100,11 +100,11 @@ class Listener:
                 break
         return requests
 
-    def answer(self, request: JoinRequest, message: Mapping[str, Any]) -> None:
+    def answer(self, request: JoinRequest, message: Mapping[str, object]) -> None:
         """Sends a signed message."""
         request.link.send_line(sealed(message, self._token, request.hello.nonce))
 
-    def dismiss(self, request: JoinRequest, message: Mapping[str, Any]) -> None:
+    def dismiss(self, request: JoinRequest, message: Mapping[str, object]) -> None:
         """Sends an answer, and closes the connection once it was read."""
         self.answer(request, message)
         self._visitors.append(_Visitor(link=request.link, nonce="", since_s=time.monotonic(), is_expected=True))

@@ -6,12 +6,11 @@ import dataclasses
 import signal
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jshard.launch.cluster import GOOD, REQUEST, RESUME, Deadlines
 from jshard.launch.link import Link, close_all
-from jshard.launch.messages import parsed
-from jshard.launch.process_status import ProcessStatus
+from jshard.launch.messages import Message, parsed
+from jshard.launch.process_status import ProcessStatus, WorkerState
 
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS: dict[int, str] = {
@@ -119,7 +118,7 @@ def cause(endings: Sequence[Ending]) -> Ending:
     seen; or, if all have the same reason, that of the lowest process.
     """
 
-    def order(index: int) -> tuple[Any, ...]:
+    def order(index: int) -> tuple[int, ...]:
         ending = endings[index]
         if ending.stalled and ending.status is not None:
             return _rank(ending), *ending.status.order, ending.process
@@ -148,14 +147,14 @@ def _rank(ending: Ending) -> int:
     return 3
 
 
-def message_of(ending: Ending) -> dict[str, Any]:
+def message_of(ending: Ending) -> Message:
     """Returns an ending in the form that is sent to other supervisors."""
     message = dataclasses.asdict(ending)
     message["stand"] = message.pop("status")  # its name on the wire
     return message
 
 
-def ending_of(message: Any) -> Ending | None:
+def ending_of(message: object) -> Ending | None:
     """Parses an ending from the network; None for invalid data."""
     if not isinstance(message, dict) or "stand" not in message or "status" in message:
         return None
@@ -182,6 +181,17 @@ class Beat:
     phase: str | None = None
     idle_s: float | None = None
     warn_s: float | None = None
+
+
+def beat_of(state: WorkerState) -> Beat:
+    """Returns the part of a worker's state that the other supervisors need."""
+    return Beat(
+        step=state.get("step"),
+        marks=state.get("marks"),
+        phase=state.get("phase"),
+        idle_s=state.get("idle_s"),
+        warn_s=state.get("warn_s"),
+    )
 
 
 class Peers:
@@ -219,9 +229,9 @@ class Peers:
         """Returns whether there are no other supervisors."""
         return not self._links
 
-    def poll(self, state: Mapping[str, Any]) -> list[Ending]:
+    def poll(self, state: WorkerState) -> list[Ending]:
         """Sends a sign of life with our worker's state; returns the bad endings reported since the last call."""
-        beat = {field.name: state.get(field.name) for field in dataclasses.fields(Beat)}
+        beat = vars(beat_of(state))
         bad = []
         for process, link in list(self._links.items()):
             ending = self._hear(process, link)
@@ -264,7 +274,7 @@ class Peers:
         close_all(self._links.values())
         self._links.clear()
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         for link in self._links.values():
             link.send(message)
 

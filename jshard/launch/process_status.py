@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from jshard import _stacks
 from jshard._files import write_text
@@ -22,6 +22,42 @@ _FRAMES = 4  # of a thread are reported
 _FRAME_CHARACTERS = 300
 # Functions in which a main thread waits for the devices, for Orbax, or for a meeting of the processes.
 _WAITING_FRAMES = ("/jax/_src/", "/jaxlib/", "/orbax/", "/tensorstore/", "jshard/_processes.py:")
+
+
+class WorkerState(TypedDict, total=False):
+    """What a worker reports to its supervisor: a JSON object with all that it has to say so far.
+
+    Attributes:
+        step: the last completed step.
+        checkpoint: the last completed checkpoint.
+        copy: the step of the last copy in memory.
+        again: the command line that continues from there.
+        folder: the folder of the run.
+        explained: whether it has written the reason of its failure to its stderr.
+        blames_peer: whether it failed because another process did not answer.
+        phase: what it does.
+        marks: how many phases it has entered.
+        idle_s: seconds since it entered the last one.
+        warn_s: the time without progress after which the supervisor prints a line; None for any time.
+        stalls: the folder of the stacks.
+        stalled: "stalled", or "asked" if it does not stop in time; missing while neither is so.
+        deadline: the limit that it has passed.
+    """
+
+    step: int
+    checkpoint: str
+    copy: int
+    again: str
+    folder: str
+    explained: bool
+    blames_peer: bool
+    phase: str
+    marks: int
+    idle_s: float
+    warn_s: float | None
+    stalls: str
+    stalled: str
+    deadline: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +102,7 @@ class _ChildStacks:
     stacks: _stacks.Stacks
 
 
-def process_status(pid: int, state: Mapping[str, Any], *, process: int, step: int | None) -> ProcessStatus:
+def process_status(pid: int, state: WorkerState, *, process: int, step: int | None) -> ProcessStatus:
     """Returns the status of a process of this machine; its stacks go into a file.
 
     Args:
@@ -100,7 +136,7 @@ def process_status(pid: int, state: Mapping[str, Any], *, process: int, step: in
     )
 
 
-def is_stuck(state: Mapping[str, Any]) -> bool:
+def is_stuck(state: WorkerState) -> bool:
     """Returns whether a process whose peer is gone makes no progress between the marks, so waits for that peer."""
     return bool(state.get("warn_s")) and state.get("idle_s", 0.0) >= STUCK_S
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jshard.errors import FourPartError, ShardingError, is_request
-from jshard.launch.messages import parsed
+from jshard.launch.messages import Message, parsed
 from jshard.launch.restarts import History
 
 T = TypeVar("T")
@@ -58,14 +58,14 @@ class Failure:
     is_request: bool
 
 
-def address_messages(addresses: Mapping[int, PeerAddress]) -> Iterator[dict[str, Any]]:
+def address_messages(addresses: Mapping[int, PeerAddress]) -> Iterator[Message]:
     """Yields messages that together have all addresses, by process."""
     rows = [dataclasses.asdict(addresses[process]) for process in sorted(addresses)]
     for begin in range(0, len(rows), _ADDRESSES_PER_MESSAGE):
         yield {"rows": rows[begin : begin + _ADDRESSES_PER_MESSAGE]}
 
 
-def addresses_in(message: Mapping[str, Any]) -> Iterable[PeerAddress]:
+def addresses_in(message: Message) -> Iterable[PeerAddress]:
     """Parses the addresses of a message; there may be none.
 
     Raises:
@@ -77,12 +77,12 @@ def addresses_in(message: Mapping[str, Any]) -> Iterable[PeerAddress]:
     return [understood(PeerAddress, row) for row in rows]
 
 
-def start_message(port: int, mesh: str | None, history: History) -> dict[str, Any]:
+def start_message(port: int, mesh: str | None, history: History) -> Message:
     """Creates the message that starts an attempt."""
     return {"go": {"port": port, "mesh": mesh, "history": dataclasses.asdict(history)}}
 
 
-def failure_message(error: FourPartError) -> dict[str, Any]:
+def failure_message(error: FourPartError) -> Message:
     """Creates the message that ends the roll call."""
     failure = Failure(
         what=error.what,
@@ -94,7 +94,7 @@ def failure_message(error: FourPartError) -> dict[str, Any]:
     return {"error": dataclasses.asdict(failure)}
 
 
-def error_in(message: Any, history: History) -> FourPartError:
+def error_in(message: object, history: History) -> FourPartError:
     """Returns the error of a `failure_message`.
 
     Raises:
@@ -105,7 +105,7 @@ def error_in(message: Any, history: History) -> FourPartError:
     return kind(failure.what, where=[str(line) for line in failure.where], why=failure.why, do=failure.do)
 
 
-def understood(kind: type[T], message: Any) -> T:
+def understood(kind: type[T], message: object) -> T:
     """Parses a message whose sender knows the token.
 
     Raises:

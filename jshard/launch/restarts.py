@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from jshard._text import counted
 from jshard.errors import RunError
@@ -156,6 +156,14 @@ def _highest(*steps: int | None) -> int | None:
     return max((step for step in steps if step is not None), default=None)
 
 
-def previous_attempt(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns what a worker knows of the attempt before: "attempt", "cause" and "ended_at"; {} in the first one."""
+class AttemptBefore(TypedDict, total=False):
+    """What a worker knows of the attempt before."""
+
+    attempt: int
+    cause: str
+    ended_at: float
+
+
+def previous_attempt(environ: Mapping[str, str] = os.environ) -> AttemptBefore:
+    """Returns what a worker knows of the attempt before; {} in the first one."""
     return json.loads(environ.get(_ATTEMPT, "{}"))

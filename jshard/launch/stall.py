@@ -19,12 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jshard import _stacks
 from jshard.launch import phases
 from jshard.launch.cluster import RESUME, check_seconds, stopped_code
-from jshard.launch.process_status import process_status, stalled_error
+from jshard.launch.process_status import WorkerState, process_status, stalled_error
 from jshard.launch.stop_signal import StopSignal, unsaved_text
 
 LEAST_S = 60.0
@@ -164,10 +164,10 @@ class StallWatch:
         limit_s = max(self.timeout_s or 0.0, MOST_S)
         return Deadline(limit_s, f"{limit_s:.0f} s")
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> WorkerState:
         """Returns what the supervisor is informed of."""
         deadline = self.deadline()
-        state: dict[str, Any] = {
+        state: WorkerState = {
             "phase": self.phase,
             "marks": self.marks,
             "idle_s": round(self._idle_s, 1),
@@ -292,7 +292,7 @@ def step_done(step: int) -> None:
         _watch.step_done(step)
 
 
-def state_of_watch() -> dict[str, Any]:
+def state_of_watch() -> WorkerState:
     """Returns what this process's watch reports to the supervisor."""
     if _watch is None:
         return {"warn_s": None}

@@ -15,7 +15,7 @@ from jshard.errors import FourPartError, RunError, ShardingError, is_request, pr
 from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, stopped_code
 from jshard.launch.keeper import Keeper
-from jshard.launch.peers import Ending, Peers, cause
+from jshard.launch.peers import Beat, Ending, Peers, beat_of, cause
 from jshard.launch.process_status import is_stuck, stalled_error
 from jshard.launch.rendezvous import Group, Rendezvous
 from jshard.launch.restarts import History, NotRestarted, Restarts
@@ -322,33 +322,34 @@ class _Attempt:
         if self.bad or not self.peers.decides:
             return
         states = self._states()
-        warning = [state for state in states.values() if state.get("warn_s")]
+        warning = [state for state in states.values() if state.warn_s]
         if not warning:
             return
-        first_s = min(state["warn_s"] for state in warning)
-        idle_s = max(state.get("idle_s") or 0.0 for state in warning)
+        first_s = min(state.warn_s for state in warning if state.warn_s)
+        idle_s = max(state.idle_s or 0.0 for state in warning)
         stopped = {}
         if idle_s >= first_s:  # not at every tick: each answer is read from the system
             stopped = {worker.process_id: worker.stopped for worker in self.workers}
         where = self._behind(states, stopped)
         self.warned_s = stall.warn(idle_s, self.warned_s, first_s, where, _say)
 
-    def _states(self) -> dict[int, dict[str, Any]]:
+    def _states(self) -> dict[int, Beat]:
         """Returns the last state of each process that is heard of, by its id."""
-        states = {process: vars(beat) for process, beat in self.peers.beats.items()}
-        states |= {worker.process_id: worker.state for worker in self.workers}
+        states = dict(self.peers.beats)
+        for worker in self.workers:
+            states[worker.process_id] = beat_of(worker.state)
         return states
 
-    def _behind(self, states: Mapping[int, Mapping[str, Any]], stopped: Mapping[int, str]) -> str:
+    def _behind(self, states: Mapping[int, Beat], stopped: Mapping[int, str]) -> str:
         """Describes the process that the others wait for."""
 
         def progress(process: int) -> tuple[bool, int]:
             # The others wait for a stopped process, however far it has come.
             is_active = not stopped.get(process)
-            return is_active, states[process].get("marks") or 0
+            return is_active, states[process].marks or 0
 
         behind = min(states, key=progress)
-        state = stopped.get(behind) or states[behind].get("phase")
+        state = stopped.get(behind) or states[behind].phase
         return f"process {behind} of {self.num_processes} is {state}"
 
     def _note_ending(self, ending: Ending) -> None:

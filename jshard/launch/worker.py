@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 from jshard import _stacks
 from jshard.errors import FourPartError, RunError, ShardingError, causes
 from jshard.launch.cluster import GOOD, Deadlines, is_worker
+from jshard.launch.process_status import WorkerState
 from jshard.launch.stall import state_of_watch
 
 END_S = 30.0
@@ -81,7 +82,8 @@ def note(
     if _reporter is None:
         return
     progress = {"step": step, "checkpoint": checkpoint, "copy": copy, "again": again, "folder": folder}
-    _reporter.note({key: value for key, value in progress.items() if value is not None})
+    news = {key: value for key, value in progress.items() if value is not None}
+    _reporter.note(cast(WorkerState, news))
 
 
 def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
@@ -134,11 +136,11 @@ class _Reporter:
         os.set_blocking(fd, False)
         self._fd = fd
         self._every_s = every_s
-        self._state: dict[str, Any] = {}
+        self._state: WorkerState = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._beat, daemon=True, name="jshard-beat").start()
 
-    def note(self, state: dict[str, Any]) -> None:
+    def note(self, state: WorkerState) -> None:
         """Sends the whole state, with these changes; without any it is a sign of life."""
         with self._lock:
             self._state.update(state)

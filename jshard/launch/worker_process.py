@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from jshard import _stacks
 from jshard.errors import RunError
@@ -18,7 +18,7 @@ from jshard.launch.cluster import Cluster, Deadlines
 from jshard.launch.gpu_share import device_ids_of
 from jshard.launch.messages import decoded
 from jshard.launch.peers import Ending, hostname
-from jshard.launch.process_status import process_status
+from jshard.launch.process_status import WorkerState, process_status
 from jshard.launch.worker_output import WorkerOutput
 
 
@@ -54,7 +54,7 @@ class WorkerProcess:
     ) -> None:
         self.process_id = place.process_id
         self.ending: Ending | None = None
-        self.state: dict[str, Any] = {}
+        self.state: WorkerState = {}
         self._deadlines = deadlines
         self._reports, write_fd = os.pipe()
         os.set_blocking(self._reports, False)
@@ -145,7 +145,7 @@ class WorkerProcess:
                 self._is_up = True
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 for line in lines:
-                    self.state.update(decoded(line) or {})
+                    self.state.update(cast(WorkerState, decoded(line) or {}))
         except BlockingIOError:
             pass
 

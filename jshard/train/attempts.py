@@ -20,19 +20,35 @@ import datetime
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from jshard._parsing import is_number
 from jshard._text import clock_text, counted, duration
 from jshard.errors import RunError
+from jshard.launch.restarts import AttemptBefore
 from jshard.train.records import iterate_metrics
 
-Attempt = dict[str, Any]
-"""An attempt as in run.json; see `run_json.StoredAttempt`."""
-
 _CLOCK_S = 1e-3  # the times in run.json are rounded to it
+
+
+class _BegunAttempt(TypedDict):
+    begin: str
+    ready: str | None
+    end: str | None
+    first_step: int
+    last_step: int
+
+
+class Attempt(_BegunAttempt, total=False):
+    """An attempt as in run.json; the further keys are those of one that has ended."""
+
+    cause: str
+    productive_s: float
+    steps_lost: int
+    seconds_lost: float
+    on_request: bool
 
 
 class _RecordedStep(NamedTuple):
@@ -42,7 +58,7 @@ class _RecordedStep(NamedTuple):
     step: int
 
 
-def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, known: Mapping[str, Any]) -> list[Attempt]:
+def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, known: AttemptBefore) -> list[Attempt]:
     """Adds an attempt that continues from a step, and records the losses of those before it.
 
     Args:
@@ -52,19 +68,22 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
         known: what the supervisor knows of the last attempt: "cause" and "ended_at".
     """
     recorded = _recorded_steps(metrics)
-    earlier = [dict(attempt) for attempt in attempts]
+    earlier = [attempt.copy() for attempt in attempts]
     if earlier and earlier[-1].get("end") is None:
         _close_lost(earlier[-1], recorded, known)
     for attempt in earlier:
         if attempt["last_step"] > step:
             _drop_steps_after(attempt, recorded, step)
-    new = {"begin": _moment(_process_start_s()), "ready": None, "end": None, "first_step": step, "last_step": step}
+    begin = _moment(_process_start_s())
+    new: Attempt = {"begin": begin, "ready": None, "end": None, "first_step": step, "last_step": step}
     return [*earlier, new]
 
 
 def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Records that the first step of the last attempt may begin."""
-    return [*attempts[:-1], {**attempts[-1], "ready": _moment(time.time())}]
+    *earlier, last = [attempt.copy() for attempt in attempts]
+    last["ready"] = _moment(time.time())
+    return [*earlier, last]
 
 
 def end_attempt(attempts: Sequence[Attempt], metrics: Path, *, cause: str, on_request: bool = False) -> list[Attempt]:
@@ -76,9 +95,10 @@ def end_attempt(attempts: Sequence[Attempt], metrics: Path, *, cause: str, on_re
         cause: why it ended.
         on_request: whether that was asked for. The time until the next attempt is then a pause.
     """
-    *earlier, last = [dict(attempt) for attempt in attempts]
+    *earlier, last = [attempt.copy() for attempt in attempts]
     _close(last, _recorded_steps(metrics), time.time(), cause)
-    return [*earlier, last | {"on_request": on_request}]
+    last["on_request"] = on_request
+    return [*earlier, last]
 
 
 def ettr(attempts: Sequence[Attempt]) -> float | None:
@@ -98,9 +118,10 @@ def paused_s(attempts: Sequence[Attempt]) -> float:
     """Returns the time between attempts that ended on request and the next ones."""
     total_s = 0.0
     for attempt, following in itertools.pairwise(attempts):
-        if attempt.get("on_request"):
-            # Clocks of two machines differ.
-            total_s += max(seconds_of(following["begin"]) - seconds_of(attempt["end"]), 0.0)
+        end = attempt["end"]
+        if attempt.get("on_request") and end is not None:
+            # Clocks of two machines differ: the next one may seem to begin earlier.
+            total_s += max(seconds_of(following["begin"]) - seconds_of(end), 0.0)
     return round(total_s, 3)
 
 
@@ -136,7 +157,7 @@ def _all_productive_s(attempts: Sequence[Attempt]) -> float:
     return sum(attempt.get("productive_s", 0.0) for attempt in attempts)
 
 
-def _close_lost(attempt: Attempt, recorded: Sequence[_RecordedStep], known: Mapping[str, Any]) -> None:
+def _close_lost(attempt: Attempt, recorded: Sequence[_RecordedStep], known: AttemptBefore) -> None:
     """Closes an attempt that did not record its end: the supervisor knows it, or it is that of the last line."""
     steps = _steps_of(attempt, recorded)
     end_s = seconds_of(attempt["ready"] or attempt["begin"])
@@ -162,8 +183,11 @@ def _drop_steps_after(attempt: Attempt, recorded: Sequence[_RecordedStep], step:
     remaining = [line for line in _steps_of(attempt, recorded) if line.step <= step]
     productive_s = _productive_s(attempt, remaining)
     last_step = max(step, attempt["first_step"])
-    attempt["seconds_lost"] = round(attempt["seconds_lost"] + attempt["productive_s"] - productive_s, 3)
-    attempt["steps_lost"] += attempt["last_step"] - last_step
+    lost_s = attempt.get("productive_s", 0.0) - productive_s
+    lost_steps = attempt["last_step"] - last_step
+    # Added: an earlier restart may have lost some, too.
+    attempt["seconds_lost"] = round(attempt.get("seconds_lost", 0.0) + lost_s, 3)
+    attempt["steps_lost"] = attempt.get("steps_lost", 0) + lost_steps
     attempt["productive_s"] = productive_s
     attempt["last_step"] = last_step
 

@@ -144,7 +144,7 @@ def chosen_variant(
     mesh: Mesh,
     data: Data,
     *,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, object] | None = None,
     say: Callable[[Any], object] = show,
 ) -> Variant:
     """Chooses how to split the devices, what to keep and recompute, and the microbatches; the batch stays the same.
@@ -198,7 +198,7 @@ def _measured_s(
     mesh: Mesh,
     data: Data,
     variant: Variant,
-    compiler_options: Mapping[str, Any] | None,
+    compiler_options: Mapping[str, object] | None,
 ) -> float:
     """Measures the seconds of a step, the least of several; infinite if there is not enough memory."""
     variant_mesh = make_mesh(**variant.mesh, devices=list(mesh.devices.flat))
@@ -213,7 +213,7 @@ def _measured_s(
 
 
 def _step_times_s(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, compiler_options: Mapping[str, Any] | None
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, compiler_options: Mapping[str, object] | None
 ) -> list[float]:
     """Measures the seconds of some steps."""
     state = create(model_file, recipe, mesh)

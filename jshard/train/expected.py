@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import NoReturn, TypedDict, cast
 
 from jax.sharding import Mesh
 
@@ -76,7 +76,7 @@ class _PlannedStep(_NeededOfAPlan, total=False):
     train_command: str
 
 
-Figures = collections.Counter[str]
+Figures = collections.defaultdict[str, float]
 """The figures of a step by name. An absent one is 0."""
 
 
@@ -117,7 +117,7 @@ class ExpectedStep:
 
     def check_request(self, recipe: Recipe, mesh: Mesh) -> None:
         """Raises a `ShardingError` if the run has another mesh or batch than the plan."""
-        requested: dict[str, Any] = {"mesh": dict(mesh.shape)}
+        requested: dict[str, object] = {"mesh": dict(mesh.shape)}
         for name in _BATCH_SETTINGS:
             requested[name] = getattr(recipe, name)
         differences = []
@@ -149,7 +149,7 @@ class ExpectedStep:
             actual = _compiled_figures(json.loads(compiled.to_json()))
         else:
             assert compiled.plan is not None
-            traffic = [dataclasses.asdict(each) for each in traffic_of(compiled.plan)]
+            traffic = [cast(_PlannedTraffic, dataclasses.asdict(each)) for each in traffic_of(compiled.plan)]
             planned = _annotated_figures(self.plan["communication_per_step"])
             actual = _annotated_figures(traffic)
             actual["differences from the annotations"] = len(compiled.differences)
@@ -199,22 +199,22 @@ def _read_plan(path: Path) -> _PlannedStep:
         ) from error
 
 
-def _compiled_figures(audit: Mapping[str, Any]) -> Figures:
+def _compiled_figures(audit: _PlannedAudit) -> Figures:
     """Returns the figures of a compiled step."""
-    figures: Figures = collections.Counter()
+    figures: Figures = collections.defaultdict(int)
     for row in audit["collectives"]:
         figures[f"{row['kind']}s"] += row["executions"]
         figures[f"bytes of {row['kind']}"] += row["total_bytes"]
     for row in audit["mixing"]:
         figures["bytes of the model's own mixing"] += row["total_bytes"]
-    memory = audit["memory_per_device"] or {}
-    figures["peak bytes"] = memory.get("peak_bytes", 0)
+    memory = audit["memory_per_device"]
+    figures["peak bytes"] = 0 if memory is None else memory.get("peak_bytes", 0)
     return figures
 
 
-def _annotated_figures(traffic: Iterable[Mapping[str, Any]]) -> Figures:
+def _annotated_figures(traffic: Iterable[_PlannedTraffic]) -> Figures:
     """Returns the bytes of the collectives required by the annotations."""
-    figures: Figures = collections.Counter()
+    figures: Figures = collections.defaultdict(int)
     for row in traffic:
         figures[f"bytes of {row['kind']} over {', '.join(row['axes'])} in {row['dtype']}"] += row["full_bytes"]
     return figures
@@ -226,7 +226,7 @@ def _figure_text(name: str, value: float) -> str:
     return f"{value:,}"
 
 
-def _is_same(requested: Any, planned: Any) -> bool:
+def _is_same(requested: object, planned: object) -> bool:
     """Returns whether a setting is as planned. The degrees of a mesh are compared without the axes of degree 1."""
     if isinstance(requested, dict) and isinstance(planned, dict):
         return _split_axes(requested) == _split_axes(planned)
@@ -237,7 +237,7 @@ def _split_axes(mesh: Mapping[str, int]) -> dict[str, int]:
     return {axis: degree for axis, degree in mesh.items() if degree > 1}
 
 
-def _setting_text(value: Any) -> str:
+def _setting_text(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{axis}={degree}" for axis, degree in value.items())
     return str(value)

@@ -47,9 +47,9 @@ class _WrongElement:
     """
 
     position: str
-    value: Any
+    value: np.ndarray
     count: int
-    largest: Any
+    largest: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _leaves_by_path(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     return {_readable(path): leaf for path, leaf in leaves}
 
 
-def _readable(path: tuple[Any, ...]) -> str:
+def _readable(path: tuple[object, ...]) -> str:
     """Returns the path of a leaf of (state, batch) in readable form."""
     first, *rest = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path)
     if first == 0:
@@ -221,11 +221,11 @@ def _failed_check(search: _Search) -> _FailedCheck | None:
         # Linen has its dtypes in the module; plain nnx follows those of the units.
         return global_view() if isinstance(search.model, LinenModel) else plain_flax()
 
-    def loss(state: Any, batch: Any) -> Any:
+    def loss(state: nnx.State, batch: Any) -> Any:
         with plain():
             return loss_fn(nnx.merge(graphdef, state, copy=True), batch)
 
-    def gradients(state: Any, batch: Any) -> Any:
+    def gradients(state: nnx.State, batch: Any) -> Any:
         with plain():
             grad = nnx.grad(loss_fn, argnums=nnx.DiffState(0, wrt))
             grads = grad(nnx.merge(graphdef, state, copy=True), batch)
@@ -245,7 +245,7 @@ def _failed_check(search: _Search) -> _FailedCheck | None:
     return None
 
 
-def _places_in_program(compute: Callable[[Any, Any], Any], state: Any, batch: Any, message: str) -> str:
+def _places_in_program(compute: Callable[[nnx.State, Any], Any], state: nnx.State, batch: Any, message: str) -> str:
     """Names the lines that may have failed: `checkify` does not know the line of every operation."""
     primitive = "gather" if _OUT_OF_BOUNDS.search(message) else _operation_in(message)
     jaxpr = jax.make_jaxpr(compute)(state, batch).jaxpr
@@ -306,8 +306,8 @@ def _error_of_lookup(search: _Search, failed: _FailedCheck, *, index: int, rows:
         where.append(f"index {index}, which is not in the batch: it is computed, or a position")
     else:
         path, wrong = batch_index
-        index = wrong.value
-        largest = wrong.largest
+        index = int(wrong.value)
+        largest = int(wrong.largest)
         where.append(f"{path}[{wrong.position}] = {index}")
         count_text = f"; {wrong.count:,} of {search.leaves[path].size:,} values of {path} are out of range"
         remedy = f"keep {path} within 0 to {rows - 1}"
@@ -315,7 +315,7 @@ def _error_of_lookup(search: _Search, failed: _FailedCheck, *, index: int, rows:
         f"Row {index} of {table} does not exist.",
         where=where,
         why=f"it has {rows:,} rows, 0 to {rows - 1}, and another row is NaN{count_text}; {search.symptom}.",
-        do=_larger_table(table, rows, int(largest), search.recipe) + remedy,
+        do=_larger_table(table, rows, largest, search.recipe) + remedy,
     )
 
 

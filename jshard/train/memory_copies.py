@@ -34,6 +34,7 @@ from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.keeper import KeeperClient, KeptPart
 from jshard.launch.peers import hostname
+from jshard.train.run_folder import Failures
 
 _END_S = 60.0  # at the end of a run, for a copy in progress
 
@@ -81,7 +82,7 @@ class MemoryCopies:
         RunError: a keeper does not answer.
     """
 
-    def __init__(self, every: int, like: Mapping[str, Any], say: Callable[[str], object]) -> None:
+    def __init__(self, every: int, like: Mapping[str, object], say: Callable[[str], object]) -> None:
         _check_every(every)
         self.every = every
         self._like = like
@@ -123,7 +124,7 @@ class MemoryCopies:
             return state
         return None
 
-    def keep(self, state: Mapping[str, Any], step: int, *, before: Callable[[], None]) -> None:
+    def keep(self, state: Mapping[str, object], step: int, *, before: Callable[[], None]) -> None:
         """Starts to copy a state; when it returns, the next step may overwrite it.
 
         Args:
@@ -210,7 +211,7 @@ class MemoryCopies:
         """Restores a copy; all processes, or none."""
         name = Path(f"copy in memory of step {copy.step}")
 
-        def failed(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+        def failed(failures: Failures) -> FourPartError:
             why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
             return unreadable(name, why)
 
@@ -317,7 +318,7 @@ def _own_seat() -> _Seat:
     )
 
 
-def _failure_of_another(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+def _failure_of_another(failures: Failures) -> FourPartError:
     """Creates the error of this process from that of the first one that cannot continue."""
     number = min(failures)
     parts = failures[number]
@@ -325,7 +326,7 @@ def _failure_of_another(failures: Mapping[int, Mapping[str, Any]]) -> FourPartEr
     return kind(parts["what"], where=[*parts["where"], f"process {number}"], why=parts["why"], do=parts["do"])
 
 
-def _state_bytes(like: Mapping[str, Any]) -> int:
+def _state_bytes(like: Mapping[str, object]) -> int:
     return sum(_manifest.describe(leaf).nbytes for leaf in _leaves.flatten(like).values())
 
 

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 
@@ -316,7 +316,7 @@ class StepProfile:
         except _FAILURES as error:
             self._give_up(error)
 
-    def mark(self, step: int) -> contextlib.AbstractContextManager[Any]:
+    def mark(self, step: int) -> contextlib.AbstractContextManager[object]:
         """Records the step's number; use it around the call of the step."""
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import nnx
 
@@ -30,7 +30,7 @@ class RunState(NamedTuple):
     """The state of a run after so many steps."""
 
     model: nnx.Module
-    optimizer: nnx.Optimizer[Any]
+    optimizer: nnx.Optimizer
     step: int
 
 
@@ -217,7 +217,7 @@ class RunCheckpoints:
             return None
         return RunState(state["model"], state["optimizer"], int(state["step"]))
 
-    def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+    def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer]:
         """Creates the state of a new run."""
         if init_from is None:
             stream = sys.stdout if self._folder.is_primary else None
@@ -249,6 +249,6 @@ class RunCheckpoints:
             launch.note(checkpoint=str(self._newest))
 
 
-def _named_state(step: TrainStep, done: int) -> dict[str, Any]:
+def _named_state(step: TrainStep, done: int) -> dict[str, object]:
     """Returns the state as it is stored."""
     return {"model": step.model, "optimizer": step.optimizer, "step": done}

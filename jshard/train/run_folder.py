@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 import jax
 from jax.sharding import Mesh
@@ -43,7 +43,7 @@ from jshard.train.attempts import (
     ettr,
     paused_s,
 )
-from jshard.train.run_json import checked_record
+from jshard.train.run_json import StoredRecord, checked_record
 from jshard.train.run_lock import RunLock
 from jshard.train.run_record import RunRecord, check_agree
 
@@ -53,6 +53,10 @@ _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LOCK_RELEASE_S = 120.0
 _VISIBLE_S = 30.0  # network file systems show the writes of other processes late
 _LOOK_S = 0.1
+
+
+Failures = Mapping[int, Mapping[str, Any]]
+"""The parts of the errors of other processes, by process; see `_processes.all_or_none`."""
 
 
 class _BatchSize(NamedTuple):
@@ -76,7 +80,7 @@ class _FolderReport(TypedDict):
     token: str
     notices: list[str]
     batch_sizes: list[tuple[int, int]]
-    request: dict[str, Any]
+    request: dict[str, object]
     host: str
 
 
@@ -249,12 +253,12 @@ class RunFolder:
     @staticmethod
     def record(path: str | Path) -> dict[str, Any]:
         """Returns the contents of run.json in a folder."""
-        return _read(expanded(path))
+        return cast(dict[str, Any], _read(expanded(path)))
 
     @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
         """Returns the options of the last start of the run in a folder."""
-        return _read(expanded(path))["options"]
+        return cast(dict[str, Any], _read(expanded(path))["options"])
 
     @staticmethod
     def last_mesh(path: str | Path) -> dict[str, int]:
@@ -334,7 +338,7 @@ class RunFolder:
         self._notice_other_versions(stored)
         self._notice_missing_lock()
 
-    def _notice_other_versions(self, stored: Mapping[str, Any]) -> None:
+    def _notice_other_versions(self, stored: StoredRecord) -> None:
         before = stored["versions"]
         if stored["starts"]:
             before = stored["starts"][-1]["versions"]
@@ -359,7 +363,7 @@ class RunFolder:
         return True
 
 
-def first_failure(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+def first_failure(failures: Failures) -> FourPartError:
     """Creates the error of this process from that of the first one: it stops all, with the same text."""
     parts = failures[min(failures)]
     kind = ShardingError if parts["is_request"] else RunError
@@ -400,7 +404,7 @@ def _check_shared(sees: list[bool], hosts: list[str], path: Path) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> StoredRecord:
     """Returns the contents of run.json."""
     file = path / _RECORD
     try:
@@ -423,7 +427,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _batch_sizes(stored: Mapping[str, Any]) -> list[_BatchSize]:
+def _batch_sizes(stored: StoredRecord) -> list[_BatchSize]:
     """Returns the batch sizes of a run; a start at an earlier step undoes later ones."""
     sizes: list[_BatchSize] = []
     for start in stored["starts"]:
@@ -432,7 +436,7 @@ def _batch_sizes(stored: Mapping[str, Any]) -> list[_BatchSize]:
     return sizes
 
 
-def _write(path: Path, record: Mapping[str, Any]) -> None:
+def _write(path: Path, record: Mapping[str, object]) -> None:
     """Writes run.json atomically."""
     text = json.dumps(record, indent=2, allow_nan=False)
     write_text(path / _RECORD, f"{text}\n")

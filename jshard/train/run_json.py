@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from jshard._parsing import FormError, check_writable_values, checked, shown
-from jshard.train.attempts import seconds_of
+from jshard.train.attempts import Attempt, seconds_of
 
 
 class StoredData(TypedDict):
@@ -41,23 +41,6 @@ class StoredStart(TypedDict):
     versions: dict[str, str | None]
 
 
-class _BegunAttempt(TypedDict):
-    begin: str
-    ready: str | None
-    end: str | None
-    first_step: int
-    last_step: int
-
-
-class StoredAttempt(_BegunAttempt, total=False):
-    """An attempt; the further keys are those of one that has ended."""
-
-    cause: str
-    productive_s: float
-    steps_lost: int
-    seconds_lost: float
-
-
 class _BegunRun(TypedDict):
     name: str
     model_file: str
@@ -71,14 +54,14 @@ class _BegunRun(TypedDict):
 class StoredRecord(_BegunRun, total=False):
     """The whole of run.json."""
 
-    attempts: list[StoredAttempt]
+    attempts: list[Attempt]
 
 
 _KEYS_OF_END = ("cause", "productive_s", "steps_lost", "seconds_lost")
 _MOMENTS = ("begin", "ready", "end")
 
 
-def checked_record(value: Any) -> dict[str, Any]:
+def checked_record(value: object) -> StoredRecord:
     """Returns the contents of run.json, if they have its form.
 
     Raises:
@@ -92,7 +75,7 @@ def checked_record(value: Any) -> dict[str, Any]:
             raise FormError(f"attempts[{number}] has ended, and lacks {', '.join(missing)}")
         for key in _MOMENTS:
             _check_moment(attempt[key], f"attempts[{number}].{key}")
-    return value
+    return record
 
 
 def _check_moment(text: str | None, where: str) -> None:

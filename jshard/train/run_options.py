@@ -60,7 +60,7 @@ class RunOptions:
     workers: int = 0
     sample_tokens: int = 256
     profile: range | None = None
-    compiler_options: Mapping[str, Any] | None = None
+    compiler_options: Mapping[str, object] | None = None
     expect: ExpectedStep | None = None
     init_from: Path | None = None
     extra: Extra = "error"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jshard.data import Data
 from jshard.errors import ShardingError
 from jshard.recipes.recipe import tree
+from jshard.train.run_json import StoredData, StoredRecord
 from jshard.train.trust import SEAL, sealed
 
 _FIXED = ("model", "sequence_length", "seed")  # with other values it would be another run
@@ -28,8 +29,8 @@ class ChangedSetting(NamedTuple):
     """
 
     key: str
-    stored: Any
-    current: Any
+    stored: object
+    current: object
 
     @property
     def is_fixed(self) -> bool:
@@ -52,13 +53,13 @@ class RunRecord:
     name: str
     recipe: Mapping[str, Any]
     model_file: str
-    data: Mapping[str, str]
+    data: StoredData
     options: Mapping[str, Any]
 
     @classmethod
     def of(
         cls,
-        recipe: Any,
+        recipe: object,
         *,
         name: str,
         model_file: str | Path,
@@ -79,7 +80,7 @@ class RunRecord:
         record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return record | {SEAL: sealed(self.model_file)}
 
-    def check_continues(self, stored: Mapping[str, Any], *, where: str) -> list[str]:
+    def check_continues(self, stored: StoredRecord, *, where: str) -> list[str]:
         """Checks that this run may continue from the checkpoints of a stored one; returns allowed differences as lines.
 
         Raises:
@@ -92,7 +93,7 @@ class RunRecord:
         changes += differences(stored_names, {"name": self.name, "model_file": self.model_file})
         return [f"{change.key} is {_text(change.current)}, was {_text(change.stored)}" for change in changes]
 
-    def _check_fixed(self, fixed: Sequence[ChangedSetting], stored_data: Mapping[str, str], where: str) -> None:
+    def _check_fixed(self, fixed: Sequence[ChangedSetting], stored_data: StoredData, where: str) -> None:
         """Raises an error if there are changes, or the run would get other samples."""
         lines = [f"{change.key}  stored {_text(change.stored)}  wanted {_text(change.current)}" for change in fixed]
         num_changes = len(lines)
@@ -108,12 +109,12 @@ class RunRecord:
                 do="resume with the stored values; or begin a new run: without --resume, in another --out.",
             )
 
-    def common(self) -> dict[str, Any]:
+    def common(self) -> dict[str, object]:
         """Returns the parts of the request that must be equal in all processes; paths may differ between hosts."""
         return {"recipe": self.recipe, "data": self.data["fingerprint"]}
 
 
-def check_agree(requests: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
+def check_agree(requests: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> None:
     """Checks that all processes of a run have the same request: else each would compute a part of another model."""
     lines = []
     for process, request in enumerate(requests):
@@ -129,7 +130,7 @@ def check_agree(requests: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
         )
 
 
-def differences(stored: Any, current: Any, path: str = "") -> Iterator[ChangedSetting]:
+def differences(stored: object, current: object, path: str = "") -> Iterator[ChangedSetting]:
     """Yields each setting that differs between two trees of JSON values."""
     if isinstance(stored, Mapping) and isinstance(current, Mapping):
         for key in dict.fromkeys([*stored, *current]):  # each once, in the order of the file
@@ -139,7 +140,7 @@ def differences(stored: Any, current: Any, path: str = "") -> Iterator[ChangedSe
         yield ChangedSetting(path, stored, current)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     if value is NOTHING:
@@ -147,5 +148,5 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def _data_text(data: Mapping[str, str]) -> str:
+def _data_text(data: StoredData) -> str:
     return f"{data['description']} ({data['fingerprint']})"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jshard.data import Data
 from jshard.engine.context import global_view
@@ -22,6 +23,9 @@ from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import inference_view
 
 _PROMPT_TOKENS = 32
+
+Cache = Any
+"""What a model keeps of the tokens before: a pytree of arrays, and None before the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Draw:
                 do="--temperature 0.8",
             )
 
-    def token(self, scores_V: jax.Array, number: Any) -> jax.Array:
+    def token(self, scores_V: jax.Array, number: ArrayLike) -> jax.Array:
         """Returns the token at a position of the text."""
         if not self.temperature:
             return scores_V.argmax().astype(jnp.int32)
@@ -86,7 +90,9 @@ class Sampler:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         num_rows = data_degree(mesh)  # one for each data shard, as a batch is split over them
 
-        def scores_of(leaves: list[jax.Array], tokens_T: jax.Array, past: Any, position: Any) -> tuple[jax.Array, Any]:
+        def scores_of(
+            leaves: list[jax.Array], tokens_T: jax.Array, past: Cache, position: ArrayLike
+        ) -> tuple[jax.Array, Cache]:
             model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
             tokens_BT = jnp.broadcast_to(tokens_T, (num_rows, tokens_T.size))
             view = contextlib.nullcontext()
@@ -96,14 +102,16 @@ class Sampler:
                 scores_BTV, past = _decode(model, tokens_BT, past, position)
             return scores_BTV[0, :, :num_ids].astype(jnp.float32), past
 
-        def begin(leaves: list[jax.Array], tokens_T: jax.Array, length: Any, number: Any) -> tuple[jax.Array, Any]:
+        def begin(
+            leaves: list[jax.Array], tokens_T: jax.Array, length: ArrayLike, number: ArrayLike
+        ) -> tuple[jax.Array, Cache]:
             scores_TV, past = scores_of(leaves, tokens_T, None, 0)
             last_V = jax.lax.dynamic_index_in_dim(scores_TV, length - 1, keepdims=False)
             return draw.token(last_V, number), past
 
         def go_on(
-            leaves: list[jax.Array], past: Any, token: jax.Array, position: Any, number: Any
-        ) -> tuple[jax.Array, Any]:
+            leaves: list[jax.Array], past: Cache, token: jax.Array, position: ArrayLike, number: ArrayLike
+        ) -> tuple[jax.Array, Cache]:
             scores_TV, past = scores_of(leaves, token[None], past, position)
             return draw.token(scores_TV[0], number), past
 
@@ -130,7 +138,7 @@ class Sampler:
             window = text[-max(1, self._window // 2) :]
         return np.array(text, np.int32)
 
-    def _step_for(self, past: Any) -> Callable[..., tuple[jax.Array, Any]]:
+    def _step_for(self, past: Cache) -> Callable[..., tuple[jax.Array, Cache]]:
         """Compiles the step for one token, which reuses the memory of the cache in place.
 
         Its results have the shardings of its arguments: with others it would be compiled a second time.
@@ -139,7 +147,7 @@ class Sampler:
         return jax.jit(self._go_on, donate_argnums=1, out_shardings=(self._everywhere, shardings))
 
 
-def _decode(model: Any, tokens_BT: jax.Array, past: Any, position: Any) -> tuple[jax.Array, Any]:
+def _decode(model: Any, tokens_BT: jax.Array, past: Cache, position: ArrayLike) -> tuple[jax.Array, Cache]:
     """Returns the scores of the tokens, and their cache: without `decode` the tokens themselves."""
     if hasattr(model, "decode"):
         return model.decode(tokens_BT, past, position)
@@ -149,13 +157,13 @@ def _decode(model: Any, tokens_BT: jax.Array, past: Any, position: Any) -> tuple
     return jax.lax.dynamic_slice_in_dim(model(past), position, 1, axis=1), past
 
 
-def is_decoder(model_file: ModelFile, model: Any) -> bool:
+def is_decoder(model_file: ModelFile, model: nnx.Module) -> bool:
     """Returns whether a model is known to score next tokens: it has `decode`, or its loss is that of the next token."""
     return hasattr(model, "decode") or model_file.loss_fn is next_token_loss
 
 
 def sample_text(
-    model_file: ModelFile, recipe: Recipe, model: Any, data: Data, mesh: Mesh, *, num_tokens: int
+    model_file: ModelFile, recipe: Recipe, model: nnx.Module, data: Data, mesh: Mesh, *, num_tokens: int
 ) -> str | None:
     """Returns the first tokens of the held-out text and how the model continues it. All processes call it.
 

@@ -41,7 +41,7 @@ class TrackedRun:
     """
 
     folder: Path
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     resume_after: int | None = None
 
 
@@ -184,7 +184,7 @@ def open_trackers(
     track: Iterable[str | Tracker],
     *,
     out: str | Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     resume_after: int | None = None,
 ) -> list[Tracker]:
     """Opens trackers by name; those that are objects already are returned as they are.
@@ -254,7 +254,7 @@ class TensorBoard:
         """Writes the remaining events and closes the file."""
         self._writer.close()
 
-    def _write(self, **fields: Any) -> None:
+    def _write(self, **fields: object) -> None:
         self._writer.write(self._event.Event(wall_time=time.time(), **fields).SerializeToString())
 
 
@@ -286,7 +286,7 @@ class WeightsAndBiases:
         *,
         project: str,
         name: str,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         folder: str | Path,
         resume_after: int | None = None,
     ) -> None:

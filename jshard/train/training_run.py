@@ -116,7 +116,7 @@ class TrainingRun:
         fitted = self._fit(step, start_step, loader, eval_loader, trackers)
         return step.model, fitted
 
-    def _compiled_step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
+    def _compiled_step(self, model: nnx.Module, optimizer: nnx.Optimizer, start_step: int) -> TrainStep:
         """Compiles the step, and compares it with the plan that is expected of it."""
         self.folder.started(step=start_step, mesh=self.options.mesh)
         self._say_attempts()
@@ -322,7 +322,7 @@ class TrainingRun:
 
     # What is said, and what is watched.
 
-    def _say_loss_scale(self, optimizer: nnx.Optimizer[Any]) -> None:
+    def _say_loss_scale(self, optimizer: nnx.Optimizer) -> None:
         scale = loss_scale_of(optimizer)
         if scale is None:
             return

@@ -13,7 +13,6 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jshard.errors import ShardingError
 from jshard.recipes import shipped_models
@@ -37,7 +36,7 @@ def sealed(model_file: str) -> str | None:
     return _seal(key, model_file)
 
 
-def model_of_run(record: Mapping[str, Any], *, is_trusted: bool, where: Path, command: Sequence[str]) -> Path:
+def model_of_run(record: Mapping[str, object], *, is_trusted: bool, where: Path, command: Sequence[str]) -> Path:
     """The model file that run.json names.
 
     Args:
@@ -65,7 +64,7 @@ def model_of_run(record: Mapping[str, Any], *, is_trusted: bool, where: Path, co
     )
 
 
-def _is_own(record: Mapping[str, Any], name: str) -> bool:
+def _is_own(record: Mapping[str, object], name: str) -> bool:
     stated = record.get(SEAL)
     if not isinstance(stated, str) or not stated.isascii():
         return False
