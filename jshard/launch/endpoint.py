@@ -28,6 +28,7 @@ class Endpoint:
         self.restarts = restarts
         self.token = token_of(cluster)
         self.addresses: dict[int, PeerAddress] = {}
+        # Process 0 listens from the start, as the others know only its address.
         self.bind = ""
         self.listener: Listener | None = None
         if cluster.process_id == 0:

@@ -233,7 +233,7 @@ class Peers:
         """Sends a sign of life with our worker's state; returns the bad endings reported since the last call."""
         beat = vars(beat_of(state))
         bad = []
-        for process, link in list(self._links.items()):
+        for process, link in list(self._links.items()):  # a copy: links that are over are removed
             ending = self._hear(process, link)
             if ending is not None and process not in self._ended:
                 self._ended.add(process)
@@ -288,11 +288,12 @@ class Peers:
             beat = parsed(Beat, message.get("beat"))
             if beat is not None:
                 self.beats[process] = beat
+            # Once set, it stays: the run ends with it.
             self.stalled |= message.get("stalled") == 1
             if self.process_id != 0 and self.verdict is None:
                 self.verdict = ending_of(message.get("verdict"))
             ended = ending_of(message.get("ended"))
-            if ended is not None and ended.process == process:
+            if ended is not None and ended.process == process:  # nobody reports for another
                 ending = ended
         if ending is not None:
             return ending

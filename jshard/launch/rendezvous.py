@@ -73,7 +73,7 @@ class Rendezvous(Endpoint):
             while not stopped():
                 group = meeting.look()
                 if group is not None:
-                    if self.restarts is None:
+                    if self.restarts is None:  # nobody comes later, and the port is free for the next run
                         self.close()
                     return group
                 time.sleep(TICK_S)
@@ -251,6 +251,7 @@ class _Meeting:
             port = free_port(bind, port)
         mesh = self._mesh_of(len(members))
         addresses = self._addresses(members)
+        # The start is the last message: whoever reads it has all addresses.
         messages = [*address_messages(addresses), start_message(port, mesh, self._history)]
         links = {}
         for process, request in self._joined.items():
@@ -330,6 +331,7 @@ class _Meeting:
 
     def _place(self, members: Sequence[int], coordinator: str) -> Cluster:
         """Returns the place of this process in the attempt, whose processes are numbered from 0."""
+        # JAX needs numbers without gaps, and a lost process leaves one.
         return dataclasses.replace(
             self._cluster,
             coordinator=coordinator,

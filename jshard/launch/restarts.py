@@ -91,6 +91,7 @@ class History:
         self.checkpoint = checkpoint or self.checkpoint
         self.folder = folder or self.folder
         self.copy = copy or self.copy
+        # As text: the next worker receives it in an environment variable.
         self.lost = f"{lost.who}: {lost.how}"
         self.lost_at = time.time()
         self.left -= 1

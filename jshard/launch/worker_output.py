@@ -63,7 +63,7 @@ class WorkerOutput:
     def show(self, *, prefix: str = "", known: Collection[bytes] = ()) -> None:
         """Writes the lines held back, except those that are `known` to the reader."""
         self._ended.wait(1.0)  # the worker has ended; its last lines may still arrive
-        with self._lock:
+        with self._lock:  # the reader may still add lines
             lines = [line.text for line in self._waiting if line.text not in known]
             self._waiting.clear()
         self._show(lines, prefix=prefix.encode())

@@ -227,6 +227,7 @@ def _step_times_s(
     del state  # the step owns the arrays, and reuses their memory
     rows = local_rows(recipe.batch_size, mesh)
     batches = Loader(data=data, batch_size=recipe.batch_size, seed=recipe.seed, rows=rows).train(1)
+    # The same batch for every step: its values do not change the time.
     with contextlib.closing(batches):
         batch = shard_batch(next(iter(batches)), mesh)
     times_s = []
@@ -234,7 +235,7 @@ def _step_times_s(
         start_s = time.perf_counter()
         jax.block_until_ready(step(batch))
         times_s.append(time.perf_counter() - start_s)
-    return times_s[1:]
+    return times_s[1:]  # the first one only warms up
 
 
 def tried_table(feedback: Feedback) -> FittedTable:

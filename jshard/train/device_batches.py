@@ -56,6 +56,7 @@ def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = BATCHES_AHEAD
             error = raised
         ready.put(_End(error))
 
+    # A daemon: a thread that waits for data which never arrive must not keep the process alive.
     thread = threading.Thread(target=read, name="to_devices", daemon=True)
     thread.start()
     try:
@@ -64,6 +65,7 @@ def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = BATCHES_AHEAD
         if item.error is not None:
             raise item.error
     finally:
+        # The thread looks at this after each batch, and may be waiting for space to put it.
         stop.set()
         _end(thread, ready)
 

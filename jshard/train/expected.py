@@ -208,6 +208,7 @@ def _compiled_figures(audit: _PlannedAudit) -> Figures:
     for row in audit["mixing"]:
         figures["bytes of the model's own mixing"] += row["total_bytes"]
     memory = audit["memory_per_device"]
+    # A plan of a compiler that does not report memory has none: then 0 is compared with 0, or differs.
     figures["peak bytes"] = 0 if memory is None else memory.get("peak_bytes", 0)
     return figures
 

@@ -167,7 +167,7 @@ class _Loop:
             with self.consensus.waiting("data"):
                 batch = self._next_batch(batches, done)
             set_phase(phases.STEP)
-            if batch is None:
+            if batch is None:  # there are fewer batches than steps
                 break
             if done == self.start_step:
                 self.consensus.wait_for_all()
@@ -175,9 +175,11 @@ class _Loop:
             self._start_step(batch, done)
             # One step stays in flight: the devices never wait for the host to read scalars.
             self._read_scalars(until_in_flight=1)
+            # A save in the background may have failed: the run ends now, and not with steps that nobody saves.
             for hook in self.hooks:
                 hook.check()
             self._between_steps(done)
+        # The record has the last step before the run says how it ended.
         self._read_scalars(until_in_flight=0)
         if self.stopped_by is None:  # requested during the last evaluation or save: there may be no time for more
             self._agree_to_stop(done, is_idle=True)
@@ -203,6 +205,7 @@ class _Loop:
             scalars = self.step(batch)
         else:
             if not profile.is_recording:
+                # No earlier step is at work: the profile has whole steps.
                 self._while_idle(profile.begin)
             with profile.mark(number):
                 scalars = self.step(batch)
@@ -230,6 +233,7 @@ class _Loop:
             set_phase(phases.OTHER)
             scalars |= self.meter.done(oldest.number)
             scalars |= self.consensus.slowest
+            # Before the check: the record of a run that ends with a NaN has the line with it.
             self._track(oldest.number, scalars)
             self._check_finite(oldest, scalars)
 
@@ -247,6 +251,7 @@ class _Loop:
             due = at_stop(self.hooks, due)
         if not due:
             return
+        # A hook must not save a state whose loss was not looked at, and the lines of all steps precede its own.
         self._read_scalars(until_in_flight=0)
         for hook in due:
             self._run_hook(hook, step)
@@ -259,6 +264,7 @@ class _Loop:
         self.stopped_by = self.consensus.agreed_signal(self.stop.received, step, is_idle=is_idle)
         set_phase(phases.OTHER)
         if self.stopped_by is not None:
+            # Another process may have received the signal: the deadline of the stop runs here, too.
             self.stop.report()
 
     def _end_profile_after(self, step: int) -> None:
@@ -271,7 +277,7 @@ class _Loop:
         if isinstance(hook, EvaluationHook):
             scalars = {f"val_{name}": float(value) for name, value in hook.run(step).items()}
             self.val_loss = scalars["val_loss"]
-            set_phase(phases.OTHER)
+            set_phase(phases.OTHER)  # a tracker may take long, and that is no evaluation
             self._track(step, scalars)
             return
         if hook.phase == phases.SAVE:

@@ -98,7 +98,7 @@ class MemoryCopies:
         # Each once: the partner of a process that is alone is the process itself.
         targets = dict.fromkeys([self._seat.address, partner.address])
         self._targets = [self._clients[address] for address in targets]
-        self._run = self._seats[0].run
+        self._run = self._seats[0].run  # the same word for all parts of a copy
         self._newest: _MemoryCopy | None = None
         self._thread: threading.Thread | None = None
         # Written by the thread; `wait` reports it.
@@ -132,6 +132,7 @@ class MemoryCopies:
             step: number of completed steps.
             before: called in the thread before the copy becomes valid.
         """
+        # One at a time: beside the newest copy a keeper has room for one that arrives.
         self.wait()
         packing = Packing(state, step=step)
         self._thread = threading.Thread(
@@ -156,6 +157,7 @@ class MemoryCopies:
     def _send(self, packing: Packing, step: int, before: Callable[[], None]) -> None:
         """Sends the part of this process to its keepers, and learns the results of the others."""
         failure = self._send_part(packing, step, before)
+        # Before the others are waited for, which may take long: the copies on the host are as large as the part.
         del packing
         give_memory_back()
         try:

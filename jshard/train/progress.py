@@ -109,6 +109,7 @@ class Meter:
         total_s = sum(span.time_s for span in self._spans)
         step_s = total_s / sum(span.steps for span in self._spans)
         scalars = {"step_s": step_s}
+        # A caller may report several steps at once: then none has a time of its own.
         last = self._spans[-1]
         if last.steps == 1:
             scalars["last_step_s"] = last.time_s
@@ -194,7 +195,7 @@ class Progress:
         """Prints a permanent line."""
         self._line.leave(text)
         if self._line.is_live and self._fields:
-            self._show()
+            self._show()  # below it, as the permanent line took its place
 
     def close(self) -> None:
         """Shows the last step, if it is not shown yet, and keeps its line."""

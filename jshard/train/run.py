@@ -77,6 +77,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
         options=options.command_options,
     )
     out = Path(options.out)
+    # Up to here nothing was written there: every request that cannot be met was refused.
     with RunFolder.open(out, record, resume=options.resume) as folder:
         for notice in folder.notices:
             options.say(notice)

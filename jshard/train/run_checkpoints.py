@@ -78,6 +78,7 @@ class RunCheckpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # After an error other processes may be gone, and a copy in progress would wait for them.
         if self._copies is not None and kind is None:
             self._copies.close()
         self._series.__exit__(kind, error, traceback)
@@ -100,6 +101,7 @@ class RunCheckpoints:
             )
         copy = self._from_memory(newer_than=latest)
         if copy is not None:
+            # A folder of a later step that was copied in part would hinder its save.
             self._series.set_aside_newer(copy.step)
             self._options.say(f"resumed from the copy in memory of step {copy.step}; the newest checkpoint: {latest}")
             launch.note(step=copy.step)
@@ -150,7 +152,7 @@ class RunCheckpoints:
 
     def record_val_loss(self, done: int, val_loss: float) -> None:
         """Records the validation loss of the state after a step, for a save of that step."""
-        self._val_losses = {done: val_loss}
+        self._val_losses = {done: val_loss}  # only the last: a save of a later step has none
 
     def save(self, step: TrainStep, done: int) -> None:
         """Starts to save the state of a step, in the background."""
@@ -160,7 +162,7 @@ class RunCheckpoints:
         if done in self._val_losses:
             metrics = {"val_loss": self._val_losses[done]}
         state = _named_state(step, done)
-        self.wait()  # for the previous one
+        self.wait()  # for the previous one: a series writes one checkpoint at a time
         self._series.save_async(done, state, metrics=metrics)
         self._report_newest()
 

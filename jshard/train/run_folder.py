@@ -137,6 +137,7 @@ class RunFolder:
             first = reports[0]
             folder.notices = first["notices"]
             folder._batch_sizes = [_BatchSize(*each) for each in first["batch_sizes"]]
+            # The word in the lock is new in each start: an older file of the same name is not mistaken for it.
             sees = _processes.exchange("sight of the folder", folder._sees(first["token"]))
             _check_shared(sees, hosts, folder.path)
             undo.pop_all()
@@ -210,6 +211,7 @@ class RunFolder:
             "compile_cache": jax.config.values["jax_compilation_cache_dir"],
             "changes": self.notices,
         }
+        # Read again: a start adds to what the file has now, with keys that this version does not know.
         stored = _read(self.path)
         with _writing(self.path):
             _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})

@@ -114,8 +114,9 @@ class StopConsensus:
         if step < self._next_meeting_step and not is_idle:
             return None
         reports, steps = self._meet(received, step)
+        # All compute with the slowest: with a time of its own each would choose another step for the next meeting.
         slowest_step_s = max(report.step_s for report in reports)
-        if steps > 0:
+        if steps > 0:  # else there is no time of a step to compare with: twice after one step, or the first meeting
             self._compare(reports, steps, slowest_step_s)
         self._next_meeting_step = step + _steps_to_next_meeting(reports, slowest_step_s)
         number = max(report.signal for report in reports)
@@ -131,6 +132,7 @@ class StopConsensus:
         if self._last_meeting is not None:
             steps = step - self._last_meeting.step
             if steps > 0:
+                # At least a microsecond: the number of steps to the next meeting is divided by it.
                 step_s = max(1e-6, begin_s - self._last_meeting.end_s) / steps
         report = _MeetingReport(
             signal=received or 0,
@@ -142,6 +144,7 @@ class StopConsensus:
         values = exchange("stop", list(dataclasses.astuple(report)))
         names = [field.name for field in dataclasses.fields(_MeetingReport)]
         reports = [_MeetingReport(**dict(zip(names, each, strict=True))) for each in values]
+        # What was reported is not reported again.
         self._waited_s = {"data": 0.0, "save": 0.0}
         end_s = time.monotonic()
         self._last_meeting = _LastMeeting(step, end_s)
@@ -157,6 +160,7 @@ class StopConsensus:
         late_s = meeting_s.max() - meeting_s
         self._delays.append(np.array([data_s, save_s, late_s]))
         delays = np.array(self._delays)
+        # The mean of waits, as a rare long one is a cost, too.
         data_s, save_s = delays[:, :2].mean(axis=0)
         delay_s = {
             "data": data_s - data_s.min(),

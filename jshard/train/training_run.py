@@ -118,6 +118,7 @@ class TrainingRun:
 
     def _compiled_step(self, model: nnx.Module, optimizer: nnx.Optimizer, start_step: int) -> TrainStep:
         """Compiles the step, and compares it with the plan that is expected of it."""
+        # Now, with all checks passed: a request that was refused leaves no start in the record.
         self.folder.started(step=start_step, mesh=self.options.mesh)
         self._say_attempts()
         self.checkpoints.is_begun = True
@@ -154,7 +155,7 @@ class TrainingRun:
         start_sample = self.folder.samples_before(start_step)
         profile = self._profile(step, start_step, print_line)
         batches = loader.train(self.recipe.num_steps, start_step=start_step, start_sample=start_sample)
-        self.folder.trains()
+        self.folder.trains()  # from here on the time of the attempt counts as productive
         try:
             with self.checkpoints:  # a save in progress completes in any case
                 fitted = fit(
@@ -169,6 +170,7 @@ class TrainingRun:
                     profile=profile,
                     first_loss=functools.partial(self._first_loss, step, start_step),
                 )
+                # The last save is still at work in the background, and has the deadline of a save.
                 launch.set_phase(phases.SAVE)
                 self.checkpoints.wait()
             return fitted
@@ -177,7 +179,7 @@ class TrainingRun:
             with contextlib.suppress(ValueError):  # the reading thread uses it, and waits for data that never arrive
                 batches.close()
             if tracker is not None:
-                tracker.close_needed()
+                tracker.close_needed()  # ends the progress line: what follows is printed below it
 
     def _hooks(self, step: TrainStep, eval_step: EvalStep, eval_loader: Loader) -> list[PeriodicHook]:
         """Returns what is done between steps, in this order.
@@ -205,7 +207,7 @@ class TrainingRun:
         self, trained: TrainStep, start_step: int, step: int, batch: Any, not_finite: Mapping[str, float]
     ) -> RunError:
         """Looks for the cause with the parameters from before the step, whose arrays are freed first."""
-        launch.set_phase("searching for a NaN")
+        launch.set_phase("searching for a NaN")  # a phase without a deadline: it runs one operation at a time
         names = " and ".join(not_finite)
         self.options.say(f"searching for the NaN/inf in {names} of step {step}, operation by operation ...")
         trained.delete()
@@ -233,6 +235,7 @@ class TrainingRun:
             return None, self.options.say
         record = _TimedLines(self.folder.metrics, resume_after=self._resume_after(start_step))
         _, peak_label = peak_bytes(self._devices, step.peak_bytes)
+        # A record that fails ends the run; a tracker of the user is left out when it fails.
         progress = Progress(self.recipe.num_steps, peak_label=peak_label)
         tracker = Trackers(record, progress, optional=trackers, warn=progress.note)
         self.at_the_end.callback(tracker.close)  # W&B also takes the plot and the sample
