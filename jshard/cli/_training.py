@@ -51,7 +51,7 @@ def _train(request: Request) -> int:
     expect = None
     if args.expect is not None:
         expect = ExpectedStep.read(args.expect, within=args.expect_within)
-    check_trackers(request.track)
+    check_trackers(request.track)  # a login may ask the user, who does not wait until the data are read
     data = _read_data(request)  # before the plan: unreadable data should fail first
     say = show if jax.process_index() == 0 else _say_nothing
     say(_devices())
@@ -63,6 +63,7 @@ def _train(request: Request) -> int:
     say(data.description)
     out = _agreed_folder(request)
     again = request.given.again(out)
+    # From now on the supervisor can say how to continue, whatever happens to this process.
     launch.note(again=again, folder=str(out))
     options = RunOptions(
         mesh=mesh,

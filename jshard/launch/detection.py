@@ -96,7 +96,7 @@ class _Detection:
 
     def jax_variables(self) -> dict[str, str] | None:
         """Returns all three variables of JAX; None for a single process."""
-        if len(self.stated) == len(_JAX):
+        if len(self.stated) == len(_JAX):  # the user knows better than any launcher
             return self.stated
         if self.launcher is not None:
             return self._from_launcher(self.launcher)
@@ -134,6 +134,7 @@ class _Detection:
     def _from_launcher(self, launcher: Launcher) -> dict[str, str] | None:
         """Fills the missing ones of JAX's variables; None for a single process."""
         size = self._size(launcher)
+        # A launcher of one process is common, such as the shell of a job.
         if size == 1 and _RANK not in self.stated:
             return None
         address = self.stated.get(_ADDRESS) or launcher.address(self.environ)
@@ -198,6 +199,7 @@ class _Detection:
                 do="set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I\n"
                 f"or none, for one process: env {unset} {self.command}",
             )
+        # A way out in any case: these signs may be those of a shell in which a single process is meant.
         single = f"JAX_NUM_PROCESSES=1 {self.command}"
         counts = [self.environ.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")]
         if "SLURM_JOB_ID" in self.environ and counts != ["1", "1"]:

@@ -44,6 +44,7 @@ def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> di
             )
         is_decided = num_gpus == 0
     else:
+        # Of a single one the launcher has decided: it shows each process its own.
         is_decided = num_gpus == 1 or bool(environ.get("JAX_LOCAL_DEVICE_IDS"))
     if place.local_id is None or size == 1 or is_decided:
         return {}
@@ -60,7 +61,7 @@ def _share(num_gpus: int, local_id: int, size: int | None) -> range:
         size: the number of processes on it; None if the launcher does not say it.
     """
     per_process, rest = divmod(num_gpus, size or num_gpus or 1)
-    if rest or per_process == 0:
+    if rest or per_process == 0:  # they cannot be divided evenly: JAX's own rule
         return range(local_id, local_id + 1)
     return range(per_process * local_id, per_process * (local_id + 1))
 
@@ -68,6 +69,7 @@ def _share(num_gpus: int, local_id: int, size: int | None) -> range:
 def _num_gpus(environ: Mapping[str, str]) -> int:
     """Returns the number of GPUs that a process with these variables sees."""
     platforms = environ.get("JAX_PLATFORMS", "")
+    # There may be GPUs that JAX was asked to leave alone, or cannot use.
     if platforms and "cuda" not in platforms and "gpu" not in platforms:
         return 0
     if not _has_cuda_plugin():

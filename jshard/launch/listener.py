@@ -68,7 +68,7 @@ class _Visitor:
 
 
 def greeting(token: bytes, process: int) -> bytes:
-    """The first line of a peer."""
+    """Returns the first line of a peer."""
     return sealed({"greeting": process}, token, _GREETING)
 
 

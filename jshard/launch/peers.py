@@ -133,18 +133,18 @@ def cause(endings: Sequence[Ending]) -> Ending:
 def _rank(ending: Ending) -> int:
     """Orders endings: the lower, the less it can be the consequence of another one."""
     if ending.code == REQUEST:
-        return 0
+        return 0  # it refused the request, which no other process can bring about
     if ending.blames_peer:
-        return 6
+        return 6  # it says itself that another one was first
     if ending.code in _ABORTED:
-        return 5
+        return 5  # as JAX does when it loses a peer
     if ending.stalled:
-        return 4
+        return 4  # it may wait for one that is lost
     if ending.code is None:
-        return 2
+        return 2  # its machine or its supervisor is gone
     if ending.code < 0:
-        return 1
-    return 3
+        return 1  # it was killed from outside
+    return 3  # it failed, maybe in a collective
 
 
 def message_of(ending: Ending) -> Message:
@@ -293,7 +293,7 @@ class Peers:
             if self.process_id != 0 and self.verdict is None:
                 self.verdict = ending_of(message.get("verdict"))
             ended = ending_of(message.get("ended"))
-            if ended is not None and ended.process == process:  # nobody reports for another
+            if ended is not None and ended.process == process:  # each reports only its own
                 ending = ended
         if ending is not None:
             return ending

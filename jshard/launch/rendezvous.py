@@ -73,7 +73,7 @@ class Rendezvous(Endpoint):
             while not stopped():
                 group = meeting.look()
                 if group is not None:
-                    if self.restarts is None:  # nobody comes later, and the port is free for the next run
+                    if self.restarts is None:  # it is the only meeting, and the port is free for the next run
                         self.close()
                     return group
                 time.sleep(TICK_S)
@@ -251,7 +251,7 @@ class _Meeting:
             port = free_port(bind, port)
         mesh = self._mesh_of(len(members))
         addresses = self._addresses(members)
-        # The start is the last message: whoever reads it has all addresses.
+        # The start is the last message: all addresses have arrived before it.
         messages = [*address_messages(addresses), start_message(port, mesh, self._history)]
         links = {}
         for process, request in self._joined.items():

@@ -163,6 +163,7 @@ def _close_lost(attempt: Attempt, recorded: Sequence[_RecordedStep], known: Atte
     end_s = seconds_of(attempt["ready"] or attempt["begin"])
     if steps:
         end_s = steps[-1].time_s
+    # The later one: the supervisor waits some time before it regards a process as lost.
     known_end_s = float(known.get("ended_at", 0.0))
     _close(attempt, recorded, max(end_s, known_end_s), known.get("cause", "not known"))
 
@@ -222,6 +223,7 @@ def _recorded_steps(metrics: Path) -> list[_RecordedStep]:
 def _process_start_s() -> float:
     """Returns when this process was started: the time to import JAX is a part of the start-up."""
     try:
+        # After the name of the program, which may have spaces; the 20th of the rest is the start in ticks since boot.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         return boot_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -149,6 +149,7 @@ class ExpectedStep:
             actual = _compiled_figures(json.loads(compiled.to_json()))
         else:
             assert compiled.plan is not None
+            # The plan's own figures of the other compiler do not apply here.
             traffic = [cast(_PlannedTraffic, dataclasses.asdict(each)) for each in traffic_of(compiled.plan)]
             planned = _annotated_figures(self.plan["communication_per_step"])
             actual = _annotated_figures(traffic)
@@ -164,6 +165,7 @@ class ExpectedStep:
         """Raises an error that lists the figures which differ by more than is allowed."""
         differences = []
         for name in {**planned, **actual}:
+            # A figure that was not planned is compared with 0: any value of it differs.
             if abs(actual[name] - planned[name]) > self.within * planned[name]:
                 figure = _figure_text(name, actual[name])
                 differences.append(f"{name}: {figure}, planned {_figure_text(name, planned[name])}")

@@ -47,7 +47,7 @@ class PeriodicHook:
 
     def is_due(self, step: int, last: int) -> bool:
         """Returns whether it runs after this step of a run that ends after step `last`."""
-        if step == last:
+        if step == last:  # whatever the interval: the end of a run is evaluated and saved
             return True
         return self.every is not None and step % self.every == 0
 

@@ -175,7 +175,7 @@ class _Loop:
             self._start_step(batch, done)
             # One step stays in flight: the devices never wait for the host to read scalars.
             self._read_scalars(until_in_flight=1)
-            # A save in the background may have failed: the run ends now, and not with steps that nobody saves.
+            # A save in the background may have failed: the run ends now, and not when it is done.
             for hook in self.hooks:
                 hook.check()
             self._between_steps(done)

@@ -259,9 +259,10 @@ def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
         machines.setdefault(machine, []).append(process)
     processes = list(machines.values())
     partners = {}
+    # Each machine with the one after it, and the last with the first.
     for here, there in zip(processes, processes[1:] + processes[:1], strict=True):
         for rank, process in enumerate(here):
-            partners[process] = there[rank % len(there)]
+            partners[process] = there[rank % len(there)]  # it may have fewer processes
     return [partners[process] for process in range(len(places))]
 
 
@@ -334,7 +335,7 @@ def _state_bytes(like: Mapping[str, object]) -> int:
 
 def _check_room(seats: Sequence[_Seat], partners: Sequence[int], part_bytes: int, every: int) -> None:
     """Compares, for each machine, the free memory with that of the copies while a new one replaces an old one."""
-    for host in dict.fromkeys(seat.host for seat in seats):
+    for host in dict.fromkeys(seat.host for seat in seats):  # each once, in the order of the processes
         local = [seat for seat in seats if seat.host == host]
         num_guests = 0  # second copies of the parts of other processes
         for process, partner in enumerate(partners):

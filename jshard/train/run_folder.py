@@ -284,6 +284,7 @@ class RunFolder:
             RunError: a live run holds it.
         """
         path = expanded(path)
+        # First: a folder in which a run is live is not just "not empty".
         RunLock.check_free(path / _LOCK)
         _check_empty(path)
         with _writing(path):
@@ -295,7 +296,7 @@ class RunFolder:
         parent = expanded(parent)
         path = parent / stem
         number = 1
-        while os.path.lexists(path):
+        while os.path.lexists(path):  # a link that leads nowhere takes the name, too
             number += 1
             path = parent / f"{stem}-{number}"
         return path
@@ -331,6 +332,7 @@ class RunFolder:
         if launch.previous_attempt():
             # The process that held the lock may be frozen, or on a disconnected machine, and not ended yet.
             wait_s = _LOCK_RELEASE_S
+        # Before anything is read: the live run may still write.
         RunLock.check_free(self.path / _LOCK, wait_s=wait_s)
         stored = _read(self.path)
         self.notices += self._record.check_continues(stored, where=str(self.path / _RECORD))
@@ -396,6 +398,7 @@ def _check_empty(path: Path) -> None:
 
 def _check_shared(sees: list[bool], hosts: list[str], path: Path) -> None:
     """Refuses a folder that is another one on some hosts, as with a path on a local disk."""
+    # Such hosts would write their parts of a checkpoint where no other host sees them.
     without = [f"process {number} on {hosts[number]}" for number, seen in enumerate(sees) if not seen]
     if without:
         raise ShardingError(

@@ -88,6 +88,7 @@ class RunRecord:
         """
         settings = list(differences(stored["recipe"], self.recipe))
         self._check_fixed([setting for setting in settings if setting.is_fixed], stored["data"], where)
+        # Others may change, such as the learning rate or the batch size; the run says so.
         changes = [setting for setting in settings if not setting.is_fixed]
         stored_names = {key: stored.get(key) for key in ("name", "model_file")}
         changes += differences(stored_names, {"name": self.name, "model_file": self.model_file})
@@ -97,6 +98,7 @@ class RunRecord:
         """Raises an error if there are changes, or the run would get other samples."""
         lines = [f"{change.key}  stored {_text(change.stored)}  wanted {_text(change.current)}" for change in fixed]
         num_changes = len(lines)
+        # By the fingerprint: the same text may have moved to another folder.
         if stored_data["fingerprint"] != self.data["fingerprint"]:
             num_changes += 1
             lines.append(f"data  stored {_data_text(stored_data)}")

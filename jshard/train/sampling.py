@@ -135,6 +135,7 @@ class Sampler:
             for position in range(len(window), last_position):
                 token, past = step(self._leaves, past, token, np.int32(position), np.int32(len(text)))
                 text.append(int(token))
+            # Half of it, so that as many tokens follow before the window is read again.
             window = text[-max(1, self._window // 2) :]
         return np.array(text, np.int32)
 

@@ -157,6 +157,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_methods(tracker: object) -> None:
+    # Now: a run that has trained for hours must not find out when it closes its trackers.
     missing = [method for method in ("log", "close") if not callable(getattr(tracker, method, None))]
     if missing:
         raise ShardingError(
@@ -298,6 +299,7 @@ class WeightsAndBiases:
                 name=name,
                 config=dict(config),
                 dir=str(self._folder),
+                # The id of before: W&B then adds to the run that it has, instead of beginning another one.
                 id=_run_id(self._folder / "wandb" / "run_id", resume_after is not None),
                 resume="allow",
                 settings=self._wandb.Settings(console="off", finish_timeout=_WANDB_FINISH_S),

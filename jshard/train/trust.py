@@ -27,7 +27,7 @@ class UntrustedError(ShardingError):
 
 
 def sealed(model_file: str) -> str | None:
-    """The seal of the file that a run of this user names; None if it needs none, or this user can keep no key."""
+    """Returns the seal of the file that a run of this user names; None if it needs none, or there can be no key."""
     if model_file in shipped_models():
         return None
     key = user_key()
@@ -37,7 +37,7 @@ def sealed(model_file: str) -> str | None:
 
 
 def model_of_run(record: Mapping[str, object], *, is_trusted: bool, where: Path, command: Sequence[str]) -> Path:
-    """The model file that run.json names.
+    """Returns the model file that run.json names.
 
     Args:
         record: the contents of run.json.
