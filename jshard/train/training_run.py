@@ -111,7 +111,7 @@ class TrainingRun:
                 on_failure.callback(tracker.close)
             step = self._compiled_step(model, optimizer, start_step)
             on_failure.pop_all()
-        # The step owns their arrays, and reuses the memory for its results: a second reference would keep both.
+        # The step owns their arrays, and reuses the memory for its results.
         del model, optimizer
         fitted = self._fit(step, start_step, loader, eval_loader, trackers)
         return step.model, fitted
