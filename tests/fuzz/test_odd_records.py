@@ -15,10 +15,11 @@ from jshard.errors import RunError, ShardingError
 from jshard.occupancy import measured
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, UnitPlan
+from jshard.train.attempts import begin_attempt, describe_attempts, end_attempt
 from jshard.train.expected import ExpectedStep
 from jshard.train.records import plot_loss, read_metrics
 from jshard.train.run_folder import RunFolder, _batch_sizes
-from jshard.train.run_record import RunRecord, begin_attempt, describe_attempts, end_attempt
+from jshard.train.run_record import RunRecord
 from tests.fuzz.odd_inputs import NO_JSON, check, damaged, each_change, every_fifth, json_texts, some_changes
 
 MOMENT = "2025-03-01T12:00:00.000+00:00"

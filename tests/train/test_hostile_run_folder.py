@@ -16,7 +16,7 @@ from jshard.checkpoint.storage import Owner, draft_of, remove_draft
 from jshard.errors import FourPartError, ShardingError, UnsafeFileError
 from jshard.train.records import Jsonl, read_metrics
 from jshard.train.run_folder import RunFolder
-from jshard.train.run_record import RunLock
+from jshard.train.run_lock import RunLock
 from jshard.train.trackers import _run_id
 from tests.train.test_run_folder import RECORD, begin, read
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jshard.checkpoint import storage
-from jshard.train.run_record import RunLock
+from jshard.train.run_lock import RunLock
 
 
 @pytest.mark.parametrize(("folder_mode", "mode"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666), (0o700, 0o600)])

@@ -1,9 +1,9 @@
-"""An open port that admits only peers that prove that they know the token of the run.
+"""A listener that admits only peers that prove that they know the token of the run.
 
 Anybody may connect, and may then say anything or nothing. So only so many connections without a proof are kept, each
 for `HELLO_S`, and the oldest of them goes first: strangers displace each other. A peer is never among them, as it sends
 a greeting with its first packet. The greeting proves the token but could have been recorded, so it only keeps the
-connection open; the hello that follows answers a nonce of this door, and admits.
+connection open; the hello that follows answers a nonce of this listener, and admits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jshard.launch.link import Link
 from jshard.launch.messages import opened, parsed, sealed
@@ -26,7 +26,7 @@ HELLO_S = 10.0
 _GREETING = "greeting"  # in place of a nonce
 _STRANGERS = 64
 _EXPECTED = 4096
-_ROUNDS = 64  # per call: so many times _STRANGERS connections are looked at
+_ROUNDS = 64  # per call: so many times _STRANGERS connections are accepted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Hello:
     nonce: str
 
 
-class Knock(NamedTuple):
+class JoinRequest(NamedTuple):
     """A peer that knows the token: the connection, the hello, and what the sender knows of the run."""
 
     link: Link
@@ -68,11 +68,11 @@ class _Visitor:
 
 
 def greeting(token: bytes, process: int) -> bytes:
-    """The first line of a peer."""
+    """Returns the first line of a peer."""
     return sealed({"greeting": process}, token, _GREETING)
 
 
-class Door:
+class Listener:
     """A listening socket, which it owns, and its connections that have not introduced themselves yet.
 
     Attributes:
@@ -87,26 +87,27 @@ class Door:
         self._visitors: list[_Visitor] = []  # the oldest first
         self.port: int = server.getsockname()[1]
 
-    def knocks(self) -> list[Knock]:
-        """The peers that have sent a valid hello since the last call. Nothing here waits."""
-        knocks: list[Knock] = []
+    def join_requests(self) -> list[JoinRequest]:
+        """Returns the peers that have sent a valid hello since the last call. Nothing here waits."""
+        requests: list[JoinRequest] = []
         for _ in range(_ROUNDS):
-            # Each is heard before any is dropped: the greeting of a peer arrives with its connection.
+            # Each is heard before any is dropped: the greeting of a peer arrives with its connection. In the other
+            # order a crowd of strangers would displace the peer before its greeting is read.
             is_drained = self._accept()
-            knocks += self._heard()
+            requests += self._hear_all()
             self._drop_oldest()
             if is_drained:
                 break
-        return knocks
+        return requests
 
-    def answer(self, knock: Knock, message: Mapping[str, Any]) -> None:
+    def answer(self, request: JoinRequest, message: Mapping[str, object]) -> None:
         """Sends a signed message."""
-        knock.link.send_line(sealed(message, self._token, knock.hello.nonce))
+        request.link.send_line(sealed(message, self._token, request.hello.nonce))
 
-    def dismiss(self, knock: Knock, message: Mapping[str, Any]) -> None:
+    def dismiss(self, request: JoinRequest, message: Mapping[str, object]) -> None:
         """Sends an answer, and closes the connection once it was read."""
-        self.answer(knock, message)
-        self._visitors.append(_Visitor(link=knock.link, nonce="", since_s=time.monotonic(), is_expected=True))
+        self.answer(request, message)
+        self._visitors.append(_Visitor(link=request.link, nonce="", since_s=time.monotonic(), is_expected=True))
 
     def close(self) -> None:
         """Closes the port."""
@@ -126,22 +127,23 @@ class Door:
             self._visitors.append(visitor)
         return False
 
-    def _heard(self) -> list[Knock]:
+    def _hear_all(self) -> list[JoinRequest]:
         """Reads from all visitors; those who have introduced themselves, or are over, are visitors no more."""
-        knocks = []
+        requests = []
         staying = []
         for visitor in self._visitors:
-            knock = self._hear(visitor)
-            if knock is not None:
-                knocks.append(knock)
+            request = self._hear(visitor)
+            if request is not None:
+                requests.append(request)
             elif visitor.link.closed or time.monotonic() - visitor.since_s > HELLO_S:
                 visitor.link.drop()
             else:
                 staying.append(visitor)
         self._visitors = staying
-        return knocks
+        return requests
 
-    def _hear(self, visitor: _Visitor) -> Knock | None:
+    def _hear(self, visitor: _Visitor) -> JoinRequest | None:
+        """Reads from a visitor; returns its request to join, if that has arrived and is valid."""
         line = visitor.link.line()
         if line is None or not visitor.nonce:
             return None
@@ -157,9 +159,10 @@ class Door:
         if hello is None or history is None:
             visitor.link.closed = True
             return None
-        return Knock(visitor.link, hello, history)
+        return JoinRequest(visitor.link, hello, history)
 
     def _drop_oldest(self) -> None:
+        """Drops the oldest connections if there are too many; strangers displace each other, and never a peer."""
         strangers = [visitor for visitor in self._visitors if not visitor.is_expected]
         expected = [visitor for visitor in self._visitors if visitor.is_expected]
         surplus = strangers[:-_STRANGERS] + expected[:-_EXPECTED]
@@ -170,6 +173,7 @@ class Door:
         self._visitors = [visitor for visitor in self._visitors if not visitor.link.closed]
 
     def _refuse(self, visitor: _Visitor) -> None:
+        """Answers a hello with another token, which may be that of another run at the same port."""
         self.refused += 1
         link = visitor.link
         if self.refused in (1, 10, 100, 1000):
