@@ -11,6 +11,7 @@ Example:
 from jshard.checkpoint.comparing import verify as verify
 from jshard.checkpoint.errors import CheckpointError as CheckpointError
 from jshard.checkpoint.errors import CheckpointWarning as CheckpointWarning
+from jshard.checkpoint.formats import register_format as register_format
 from jshard.checkpoint.restoring import forecast as forecast
 from jshard.checkpoint.restoring import restore as restore
 from jshard.checkpoint.saving import Pending as Pending

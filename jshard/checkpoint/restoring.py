@@ -22,7 +22,7 @@ from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
-from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.formats import Names
 from jshard.checkpoint.layout import size_of
 from jshard.checkpoint.lookup import checkpoint_at, place_of
 from jshard.checkpoint.manifest import Sums, add, held_parts, sums_of

@@ -62,8 +62,15 @@ _TENSOR_CLASS = _ALLOWED[_DCP, "TensorStorageMetadata"]
 _BYTES_CLASS = _ALLOWED[_DCP, "BytesStorageMetadata"]
 
 
+def is_dcp_folder(path: Path) -> bool:
+    """Returns whether a path is the folder of such a checkpoint."""
+    return (path / METADATA).is_file()
+
+
 class DcpSource:
     """The tensors and values of a PyTorch distributed checkpoint."""
+
+    notes: Sequence[str] = ()
 
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "PyTorch distributed")
@@ -84,7 +91,7 @@ class DcpSource:
         self.values = {name: places[_Item(name, None)] for name in values}
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a tensor, as a new array, assembled from its chunks; thread-safe."""
+        """Reads a box of a tensor, as a new array, assembled from its chunks; thread-safe."""
         return self._tensors[name].read(box)
 
 
@@ -422,7 +429,7 @@ def _write_items(
 
 
 def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
-    """Boxes of some 64 MiB that make up an array, cut along the first dims."""
+    """Yields boxes of some 64 MiB that make up an array, cut along the first dims."""
     shape = leaf.shape
     room = max(1, _CHUNK_BYTES // np.dtype(leaf.dtype).itemsize)  # in elements
     steps = []
@@ -475,7 +482,7 @@ def _members(value: Any, arrays: tuple[np.ndarray, ...]) -> dict[str, Any]:
 
 
 def _rebuilt(array: np.ndarray) -> Any:
-    """A tensor whose numbers are the first storage of the archive."""
+    """Returns a tensor whose numbers are the first storage of the archive."""
     dtype = _TORCH_NAMES[array.dtype]
     strides = tuple(step // array.itemsize for step in array.strides)
     settings = (0, array.shape, strides, False, collections.OrderedDict())  # offset, ..., requires_grad, hooks
@@ -592,7 +599,7 @@ class _Writer(_Pickler):
     dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
     def persistent_id(self, obj: Any) -> Any:
-        """The key of an object stored beside the pickle."""
+        """Returns the key of an object stored beside the pickle."""
         return obj.key if isinstance(obj, _Persistent) else None
 
     def _global(self, reference: _Global) -> None:

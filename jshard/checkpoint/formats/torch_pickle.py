@@ -28,12 +28,11 @@ from jshard.errors import FourPartError, printable
 
 Allowed = Mapping[tuple[str, str], Any]
 
-DTYPES: dict[str, np.dtype] = {
-    **{name: np.dtype(name) for name in "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()},
-    **{name: np.dtype(name) for name in "float16 float32 float64 complex64 complex128".split()},
-    **{name: jnp.dtype(name) for name in "bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2".split()},
-    **{name: jnp.dtype(name) for name in "float8_e5m2fnuz float8_e8m0fnu".split()},
-}
+_DTYPE_NAMES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 "
+    "bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+)
+DTYPES: dict[str, np.dtype] = {name: jnp.dtype(name) for name in _DTYPE_NAMES.split()}
 """PyTorch's names of dtypes. A pickle gets the name, not the dtype: a pickle could set the state of numpy's."""
 
 
@@ -53,15 +52,18 @@ class Record(metaclass=Sealed):
     def __new__(cls, *args: Any) -> Record:
         """Keeps the arguments for the class."""
         record = super().__new__(cls)
-        record.args, record.state = args, {}
+        record.args = args
+        record.state = {}
         return record
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def get(self, field: str) -> Any:
-        """A field of the dataclass it stands for; None if there is no such field."""
-        return self.state.get(field) if isinstance(self.state, dict) else None
+        """Returns a field of the dataclass it stands for; None if there is no such field."""
+        if not isinstance(self.state, dict):
+            return None
+        return self.state.get(field)
 
 
 class _Ordered(dict, metaclass=Sealed):
@@ -79,14 +81,18 @@ class _NotAllowed(Exception):
 
 
 def _sealed(call: Callable[..., Any]) -> Any:
-    """A class that a pickle may call in place of a function; returns the function's result."""
-    return Sealed(call.__name__, (), {"__new__": lambda cls, *args: call(*args)})
+    """Makes a class that a pickle may call in place of a function: the call returns the function's result."""
+
+    def new(cls: type, *args: Any) -> Any:
+        return call(*args)
+
+    return Sealed(call.__name__, (), {"__new__": new})
 
 
 @_sealed
 def _size(dims: Any = ()) -> Any:
     """`torch.Size`: a tuple."""
-    if len(dims) > _MOST_DIMS:
+    if len(dims) > _MAX_DIMS:
         raise ValueError(f"a size of {len(dims)} dims")
     return tuple(dims)
 
@@ -120,7 +126,7 @@ def MEMORY_FORMAT(value: Any) -> Any:
 
 
 def records(module: str, *names: str) -> dict[tuple[str, str], Any]:
-    """A table with a record for each of these classes."""
+    """Makes a table with a record for each of these classes."""
     return {(module, name): Sealed.__new__(Sealed, name, (Record,), {}) for name in names}
 
 
@@ -130,20 +136,23 @@ PLAIN: dict[tuple[str, str], Any] = {
     **{("torch", name): name for name in DTYPES},
     ("_codecs", "encode"): _encoded_bytes,
     ("builtins", "getattr"): _attribute,
-    **{(module, "bytes"): _no_bytes for module in ("builtins", "__builtin__")},
-    **{(module, "set"): set for module in ("builtins", "__builtin__")},
-    **{(module, "complex"): complex for module in ("builtins", "__builtin__")},
+    ("builtins", "bytes"): _no_bytes,
+    ("builtins", "set"): set,
+    ("builtins", "complex"): complex,
+    ("__builtin__", "bytes"): _no_bytes,  # Python 2's name of the module, which older protocols write
+    ("__builtin__", "set"): set,
+    ("__builtin__", "complex"): complex,
     **records("torch", "device"),
 }
 """The names in pickles of plain Python values and small PyTorch ones."""
 
 
 MOST_PICKLE_BYTES = 1 << 30
-_MOST_DIMS = 64
+_MAX_DIMS = 64
 
 
 def short(value: Any) -> str:
-    """A value of a pickle as a short text. `str` of a few nested tuples can be longer than any memory."""
+    """Returns a value of a pickle as a short text. `str` of a few nested tuples can be longer than any memory."""
     if isinstance(value, str):
         return printable(value[:200])
     try:
@@ -153,7 +162,7 @@ def short(value: Any) -> str:
 
 
 def load(content: bytes, allowed: Allowed, path: Path, *, storage: Callable[..., Any] | None = None) -> Any:
-    """The value of a pickle, if every name in it is allowed; memory and time are in proportion to its size."""
+    """Returns the value of a pickle, if every name in it is allowed; memory and time are in proportion to its size."""
     try:
         return _PickleReader(content, allowed, storage).load()
     except FourPartError:
@@ -199,7 +208,7 @@ class _PickleReader(_Unpickler):
     """
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        step: do for step, do in _Unpickler.dispatch.items() if bytes([step]) not in _REFUSED_STEPS
+        code: step for code, step in _Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_STEPS
     }
 
     def __init__(self, content: bytes, allowed: Allowed, storage: Callable[..., Any] | None) -> None:
@@ -207,15 +216,20 @@ class _PickleReader(_Unpickler):
         super().__init__(file)
         # Without its checks of frames, which are most of the time. What a step reads may then be too short, and the
         # next step is that of an empty text, which there is not.
-        self.read, self.readline = file.read, file.readline
-        self._allowed, self._storage = allowed, storage
+        self.read = file.read
+        self.readline = file.readline
+        self._allowed = allowed
+        self._storage = storage
         self._work_left = _WORK_PER_BYTE * (len(content) + 4096)
 
     def load(self) -> Any:
-        """The value of the pickle."""
-        self.metastack, self.stack, self.proto = [], [], 0
+        """Runs the steps of the pickle, and returns its value."""
+        self.metastack = []
+        self.stack = []
         self.append = self.stack.append
-        read, steps = self.read, self.dispatch
+        self.proto = 0
+        read = self.read  # locals: this loop is all of the time
+        steps = self.dispatch
         try:
             while True:
                 steps[read(1)[0]](self)
@@ -258,25 +272,28 @@ class _PickleReader(_Unpickler):
         """Raises `ValueError` unless the hash of a key takes little time, and is that of few other keys."""
         if type(key) is str:
             return  # its hash is computed once
+        # Of a tuple each element is examined, and none may be a tuple: the hash of nested ones takes 2**depth steps.
         parts = key if isinstance(key, tuple) else (key,)
         self._spend(len(parts))
         for part in parts:
             is_plain = part is None or type(part) in (str, bytes, bool, float, complex) or isinstance(part, Record)
-            is_small = type(part) is int and -(1 << 60) < part < 1 << 60
+            is_small = type(part) is int and -(1 << 60) < part < 1 << 60  # the hash of a larger one is that of others
             if not is_plain and not is_small:
                 raise ValueError(f"a key of a dict or an element of a set is a {type(part).__name__}")
 
     def _set_items(self, mapping: Any, items: list[Any]) -> None:
         if not isinstance(mapping, dict):
             raise ValueError(f"items are set in a {type(mapping).__name__}")
-        for place in range(0, len(items), 2):
-            self._check_key(items[place])
-            mapping[items[place]] = items[place + 1]
+        for position in range(0, len(items), 2):
+            key = items[position]
+            self._check_key(key)
+            mapping[key] = items[position + 1]
 
     # Steps. Each replaces one of `pickle`'s, which may be slow or take memory beyond the bytes that it reads.
 
     def _load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
+        value = self.stack.pop()
+        key = self.stack.pop()
         self._set_items(self.stack[-1], [key, value])
 
     def _load_setitems(self) -> None:
@@ -289,7 +306,8 @@ class _PickleReader(_Unpickler):
         self.append(mapping)
 
     def _load_additems(self) -> None:
-        items, target = self.pop_mark(), self.stack[-1]
+        items = self.pop_mark()
+        target = self.stack[-1]
         if not isinstance(target, set):
             raise ValueError(f"items are added to a {type(target).__name__}")
         for item in items:
@@ -349,10 +367,18 @@ class _PickleReader(_Unpickler):
 
 _LOCAL_HEADER_BYTES = 30
 STORAGES = {
-    **{"BoolStorage": "bool", "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32"},
-    **{"LongStorage": "int64", "ByteStorage": "uint8", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
-    **{"FloatStorage": "float32", "DoubleStorage": "float64"},
-    **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
+    "BoolStorage": "bool",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ByteStorage": "uint8",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
 }
 """PyTorch's storage classes, and the dtypes of their elements; other dtypes are read as bytes."""
 
@@ -388,10 +414,6 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _read(region: FileRegion) -> np.ndarray:
-    return read_region(region, tuple(slice(0, n) for n in region.shape))
-
-
 _PICKLED = {
     **PLAIN,
     **{("torch", name): dtype for name, dtype in STORAGES.items()},
@@ -408,21 +430,29 @@ _TENSOR = {
 }
 
 
-def _value_names(most_bytes: int) -> Allowed:
-    """The names of values whose tensors are read: so many bytes of them, as several may share a storage."""
-    left = most_bytes
+def _value_names(max_bytes: int) -> Allowed:
+    """Returns the names of values whose tensors are read: so many bytes of them, as several may share a storage."""
+    bytes_left = max_bytes
 
     def read(region: FileRegion) -> np.ndarray:
-        nonlocal left
-        left -= math.prod(region.shape) * region.dtype.itemsize
-        if left < 0:
+        nonlocal bytes_left
+        bytes_left -= math.prod(region.shape) * region.dtype.itemsize
+        if bytes_left < 0:
             raise ValueError("its tensors are larger than the archive")
-        return _read(region)
+        return read_region(region, tuple(slice(0, size) for size in region.shape))
+
+    @_sealed
+    def read_tensor_v2(*args: Any) -> np.ndarray:
+        return read(_tensor_v2(*args))
+
+    @_sealed
+    def read_tensor_v3(*args: Any) -> np.ndarray:
+        return read(_tensor_v3(*args))
 
     return {
         **_PICKLED,
-        ("torch._utils", "_rebuild_tensor_v2"): _sealed(lambda *args: read(_tensor_v2(*args))),
-        ("torch._utils", "_rebuild_tensor_v3"): _sealed(lambda *args: read(_tensor_v3(*args))),
+        ("torch._utils", "_rebuild_tensor_v2"): read_tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): read_tensor_v3,
     }
 
 
@@ -434,18 +464,18 @@ class Archive(NamedTuple):
     length: int
 
     def tensor(self) -> FileRegion:
-        """The archived tensor as the location of its numbers, which are not read."""
+        """Returns the archived tensor as the location of its numbers, which are not read."""
         region = self._load(_TENSOR)
         if not isinstance(region, FileRegion):
             raise damaged(self.path, f"the archive at byte {self.offset} is not a tensor.")
         return region
 
     def value(self) -> Any:
-        """The archived value: plain Python, with tensors as numpy arrays; raises as `tensor`."""
+        """Returns the archived value: plain Python, with tensors as numpy arrays; raises as `tensor`."""
         return self._load(_value_names(self.length))
 
     def regions(self, allowed: Allowed) -> Any:
-        """The value, with an unread `FileRegion` for each tensor; the given names are also allowed."""
+        """Returns the value, with an unread `FileRegion` for each tensor; these names are also allowed."""
         return self._load({**_TENSOR, **allowed})
 
     @contextlib.contextmanager
@@ -466,6 +496,7 @@ class Archive(NamedTuple):
             raise damaged(self.path, why) from error
 
     def _unpickled(self, archive: zipfile.ZipFile, window: _ArchiveWindow, allowed: Allowed) -> Any:
+        # By name without the folder around them, whose name varies.
         members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         self._check_members(members)
         order = members.get("byteorder")
@@ -476,7 +507,8 @@ class Archive(NamedTuple):
             if not isinstance(key, str | int) or type(numel) is not int:
                 raise ValueError(f"a storage has the key {short(key)} and {short(numel)} elements")
             member = members[f"data/{key}"]
-            if kind != "storage" or dtype not in DTYPES or numel * DTYPES[dtype].itemsize > member.file_size:
+            is_known = kind == "storage" and dtype in DTYPES
+            if not is_known or numel * DTYPES[dtype].itemsize > member.file_size:
                 raise ValueError(f"its storage {key} has {member.file_size} bytes but should hold {numel} {dtype}")
             begin = self.offset + _data_offset(window, member)
             if begin + member.file_size > self.offset + self.length:
@@ -489,7 +521,7 @@ class Archive(NamedTuple):
     def _check_members(self, members: dict[str, zipfile.ZipInfo]) -> None:
         if "data.pkl" not in members or members["data.pkl"].file_size > MOST_PICKLE_BYTES:
             raise damaged(self.path, f"the archive at byte {self.offset} has no pickle, or one that is too large.")
-        packed = [m.filename for m in members.values() if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1]
+        packed = [member.filename for member in members.values() if not _is_plain(member)]
         if packed:
             raise CheckpointError(
                 "The checkpoint holds compressed or encrypted tensors.",
@@ -499,11 +531,19 @@ class Archive(NamedTuple):
             )
 
 
+def _is_plain(member: zipfile.ZipInfo) -> bool:
+    is_encrypted = member.flag_bits & 1
+    return member.compress_type == zipfile.ZIP_STORED and not is_encrypted
+
+
 class _ArchiveWindow(io.RawIOBase):
     """A range of a file as a file object."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -512,55 +552,59 @@ class _ArchiveWindow(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if start + offset < 0:
             raise ValueError("an offset before the start")
-        self._at = start + offset
-        return self._at
+        self._position = start + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         if len(buffer) > MOST_PICKLE_BYTES:  # a table of contents of that size, in a file with holes
             raise ValueError(f"a part of {len(buffer)} bytes")
-        count = max(min(len(buffer), self._length - self._at), 0)
-        self._file.seek(self._offset + self._at)
+        count = max(min(len(buffer), self._length - self._position), 0)
+        self._file.seek(self._offset + self._position)
         count = self._file.readinto(memoryview(buffer)[:count])
-        self._at += count
+        self._position += count
         return count
 
 
 def _data_offset(window: _ArchiveWindow, member: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes; the local header before them has padding that the central directory lacks."""
+    """Returns the offset of a member's bytes: the header before them has padding that the central directory lacks."""
     window.seek(member.header_offset)
     header = window.read(_LOCAL_HEADER_BYTES) or b""
     if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
         raise ValueError(f"{member.filename} has no header")
-    name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-    return member.header_offset + _LOCAL_HEADER_BYTES + name + extra
+    name_bytes = int.from_bytes(header[26:28], "little")
+    extra_bytes = int.from_bytes(header[28:30], "little")
+    return member.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
 
 
 def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> FileRegion:
     if not isinstance(storage, _Storage) or not isinstance(dtype, str):
         raise ValueError("a tensor without a storage")
-    size, stride = _dims(size), _dims(stride)
+    size = _dims(size)
+    stride = _dims(stride)
     is_offset = type(offset) is int and 0 <= offset < 1 << 62
     if len(size) != len(stride) or not is_offset:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {short(offset)}")
     itemsize = DTYPES[dtype].itemsize
-    strides = tuple(n * itemsize for n in stride)
-    region = FileRegion(storage.path, storage.offset + offset * itemsize, tuple(size), DTYPES[dtype], strides)
-    # The second check also stops a stride of 0 from expanding few bytes to a large array.
-    if offset * itemsize + max(region.span_bytes, math.prod(region.shape) * itemsize) > storage.nbytes:
+    offset_bytes = offset * itemsize
+    strides = tuple(step * itemsize for step in stride)
+    region = FileRegion(storage.path, storage.offset + offset_bytes, size, DTYPES[dtype], strides)
+    # All elements count, and not only the span: a stride of 0 would expand few bytes to a large array.
+    num_bytes = max(region.span_bytes, math.prod(region.shape) * itemsize)
+    if offset_bytes + num_bytes > storage.nbytes:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {offset} in {storage.nbytes} bytes")
     return region
 
 
 def _dims(numbers: Any) -> tuple[int, ...]:
-    """Sizes or strides of a tensor."""
-    if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMS:
+    """Returns the sizes or strides of a tensor; raises `ValueError` if these are none."""
+    if not isinstance(numbers, tuple | list) or len(numbers) > _MAX_DIMS:
         raise ValueError(f"a tensor of size or stride {short(numbers)}")
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError(f"a tensor of size or stride {short(numbers)}")
     return tuple(numbers)

@@ -21,13 +21,12 @@ from jshard.checkpoint.formats import (
     ArraySource,
     ForeignSource,
     NamedSource,
-    SafetensorsSource,
+    Names,
     check_settings,
     foreign_source,
     write_dcp,
     write_safetensors,
 )
-from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.lookup import checkpoint_at, is_checkpoint, local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
@@ -165,8 +164,9 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
             why="no such file or folder." if not args.path.exists() else "it is of no format that is known here.",
             do="give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote.",
         )
-    for note in found.notes if isinstance(found, SafetensorsSource) else ():
-        remark(note)
+    if found is not None:
+        for note in found.notes:
+            remark(note)
     if model is None:
         path = args.path.absolute()
         return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)

@@ -1,0 +1,526 @@
+"""The names and layouts of a model's leaves in other libraries: a table that reads such a checkpoint, and writes one.
+
+`NamedSource` shows another library's arrays as leaves of jshard. `ForeignSource` is its inverse.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from jshard._text import counted
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats.source import ArraySource, Box, Limits, bounds, stored_array
+from jshard.checkpoint.manifest import StoredLeaf
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The form of a jshard leaf in another library.
+
+    Args:
+        names: the stored arrays that it is made of; several are joined along `dim`, in this order.
+        transpose: whether they are stored transposed, like the kernels of `torch.nn.Linear`; for at most two dims.
+        dims: for each dim of the jshard leaf, its dim in the stored arrays, as `np.transpose(stored, dims)` takes it.
+            A convolution of PyTorch, (out, in, height, width), is (2, 3, 1, 0) as a kernel of Flax.
+        dim: the dim of the jshard leaf along which they are joined.
+        sizes: the size along `dim` of each array on export; equal parts by default.
+        parts: the number of parts in the last dim of the single stored array; here they are in a dim before it.
+        stack: a dim of the jshard leaf that the stored arrays do not have: they are stacked along it, not joined.
+
+    Raises:
+        CheckpointError: `dims` is not an order of dims.
+        ValueError: arguments that exclude each other.
+
+    Example:
+        >>> Stored("lm_head.weight", transpose=True)
+        >>> Stored("conv1.weight", dims=(2, 3, 1, 0))  # (64, 3, 7, 7) there, (7, 7, 3, 64) here
+        >>> Stored("h.0.attn.c_attn.weight", parts=3)  # (768, 2304) there, (768, 3, 768) here
+        >>> Stored("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight", transpose=True, sizes=(64, 16, 16))
+        >>> Stored("experts.0.w1.weight", "experts.1.w1.weight", transpose=True, stack=0)  # (2, in, out) here
+    """
+
+    names: tuple[str, ...]
+    transpose: bool
+    dims: tuple[int, ...]
+    dim: int
+    sizes: tuple[int, ...]
+    parts: int
+    stack: int | None
+
+    def __init__(
+        self,
+        *names: str,
+        transpose: bool = False,
+        dims: Sequence[int] = (),
+        dim: int = -1,
+        sizes: tuple[int, ...] = (),
+        parts: int = 1,
+        stack: int | None = None,
+    ) -> None:
+        dims = tuple(dims)
+        if parts > 1 and (transpose or dims or len(names) > 1):
+            raise ValueError(f"parts={parts} needs a single array that is not transposed")
+        if stack is not None and (parts > 1 or sizes or dim != -1):
+            raise ValueError(
+                f"stack={stack} is the new dim, of an entry for each array: it takes no dim, sizes or parts"
+            )
+        fields = {"names": names, "transpose": transpose, "dims": dims, "dim": dim, "sizes": sizes}
+        fields |= {"parts": parts, "stack": stack}
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)  # the dataclass is frozen
+        has_integers = all(isinstance(number, int) for number in dims)
+        is_order = has_integers and sorted(dims) == list(range(len(dims)))
+        if not is_order or (dims and transpose):
+            raise _no_order(self)
+
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """Returns, for each dim of the jshard leaf, the dim of a stored array with `ndim` dims."""
+        if self.dims:
+            return self.dims
+        order = tuple(range(ndim))
+        return order[::-1] if self.transpose else order
+
+    def in_each(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
+        """Returns the items, such as sizes, of those dims of the jshard leaf that each stored array has."""
+        if self.stack is None or not items:
+            return tuple(items)
+        stack_dim = self.stack % len(items)
+        return (*items[:stack_dim], *items[stack_dim + 1 :])
+
+    def in_all(self, items: Sequence[_Item], item: _Item) -> tuple[_Item, ...]:
+        """Returns the inverse of `in_each`, with an item for the dim that a stored array does not have."""
+        if self.stack is None:
+            return tuple(items)
+        stack_dim = self.stack % (len(items) + 1)
+        return (*items[:stack_dim], item, *items[stack_dim:])
+
+    def with_dims(self, dims: tuple[int, ...]) -> str:
+        """Returns the source text of this `Stored` with another order of dims, as a line to paste."""
+        arguments = [json.dumps(name) for name in self.names]
+        arguments.append(f"dims={dims}")
+        if self.dim != -1:
+            arguments.append(f"dim={self.dim}")
+        if self.sizes:
+            arguments.append(f"sizes={self.sizes}")
+        if self.stack is not None:
+            arguments.append(f"stack={self.stack}")
+        return f"Stored({', '.join(arguments)})"
+
+
+def _no_order(stored: Stored) -> CheckpointError:
+    dims = stored.dims
+    suffix = f"dims={dims}"
+    if stored.transpose:
+        suffix += ", transpose=True"
+    right = stored.with_dims(_convolution(len(dims)))
+    return CheckpointError(
+        "The order of the dims cannot be read.",
+        where=[f"{name}  {suffix}" for name in stored.names],
+        why=f"dims names each of the dims 0 to {max(len(dims) - 1, 0)} once, and transpose is an order itself.",
+        do=f"{right}  # the order of a convolution of PyTorch",
+    )
+
+
+def _convolution(ndim: int) -> tuple[int, ...]:
+    """Returns the dims in a PyTorch convolution, (out, in, ...), of the kernel of Flax, (..., in, out)."""
+    if not ndim:
+        return ()
+    spatial = range(2, ndim)
+    features = (1, 0)[-ndim:]  # of a vector only the last
+    return (*spatial, *features)
+
+
+def _check_order(path: str, stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `CheckpointError` unless an order of dims fits these shapes, by the names of their arrays."""
+    where = [f"{name}  {shape}" for name, shape in shapes.items()]
+    ndim = max(map(len, shapes.values()), default=0)
+    right = stored.with_dims(_convolution(ndim))
+    if stored.transpose and ndim > 2:
+        # Reversed, square kernels would fit and have height and width swapped.
+        raise CheckpointError(
+            f"transpose=True does not say how the {ndim} dims of {path} are stored.",
+            where=where,
+            why="it is for matrices: a kernel of torch.nn.Conv2d is (out, in, height, width), that of a Flax layer\n"
+            "(height, width, in, out), which is not the reverse.",
+            do=f"{right}  # a convolution of PyTorch; dims[i] is the stored dim of dim i",
+        )
+    if stored.dims and any(len(shape) != len(stored.dims) for shape in shapes.values()):
+        raise CheckpointError(
+            f"The order of the dims of {path} does not fit its arrays.",
+            where=where,
+            why=f"dims={stored.dims} is for arrays of {len(stored.dims)} dims.",
+            do=f"{right}  # if it is a convolution of PyTorch",
+        )
+
+
+Names = Mapping[str, str | Stored]
+"""From jshard paths, per layer and without the model's name, to what is stored; a string is a `Stored` name."""
+
+
+class CheckedNames(dict[str, str | Stored]):
+    """The names of one model's parameters, and a check of what is stored beside them.
+
+    Several models have parameters of the same names and shapes. Only their settings, in a file beside the weights, say
+    which of them the weights are of.
+
+    Args:
+        names: see `Names`.
+        check: raises if the weights at a path are of another model.
+    """
+
+    def __init__(self, names: Names, check: Callable[[Path], None]) -> None:
+        super().__init__(names)
+        self.check = check
+
+
+def check_settings(path: Path, names: Names | None) -> None:
+    """Raises if the names are of one model, and the settings beside the weights of another."""
+    if isinstance(names, CheckedNames):
+        names.check(path)
+
+
+@dataclass(frozen=True)
+class _ArrayRange:
+    """A stored array, and the range that it takes in a leaf along the dim in which several are joined or stacked."""
+
+    name: str
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True)
+class _Assembly:
+    """How a leaf is made of stored arrays."""
+
+    stored: Stored
+    leaf: StoredLeaf  # the result
+    arrays: tuple[_ArrayRange, ...]
+
+
+class NamedSource:
+    """A checkpoint of another library, under jshard's paths.
+
+    If no stored name has the common prefix of `names`, they are looked up without it: Hugging Face's
+    `GPT2LMHeadModel` saves `transformer.wte.weight`, and its `GPT2Model` `wte.weight`.
+
+    Attributes:
+        leaves: the leaves whose arrays are all stored, by path.
+        absent: the names of the arrays that the other leaves lack, by path.
+        unused: the stored arrays that no leaf is made of.
+    """
+
+    def __init__(self, source: ArraySource, names: Names) -> None:
+        self._source = source
+        self._assemblies: dict[str, _Assembly] = {}
+        self.absent: dict[str, list[str]] = {}
+        table = {path: _stored(value) for path, value in names.items()}
+        prefix = _dropped_prefix(table, source)
+        used: set[str] = set()
+        for path, stored in table.items():
+            found = {name: _stored_name(name, source, prefix) for name in stored.names}
+            present = [name for name in found.values() if name is not None]
+            used.update(present)
+            if len(present) == len(found):
+                self._assemblies[path] = _assembly(path, stored, present, source)
+            else:
+                self.absent[path] = [name for name, stored_name in found.items() if stored_name is None]
+        self.leaves: dict[str, StoredLeaf] = {path: assembly.leaf for path, assembly in self._assemblies.items()}
+        self.unused = [
+            name for name, leaf in source.leaves.items() if name not in used and not _is_derived_buffer(name, leaf)
+        ]
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """Reads a box of a jshard leaf: the part of each stored array in it."""
+        assembly = self._assemblies[name]
+        limits = bounds(box, assembly.leaf.shape)
+        if assembly.stored.parts > 1:
+            return self._read_parts(assembly, limits)
+        if assembly.stored.stack is not None:
+            return self._read_stacked(assembly, limits)
+        if len(assembly.arrays) == 1:
+            return self._read_array(assembly.arrays[0].name, limits, assembly.stored)
+        return self._read_joined(assembly, limits)
+
+    def _read_joined(self, assembly: _Assembly, limits: Limits) -> np.ndarray:
+        """Reads a box of a leaf that several arrays make up along a dim."""
+        dim = assembly.stored.dim % len(limits)
+        box_start, box_stop = limits[dim]
+        pieces = []
+        for array in assembly.arrays:
+            start = max(box_start, array.start)
+            stop = max(min(box_stop, array.stop), start)  # an array outside of the box gives an empty piece
+            in_array = (start - array.start, stop - array.start)
+            piece_limits = (*limits[:dim], in_array, *limits[dim + 1 :])
+            pieces.append(self._read_array(array.name, piece_limits, assembly.stored))
+        return np.concatenate(pieces, axis=dim)
+
+    def _read_stacked(self, assembly: _Assembly, limits: Limits) -> np.ndarray:
+        """Reads a box of a leaf that has an entry for each stored array along a dim: only the arrays in it."""
+        stored = assembly.stored
+        assert stored.stack is not None
+        stack_dim = stored.stack % len(limits)
+        first, last = limits[stack_dim]
+        shape = [max(stop - start, 0) for start, stop in limits]
+        result = np.empty(shape, np.dtype(assembly.leaf.dtype))
+        entries = np.moveaxis(result, stack_dim, 0)
+        for entry, array in enumerate(assembly.arrays[first:last]):
+            entries[entry] = self._read_array(array.name, stored.in_each(limits), stored)
+        return result
+
+    def _read_array(self, name: str, limits: Limits, stored: Stored) -> np.ndarray:
+        """Reads a box of one stored array, given and returned in the order of the leaf's dims."""
+        order = stored.order(len(limits))
+        box = _box(_in_stored_order(limits, order))
+        return _permuted(self._source.read(name, box), order)
+
+    def _read_parts(self, assembly: _Assembly, limits: Limits) -> np.ndarray:
+        """Reads a box of a leaf whose last two dims are one dim in the stored array."""
+        *lead, (first, last), (start, stop) = limits
+        width = assembly.leaf.shape[-1]  # of a part
+        box = (*_box(lead), slice(first * width, last * width))
+        values = self._source.read(assembly.arrays[0].name, box)
+        by_part = values.reshape(*values.shape[:-1], last - first, width)
+        return np.ascontiguousarray(by_part[..., start:stop])
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where an array to be written comes from."""
+
+    path: str  # of the leaf
+    stored: Stored
+    start: int  # of the array, along the dim in which the leaf is cut
+
+
+class ForeignSource:
+    """The inverse of `NamedSource`: jshard leaves under another library's names, for export."""
+
+    def __init__(self, source: ArraySource, names: Names) -> None:
+        self._source = source
+        nameless = [path for path in source.leaves if path not in names]
+        if nameless:
+            raise CheckpointError(
+                f"{counted(len(nameless), 'leaf has', 'leaves have')} no name in the other format.",
+                where=nameless,
+                why=f"the table of names has {counted(len(names), 'leaf')}, but not these.",
+                do="export only the parameters, or add the names to the table, hf_names(config) of the model file.",
+            )
+        self.leaves: dict[str, StoredLeaf] = {}
+        self._origins: dict[str, _Origin] = {}
+        for path, leaf in source.leaves.items():
+            stored = _stored(names[path])
+            _check_order(path, stored, {path: stored.in_each(leaf.shape)})
+            for array in _cuts(path, stored, leaf):
+                shape = _cut_shape(leaf.shape, stored, array)
+                shape = _in_stored_order(shape, stored.order(len(shape)))
+                self.leaves[array.name] = stored_array(shape, np.dtype(leaf.dtype))
+                self._origins[array.name] = _Origin(path, stored, array.start)
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """Reads a box of a leaf in the other library's layout."""
+        origin = self._origins[name]
+        stored = origin.stored
+        stored_limits = bounds(box, self.leaves[name].shape)
+        if stored.parts > 1:
+            return self._read_parts(origin.path, stored_limits)
+        order = stored.order(len(stored_limits))
+        limits = [stored_limits[dim] for dim in order]
+        if stored.stack is not None:
+            entry = (origin.start, origin.start + 1)
+            values = self._source.read(origin.path, _box(stored.in_all(limits, entry)))
+            values = values.squeeze(stored.stack)
+        else:
+            if len(stored.names) > 1:
+                start, stop = limits[stored.dim]
+                limits[stored.dim] = start + origin.start, stop + origin.start
+            values = self._source.read(origin.path, _box(limits))
+        inverse = _in_stored_order(range(len(order)), order)
+        return _permuted(values, inverse)
+
+    def _read_parts(self, path: str, stored_limits: Limits) -> np.ndarray:
+        """Reads a box of an array whose last dim is two dims in the leaf."""
+        *lead, last = stored_limits
+        values = self._source.read(path, (*_box(lead), slice(None), slice(None)))
+        flat = values.reshape(*values.shape[:-2], math.prod(values.shape[-2:]))
+        return np.ascontiguousarray(flat[..., slice(*last)])
+
+
+def _stored(value: str | Stored) -> Stored:
+    return Stored(value) if isinstance(value, str) else value
+
+
+def _dropped_prefix(table: Mapping[str, Stored], source: ArraySource) -> str | None:
+    """Returns the prefix of most names, if no stored name has it, because the file was written without it."""
+    prefixes: collections.Counter[str] = collections.Counter()
+    for stored in table.values():
+        for name in stored.names:
+            prefix, dot, _ = name.partition(".")
+            if dot:
+                prefixes[prefix] += 1
+    if not prefixes:
+        return None
+    (prefix, count), *_ = prefixes.most_common(1)
+    is_stored = any(name.partition(".")[0] == prefix for name in source.leaves)
+    is_of_most = count * 2 > prefixes.total()
+    return prefix if is_of_most and not is_stored else None
+
+
+def _stored_name(name: str, source: ArraySource, dropped_prefix: str | None) -> str | None:
+    """Returns the name of an array in a checkpoint, which may lack a prefix; None if it is not stored."""
+    if name in source.leaves:
+        return name
+    prefix, _, rest = name.partition(".")
+    if prefix == dropped_prefix and rest in source.leaves:
+        return rest
+    return None
+
+
+def _assembly(path: str, stored: Stored, names: Sequence[str], source: ArraySource) -> _Assembly:
+    """Returns how a leaf is made of these stored arrays; raises `CheckpointError` if they do not fit together."""
+    leaves = [source.leaves[name] for name in names]
+    _check_order(path, stored, {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)})
+    if stored.stack is not None:
+        return _stacked(path, stored, names, leaves)
+    if len(names) != 1:
+        return _joined(path, stored, names, leaves)
+    shape = _shape_with_parts(path, _leaf_order(leaves[0].shape, stored), stored)
+    leaf = stored_array(shape, np.dtype(leaves[0].dtype))
+    return _Assembly(stored, leaf, (_ArrayRange(names[0]),))
+
+
+def _stacked(path: str, stored: Stored, names: Sequence[str], leaves: Sequence[StoredLeaf]) -> _Assembly:
+    """Returns the assembly of arrays that are entries of the leaf along a new dim."""
+    assert stored.stack is not None
+    shapes = [_leaf_order(leaf.shape, stored) for leaf in leaves]
+    ndim = len(shapes[0])
+    is_dim = -ndim - 1 <= stored.stack <= ndim
+    num_dtypes = len({leaf.dtype for leaf in leaves})
+    if not is_dim or len(set(shapes)) != 1 or num_dtypes != 1:
+        why = f"they are stacked along a new dim {stored.stack}; all dims, and dtypes, must be equal."
+        raise _misfit(path, names, leaves, why)
+    shape = stored.in_all(shapes[0], len(names))
+    arrays = [_ArrayRange(name, entry, entry + 1) for entry, name in enumerate(names)]
+    return _Assembly(stored, stored_array(shape, np.dtype(leaves[0].dtype)), tuple(arrays))
+
+
+def _joined(path: str, stored: Stored, names: Sequence[str], leaves: Sequence[StoredLeaf]) -> _Assembly:
+    """Returns the assembly of arrays that follow each other along a dim of the leaf."""
+    shapes = [_leaf_order(leaf.shape, stored) for leaf in leaves]
+    are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1
+    if not are_alike or shapes[0] == () or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
+        why = f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal."
+        raise _misfit(path, names, leaves, why)
+    arrays = _consecutive(names, [shape[stored.dim] for shape in shapes])
+    shape = _resized(shapes[0], stored, arrays[-1].stop)
+    return _Assembly(stored, stored_array(shape, np.dtype(leaves[0].dtype)), arrays)
+
+
+def _consecutive(names: Sequence[str], sizes: Sequence[int]) -> tuple[_ArrayRange, ...]:
+    """Returns the ranges of arrays of these sizes, one after the other."""
+    stops = itertools.accumulate(sizes)
+    return tuple(_ArrayRange(name, stop - size, stop) for name, size, stop in zip(names, sizes, stops, strict=True))
+
+
+def _misfit(path: str, names: Sequence[str], leaves: Sequence[StoredLeaf], why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The stored arrays of {path} do not fit together.",
+        where=[f"{name}  {leaf.shape} {leaf.dtype}" for name, leaf in zip(names, leaves, strict=True)],
+        why=why,
+        do="correct the table of names.",
+    )
+
+
+def _shape_with_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
+    """Returns the jshard shape for a stored shape, whose last dim may contain several parts."""
+    if stored.parts == 1:
+        return shape
+    if not shape or shape[-1] % stored.parts:
+        raise CheckpointError(
+            f"The stored array of {path} does not have {stored.parts} parts.",
+            where=f"{stored.names[0]}  {shape}",
+            why=f"its last dim does not divide by {stored.parts}.",
+            do="correct the table of names.",
+        )
+    return (*shape[:-1], stored.parts, shape[-1] // stored.parts)
+
+
+def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> tuple[_ArrayRange, ...]:
+    """Returns the arrays that a jshard leaf is written as; raises `CheckpointError` if it does not divide into them."""
+    count = len(stored.names)
+    dim = stored.dim if stored.stack is None else stored.stack
+    ndim = len(leaf.shape)
+    is_dim = -ndim <= dim < ndim
+    size = leaf.shape[dim] if is_dim else 0
+    sizes = (size // count,) * count
+    if stored.stack is not None:
+        sizes = (1,) * count
+    elif count > 1 and stored.sizes:
+        sizes = stored.sizes
+    if len(sizes) != count or sum(sizes) != size or (leaf.shape and not is_dim):
+        raise CheckpointError(
+            f"{path} cannot be cut into {count} arrays.",
+            where=list(stored.names),
+            why=f"their sizes {sizes} do not add up to the {size} of {leaf.shape}, dim {dim}.",
+            do="correct the table of names.",
+        )
+    return _consecutive(stored.names, sizes)
+
+
+def _cut_shape(shape: tuple[int, ...], stored: Stored, array: _ArrayRange) -> tuple[int, ...]:
+    """Returns the shape of an array that is cut from a leaf of this shape, in the order of the leaf's dims."""
+    if stored.parts > 1:
+        return (*shape[:-2], shape[-2] * shape[-1])
+    if stored.stack is not None:
+        return stored.in_each(shape)
+    return _resized(shape, stored, array.stop - array.start)
+
+
+def _resized(shape: tuple[int, ...], stored: Stored, size: int) -> tuple[int, ...]:
+    """Returns a shape with another size along the joined dim."""
+    if not shape:
+        return shape
+    dim = stored.dim % len(shape)
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _box(limits: Limits) -> Box:
+    return tuple(slice(start, stop) for start, stop in limits)
+
+
+def _leaf_order(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
+    """Returns the sizes of the dims of a stored array in the order of the leaf's dims."""
+    return tuple(shape[dim] for dim in stored.order(len(shape)))
+
+
+def _in_stored_order(items: Sequence[_Item], order: tuple[int, ...]) -> tuple[_Item, ...]:
+    """Returns items of the dims of a jshard leaf, such as sizes, as those of the dims of the stored array."""
+    by_stored_dim = dict(zip(order, items, strict=True))
+    return tuple(by_stored_dim[dim] for dim in range(len(order)))
+
+
+def _permuted(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+    if order == tuple(range(len(order))):
+        return values
+    return values.transpose(order).copy(order="C")
+
+
+def _is_derived_buffer(name: str, leaf: StoredLeaf) -> bool:
+    """Returns whether PyTorch stores an array beside the parameters though it follows from the sizes.
+
+    The causal mask of older GPT-2 files, and its fill value; the frequencies of rotary positions of older Llama files.
+    """
+    is_mask = name.endswith("attn.bias") and len(leaf.shape) == 4
+    is_fill = name.endswith("attn.masked_bias") and leaf.shape == ()
+    is_frequencies = name.endswith("rotary_emb.inv_freq") and len(leaf.shape) == 1
+    return is_mask or is_fill or is_frequencies
