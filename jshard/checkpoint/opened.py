@@ -21,13 +21,13 @@ from jax.sharding import Sharding
 
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
+from jshard.checkpoint.converting import own_mesh
 from jshard.checkpoint.dealing import HEAD_BYTES, Together
 from jshard.checkpoint.errors import DamagedError, damaged, reason, unreadable
 from jshard.checkpoint.file_io import HOST_MEMORY, ChangedError, FileSource, LocalFolder, MappedBoxes, Read, Slab
 from jshard.checkpoint.formats.source import Box, bounds
 from jshard.checkpoint.layout import Limits, limits, size_of
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
-from jshard.checkpoint.matching import own_mesh
 from jshard.checkpoint.pieces import PackedFile, Pieces, Want, check_pieces
 from jshard.errors import printable
 

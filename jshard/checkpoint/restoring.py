@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -20,13 +20,15 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
+from jshard.checkpoint.converting import Leaf, Target, finish, num_overflows, own_mesh, to_read
 from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
+from jshard.checkpoint.fitting import check_fits
 from jshard.checkpoint.formats import Names
 from jshard.checkpoint.layout import size_of
 from jshard.checkpoint.lookup import checkpoint_at, place_of
 from jshard.checkpoint.manifest import Sums, add, held_parts, sums_of
-from jshard.checkpoint.matching import check_fits, finish, match, num_overflows, own_mesh, renamed, to_read
+from jshard.checkpoint.matching import match, renamed
 from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint, open_checkpoint
@@ -35,6 +37,14 @@ from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import RunError, printable
 
 T = TypeVar("T")
+
+Missing = Literal["error", "init"]
+Extra = Literal["error", "ignore"]
+
+_MAX_AMPLIFICATION = 4.0  # bytes read per needed byte; more are worth a warning
+_UNNEEDED_BYTES = 1 << 30  # that are read; fewer are not
+_SUMMING_THREADS = 2  # for whole leaves, as Orbax stores them
+_SHOWN = 10  # lines of a note
 
 
 def restore(
@@ -94,11 +104,11 @@ def restore(
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
     options = {"only": only, "rename": rename, "missing": missing, "extra": extra, "read_once": read_once, "map": map}
-    found = checkpoint_at(path)
-    if found != place_of(path):  # all processes read the same step of a series, whichever each of them sees
-        step = exchange(f"newest of {found.parent.name}", found.name, timeout_s=timeout_s)[0]
-        found = found.with_name(step)
-    return _restoring(found, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
+    place = checkpoint_at(path)
+    if place != place_of(path):  # all processes read the same step of a series, whichever each of them sees
+        step = exchange(f"newest of {place.parent.name}", place.name, timeout_s=timeout_s)[0]
+        place = place.with_name(step)
+    return _restoring(place, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
 
 
 def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = None, **options: Any) -> Forecast:
@@ -131,20 +141,14 @@ def _restoring(path: Place, like: Any, *, names: Names | None, verify: bool = Tr
 
 
 def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str] | None:
-    """A `rename` that removes the one name in `like`: other libraries have no name for the whole model."""
+    """Returns a `rename` that removes the one name in `like`: other libraries have no name for the whole model."""
     if not isinstance(opened, ForeignCheckpoint) or not isinstance(like, Mapping) or len(like) != 1:
         return None
     name = _leaves.escape(str(next(iter(like))))
-    return None if any(f"{path}/".startswith(f"{name}/") for path in opened.leaves) else {name: ""}
-
-
-_AMPLIFICATION = 4.0  # bytes read per needed byte that trigger a warning
-_WORTH_BYTES = 1 << 30  # of unneeded reads
-_SUMMING_THREADS = 2  # for whole leaves, as Orbax stores them
-
-
-Missing = Literal["error", "init"]
-Extra = Literal["error", "ignore"]
+    has_name = any(f"{path}/".startswith(f"{name}/") for path in opened.leaves)
+    if has_name:
+        return None
+    return {name: ""}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,13 +162,35 @@ class Forecast:
     @property
     def amplification(self) -> float:
         """Bytes read per needed byte."""
-        return self.touched_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
+        if not self.wanted_bytes:
+            return 1.0
+        return self.touched_bytes / self.wanted_bytes
 
     def __str__(self) -> str:
-        wanted, touched, host = (human_bytes(size, 1) for size in dataclasses.astuple(self))
+        touched = human_bytes(self.touched_bytes, 1)
+        wanted = human_bytes(self.wanted_bytes, 1)
+        host = human_bytes(self.host_bytes, 1)
         return (
             f"{touched} to read for {wanted} (x{self.amplification:.2f}); up to {host} of host memory beside the state"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadResult:
+    """What this process has read, or why it could not."""
+
+    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)  # by stored path; emptied while they are used
+    sums: Mapping[str, Sums] = dataclasses.field(default_factory=dict)  # over this process's part of the leaves
+    num_bytes: int = 0
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _FinishedLeaves:
+    """The leaves in the form of `like`."""
+
+    leaves: Mapping[str, Leaf]
+    overflows: Sequence[str]  # leaves with values that are too large for their dtype, a line each
 
 
 class Restoring:
@@ -191,7 +217,7 @@ class Restoring:
             _check_policies(missing, extra)
             renames = dict(rename or {})
             self._live = {_leaves.text(path): (path, leaf) for path, leaf in _leaves.flatten(like).items()}
-            self._wanted = self._abstract_leaves(_asked(like, self._live, only))
+            self._targets = self._abstract_leaves(_requested_paths(like, self._live, only))
             described = self._described_leaves()
             roots = _roots(like, only)
             numbered = _leaves.by_number(like)
@@ -219,30 +245,30 @@ class Restoring:
                 opened.path,
                 self.match,
                 self._stored,
-                self._wanted,
+                self._targets,
                 abstract=[key for key, (_, leaf) in self._live.items() if isinstance(leaf, jax.ShapeDtypeStruct)],
                 rename=renames,
                 missing=missing,
                 extra=extra,
                 absent=opened.absent,
             )
-        mesh = mesh_layout(self._wanted)
+        mesh = mesh_layout(self._targets)
         self.record: dict[str, Any] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}
 
     def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Some leaves of `like`, arrays by shape, dtype and sharding."""
+        """Returns some leaves of `like`, arrays by shape, dtype and sharding."""
         # All leaves are passed, not only these: arrays on no mesh get that of the others.
         by_path = _leaves.abstract(dict(self._live.values()))
-        wanted = {}
+        targets = {}
         for key in keys:
             path, _ = self._live[key]
-            wanted[key] = by_path[path]
-        return wanted
+            targets[key] = by_path[path]
+        return targets
 
     def _described_leaves(self) -> dict[str, _manifest.StoredLeaf]:
-        """The leaves to read, as a checkpoint would describe them: without the padding of this mesh."""
+        """Returns the leaves to read as a checkpoint would describe them: without the padding of this mesh."""
         by_path = {}
-        for key, leaf in self._wanted.items():
+        for key, leaf in self._targets.items():
             path, _ = self._live[key]
             by_path[path] = leaf
         storable = _leaves.storable(by_path, abstract=True)
@@ -250,29 +276,29 @@ class Restoring:
         return {key: _manifest.describe(leaf, logical_shapes.get(key)) for key, leaf in storable.items()}
 
     def _possible_paths(self, numbered: Mapping[str, str], rename: Mapping[str, str]) -> list[str]:
-        """The paths at which the leaves to read may be stored: by key or, by earlier versions, by number."""
+        """Returns the paths at which the leaves to read may be stored: by key or, by earlier versions, by number."""
         paths = []
-        for key in self._wanted:
+        for key in self._targets:
             paths.append(renamed(key, rename))
             paths.append(renamed(numbered.get(key, key), rename))
         return paths
 
     def _stored_by_number(self, numbered: Mapping[str, str], rename: Mapping[str, str]) -> dict[str, str]:
-        """The leaves that are stored by number and not by key, with their stored paths."""
+        """Returns the leaves that are stored by number and not by key, with their stored paths."""
         by_number = {}
         for key, number in numbered.items():
             stored_path = renamed(number, rename)
             is_stored_by_key = renamed(key, rename) in self._stored
-            if key in self._wanted and not is_stored_by_key and stored_path in self._stored:
+            if key in self._targets and not is_stored_by_key and stored_path in self._stored:
                 by_number[key] = stored_path
         return by_number
 
     def _not_parameters(self, roots: Sequence[str], numbered: Mapping[str, str], rename: Mapping[str, str]) -> set[str]:
-        """The stored leaves that `only="params"` skips and does not report: all of them but parameters."""
+        """Returns the stored leaves that `only="params"` skips and does not report: all of them but parameters."""
         ignored: set[str] = set()
         for root in roots:
             ignored |= surplus.not_parameters(self._stored, renamed(root, rename))
-        for key in self._live.keys() - self._wanted.keys():  # such as statistics: the model has a place for them
+        for key in self._live.keys() - self._targets.keys():  # such as statistics: the model has a place for them
             for path in (key, numbered.get(key, key)):
                 ignored.update(surplus.places(renamed(path, rename), self._stored))
         return ignored
@@ -281,181 +307,238 @@ class Restoring:
         """Takes surplus arrays that are copies of restored ones out of the match, and returns them."""
         if self.match.problems or self.match.missing:
             return {}
-        used = {path for pick in self.match.picks.values() for path in pick.stored}
-        copies = surplus.copies(self.opened, self.match.extra, used)
+        copies = surplus.copies(self.opened, self.match.extra, self.match.used)
         rest = tuple(path for path in self.match.extra if path not in copies)
         self.match = dataclasses.replace(self.match, extra=rest)
         return copies
 
     @functools.cached_property
-    def reads(self) -> dict[str, Any]:
+    def reads(self) -> dict[str, Target]:
         """The arrays to read, by stored path, with shardings."""
-        found: dict[str, Any] = {}
+        targets: dict[str, Target] = {}
         for key, pick in self.match.picks.items():
             for path in pick.stored:
-                found.setdefault(path, to_read(self._stored[path], pick, self._wanted[key]))
-        return found
+                if path not in targets:
+                    targets[path] = to_read(self._stored[path], pick, self._targets[key])
+        return targets
 
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
-        sizes, touched = [], 0
-        for path, like in self.reads.items():
-            if hasattr(like, "shape") and (leaf := self._stored[path]).is_array:
-                boxes = boxes_of(leaf, like)
-                sizes.append(sum(map(size_of, boxes)) * np.dtype(leaf.dtype).itemsize)
-                touched += self.opened.touched(path, leaf, boxes) * np.dtype(leaf.dtype).itemsize
-        on_host = sum(like.nbytes for like in self.reads.values() if isinstance(like, np.ndarray))
-        in_flight = min(2 * (BATCH_BYTES + max(sizes, default=0)), touched)
-        share = max(1, len(self._members))
-        host_bytes = on_host + (2 if share > 1 else 1) * in_flight
-        return Forecast(wanted_bytes=sum(sizes), touched_bytes=touched // share, host_bytes=host_bytes)
+        sizes = []
+        touched_bytes = 0
+        host_bytes = 0
+        for path, target in self.reads.items():
+            if isinstance(target, np.ndarray):
+                host_bytes += target.nbytes
+            leaf = self._stored[path]
+            if not hasattr(target, "shape") or not leaf.is_array:
+                continue
+            boxes = boxes_of(leaf, target)
+            itemsize = np.dtype(leaf.dtype).itemsize
+            sizes.append(sum(map(size_of, boxes)) * itemsize)
+            touched_bytes += self.opened.touched(path, leaf, boxes) * itemsize
+        # One batch is read while another is copied to the devices; a leaf may be larger than a batch.
+        in_flight_bytes = min(2 * (BATCH_BYTES + max(sizes, default=0)), touched_bytes)
+        num_sharers = max(1, len(self._sharers))
+        if num_sharers > 1:
+            in_flight_bytes *= 2  # as much again for the exchange
+        return Forecast(
+            wanted_bytes=sum(sizes),
+            touched_bytes=touched_bytes // num_sharers,
+            host_bytes=host_bytes + in_flight_bytes,
+        )
 
     @functools.cached_property
-    def _members(self) -> tuple[int, ...]:
+    def _sharers(self) -> tuple[int, ...]:
         """The processes that each read a part of the values that all of them need; empty if nothing is shared."""
-        can_share = jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
-        return sharers(self.reads.values()) if self._read_once and not self._map and can_share else ()
+        if not self._read_once or self._map:
+            return ()
+        if jax.process_count() == 1 or not isinstance(self.opened, PackedCheckpoint):
+            return ()
+        return sharers(self.reads.values())
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the types in `like`; a `RunError` names the damage."""
-        path, found, sums, num_bytes, error = self.opened.path, {}, {}, 0, None
-        together = Together(self._members, timeout_s=timeout_s) if self._members else None
-        try:
-            found, sums = self._read(verify, together)
-            num_bytes = self.forecast.wanted_bytes
-        except OtherFailedError:
-            pass
-        except Exception as caught:  # the others wait for this report
-            error = caught
-            if together is not None:
-                together.fail()
-        own = {"sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
-
-        def failed(failures: Mapping[int, Mapping[str, Any]]) -> RunError:
-            why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
-            is_bucket = BucketError.__name__ in {parts["kind"] for parts in failures.values()}
-            return bucket_error(path, why) if is_bucket and isinstance(path, BucketPath) else unreadable(path, why)
-
-        heard = all_or_none(f"read {path}", own, error, failed=failed, timeout_s=timeout_s)
-        if sums and self.opened.manifest is not None:
-            _check_sums(path, self.opened.manifest, [other["sums"] for other in heard])
+        path = self.opened.path
+        result = self._read_or_error(verify, timeout_s)
+        message = {"sums": result.sums, "report": self.phases.report(num_bytes=result.num_bytes)}
+        replies = all_or_none(f"read {path}", message, result.error, failed=self._failed, timeout_s=timeout_s)
+        if result.sums and self.opened.manifest is not None:
+            _check_sums(path, self.opened.manifest, [reply["sums"] for reply in replies])
         with self.phases("finish"):
-            restored = self._filled(found)
-        if self._overflows and is_primary():
-            too_large = "too large for its dtype in `like`", "too large for their dtypes in `like`"
-            (note,) = _list(f"leaf has values {too_large[0]}", f"leaves have values {too_large[1]}", self._overflows)
-            message = f"{path} is restored; {note}"
-            warnings.warn(message, CheckpointWarning, stacklevel=3)
+            finished = self._finished(result.leaves)
+            restored = self._filled(finished.leaves)
+        if finished.overflows and is_primary():
+            note = _list(
+                "leaf has values too large for its dtype in `like`",
+                "leaves have values too large for their dtypes in `like`",
+                finished.overflows,
+            )
+            warnings.warn(f"{path} is restored; {note}", CheckpointWarning, stacklevel=3)
         if not isinstance(self.opened, PackedCheckpoint):  # packed checkpoints keep only the data they still need
             give_memory_back()
-        self.record["processes"] = [other["report"] for other in heard]
+        self.record["processes"] = [reply["report"] for reply in replies]
         return restored
 
-    def _read(self, verify: bool, together: Together | None) -> tuple[dict[str, Any], dict[str, Sums]]:
-        """The stored leaves, and the checksums over this process's part of them."""
+    def _read_or_error(self, verify: bool, timeout_s: float) -> _ReadResult:
+        """Reads; an error becomes a part of the result, because the other processes wait for this one's report."""
+        together = Together(self._sharers, timeout_s=timeout_s) if self._sharers else None
+        try:
+            return self._read(verify, together)
+        except OtherFailedError:  # that process reports the reason
+            return _ReadResult()
+        except Exception as error:
+            if together is not None:
+                together.fail()
+            return _ReadResult(error=error)
+
+    def _failed(self, failures: Mapping[int, Mapping[str, Any]]) -> RunError:
+        """Makes this process's error for those of others."""
+        path = self.opened.path
+        why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
+        kinds = {parts["kind"] for parts in failures.values()}
+        if BucketError.__name__ in kinds and isinstance(path, BucketPath):
+            return bucket_error(path, why)
+        return unreadable(path, why)
+
+    def _read(self, verify: bool, together: Together | None) -> _ReadResult:
+        """Reads the stored leaves, and sums this process's part of them."""
         manifest = self.opened.manifest
         if verify and manifest is not None:
             with self.phases("plan"):
-                if lost := _manifest.damage(self.opened.path, manifest):
-                    why = f"{len(lost)} of {counted(len(manifest.files), 'file')} changed since it was saved."
-                    raise damaged(self.opened.path, lost, why)
+                changed = _manifest.damage(self.opened.path, manifest)
+                if changed:
+                    why = f"{len(changed)} of {counted(len(manifest.files), 'file')} changed since it was saved."
+                    raise damaged(self.opened.path, changed, why)
         self._warn(verify)
         with self.phases("read"):
             if isinstance(self.opened, PackedCheckpoint):
-                found = self.opened.load(self.reads, together, map=self._map)
+                leaves = self.opened.load(self.reads, together, map=self._map)
             else:
-                found = self.opened.load(self.reads)
-            jax.block_until_ready(found)
-        if not verify or manifest is None:
-            return found, {}
-        with self.phases("verify"):
-            summed = [key for key in found if key in manifest.leaves and manifest.leaves[key].sums]
-            total = lambda key: sums_of(held_parts(found[key]), manifest.leaves[key].shape)
-            with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
-                return found, dict(zip(summed, pool.map(total, summed), strict=True))
+                leaves = self.opened.load(self.reads)
+            jax.block_until_ready(leaves)
+        sums: Mapping[str, Sums] = {}
+        if verify and manifest is not None:
+            with self.phases("verify"):
+                sums = _sums_of(leaves, manifest)
+        return _ReadResult(leaves, sums, self.forecast.wanted_bytes)
 
-    def _unmapped(self) -> str:
-        """The reason that files cannot be mapped, if any."""
-        if not isinstance(self.opened, PackedCheckpoint):
-            return "it is not packed"
-        if not any(isinstance(like, jax.ShapeDtypeStruct) and is_on_cpu(like) for like in self.reads.values()):
-            return "the arrays are not on CPU devices"
-        return "" if self.opened.can_be_mapped else "it is not on a local disk"
-
-    def _filled(self, found: dict[str, Any]) -> Any:
-        """New objects of the kinds in `like`, with the values read."""
+    def _filled(self, finished: Mapping[str, Leaf]) -> Any:
+        """Returns new objects of the kinds in `like`, with the values read."""
         filled = dict(self._live.values())
-        finished = self._finished(found)
         positions = {key: leaf for key, leaf in finished.items() if is_data_position(self._live[key][1])}
         for key, leaf in positions.items():  # all are checked before the first one moves
             check_position(self._live[key][1], leaf)
-        for key in sorted(finished, key=positions.__contains__):  # positions last: other leaves may not fit
+        others = [key for key in finished if key not in positions]
+        for key in [*others, *positions]:  # positions last: other leaves may not fit
             path, like = self._live[key]
             filled[path] = _leaves.restored(key, finished[key], like)
         return _leaves.unflatten_like(self._like, filled)
 
-    def _finished(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Every needed leaf, from the values read; each stored leaf is freed after its last use."""
-        left = collections.Counter(path for pick in self.match.picks.values() for path in pick.stored)
-        finished = {}
-        self._overflows: list[str] = []
+    def _finished(self, stored_leaves: dict[str, Leaf]) -> _FinishedLeaves:
+        """Converts the leaves that were read; each is removed after its last use, and so freed."""
+        picks = self.match.picks
+        uses_left = collections.Counter(path for pick in picks.values() for path in pick.stored)
+        finished: dict[str, Leaf] = {}
+        overflows: list[str] = []
         # One stored leaf at a time, so that at most one stack is in memory twice.
-        for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
-            with own_mesh(self._wanted[key]):
-                parts = [found[path] for path in pick.stored]
-                leaf = finish(pick, parts, self._wanted[key])
-                if count := num_overflows(pick, parts, leaf):
-                    dtypes = f"{getattr(parts[0], 'dtype', type(parts[0]).__name__)} -> {leaf.dtype}"
-                    self._overflows.append(f"{key}  {dtypes}: {counted(count, 'value')} became inf or nan")
-                del parts
-            shared = any(leaf is found[path] and left[path] > 1 for path in pick.stored)
-            finished[key] = leaf.copy() if shared else leaf  # a separate array, so that it can be donated alone
+        for key in sorted(picks, key=lambda key: picks[key].stored[0]):
+            pick = picks[key]
+            target = self._targets[key]
+            with own_mesh(target):
+                parts = [stored_leaves[path] for path in pick.stored]
+                leaf = finish(pick, parts, target)
+                count = num_overflows(pick, parts, leaf)
+                if count:
+                    stored_dtype = getattr(parts[0], "dtype", type(parts[0]).__name__)
+                    values = counted(count, "value")
+                    overflows.append(f"{key}  {stored_dtype} -> {leaf.dtype}: {values} became inf or nan")
+                del parts  # a reference would keep them
+            is_shared = any(leaf is stored_leaves[path] and uses_left[path] > 1 for path in pick.stored)
+            finished[key] = leaf.copy() if is_shared else leaf  # a separate array, so that it can be donated alone
             for path in pick.stored:
-                left[path] -= 1
-                if not left[path]:
-                    del found[path]
-        return finished
+                uses_left[path] -= 1
+                if not uses_left[path]:
+                    del stored_leaves[path]
+        return _FinishedLeaves(finished, overflows)
 
     def _warn(self, verify: bool) -> None:
-        """One warning with everything that may be unexpected."""
-        rest = {key: leaf for key, (_, leaf) in self._live.items() if key not in self.match.picks}
-        abstract = tuple(sorted(key for key, leaf in rest.items() if isinstance(leaf, jax.ShapeDtypeStruct)))
+        """Warns once, with everything that may be unexpected."""
+        notes = [*self._notes_on_leaves(), *self._notes_on_reading(verify)]
+        if notes and is_primary():  # the others have the same
+            message = f"{self.opened.path} is restored; " + "\n".join(notes)
+            warnings.warn(message, CheckpointWarning, stacklevel=6)  # the line that calls `restore`
+
+    def _notes_on_leaves(self) -> list[str]:
+        """Returns notes on leaves that are not restored as they are stored, or not at all."""
         match = self.match
-        notes = [
-            *_list("leaf changes dtype", "leaves change dtype", match.casts),
-            *_list("leaf keeps its value in `like`", "leaves keep their values in `like`", match.missing),
-            *_list("leaf stays abstract, as in `like`", "leaves stay abstract, as in `like`", abstract),
-            *_list("stored leaf is skipped", "stored leaves are skipped", match.extra),
-            *_list("stored stack is cut", "stored stacks are cut", match.cut),
+        abstract = [
+            key
+            for key, (_, leaf) in self._live.items()
+            if key not in match.picks and isinstance(leaf, jax.ShapeDtypeStruct)
         ]
-        notes += self.opened.notes
         copies = [f"{name}  equal to {other}" for name, other in self._copies.items()]
-        notes += _list("stored leaf is a copy of another", "stored leaves are copies of others", copies)
+        by_number = [f"{key}  stored as {stored}" for key, stored in self._by_number.items()]
         # Saved by a version, or a library, that numbers them: their order then is not known.
         in_order = "stored by number, and read in the order of `like`"
-        lines = [f"{key}  stored as {stored}" for key, stored in self._by_number.items()]
-        notes += _list(f"leaf of a dict-like node is {in_order}", f"leaves of dict-like nodes are {in_order}", lines)
+        notes = [
+            _list("leaf changes dtype", "leaves change dtype", match.casts),
+            _list("leaf keeps its value in `like`", "leaves keep their values in `like`", match.missing),
+            _list("leaf stays abstract, as in `like`", "leaves stay abstract, as in `like`", sorted(abstract)),
+            _list("stored leaf is skipped", "stored leaves are skipped", match.extra),
+            _list("stored stack is cut", "stored stacks are cut", match.cut),
+            *self.opened.notes,
+            _list("stored leaf is a copy of another", "stored leaves are copies of others", copies),
+            _list(f"leaf of a dict-like node is {in_order}", f"leaves of dict-like nodes are {in_order}", by_number),
+        ]
+        return [note for note in notes if note]
+
+    def _notes_on_reading(self, verify: bool) -> list[str]:
+        """Returns notes on what could not be done as requested, and on needless reads."""
+        notes = []
+        is_packed = isinstance(self.opened, PackedCheckpoint)
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no checksums to check: jshard did not write it.")
-        if self._map and (why := self._unmapped()):
-            notes.append(f"it was read, not mapped: {why}.")
-        if self._read_once and jax.process_count() > 1 and not isinstance(self.opened, PackedCheckpoint):
+        if self._map:
+            why = self._why_not_mapped()
+            if why:
+                notes.append(f"it was read, not mapped: {why}.")
+        if self._read_once and jax.process_count() > 1 and not is_packed:
             notes.append("read_once is for packed checkpoints: here every process read all that it needs.")
-        in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
-        if self.forecast.amplification > _AMPLIFICATION and in_vain > _WORTH_BYTES:
+        unneeded_bytes = self.forecast.touched_bytes - self.forecast.wanted_bytes
+        if self.forecast.amplification > _MAX_AMPLIFICATION and unneeded_bytes > _UNNEEDED_BYTES:
             notes.append(
                 f"{self.forecast}.\n"
                 "It is stored in pieces for another layout. If you restore it often, rewrite it:\n"
                 f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
             )
-        if notes and is_primary():  # the others have the same
-            message = f"{self.opened.path} is restored; " + "\n".join(notes)
-            warnings.warn(message, CheckpointWarning, stacklevel=5)
+        return notes
+
+    def _why_not_mapped(self) -> str:
+        """Returns the reason that files cannot be mapped, if any."""
+        if not isinstance(self.opened, PackedCheckpoint):
+            return "it is not packed"
+        if not any(isinstance(target, jax.ShapeDtypeStruct) and is_on_cpu(target) for target in self.reads.values()):
+            return "the arrays are not on CPU devices"
+        if not self.opened.can_be_mapped:
+            return "it is not on a local disk"
+        return ""
 
 
-def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
-    """The paths of `like` to read."""
+def _sums_of(leaves: Mapping[str, Leaf], manifest: _manifest.Manifest) -> Mapping[str, Sums]:
+    """Returns the checksums over this process's part of those leaves that have some in the manifest."""
+    keys = [key for key in leaves if key in manifest.leaves and manifest.leaves[key].sums]
+
+    def sums(key: str) -> Sums:
+        return sums_of(held_parts(leaves[key]), manifest.leaves[key].shape)
+
+    with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
+        return dict(zip(keys, pool.map(sums, keys), strict=True))
+
+
+def _requested_paths(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
+    """Returns the paths of `like` to read."""
     if not live or isinstance(like, str | os.PathLike):
         raise CheckpointError(
             "There is nothing to restore into.",
@@ -465,22 +548,26 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
         )
     if only is None:
         return list(live)
-    below = {key for key in live if key == only or key.startswith(f"{only}/")}
-    found = _leaves.parameter_paths(like, live) if only == "params" else below
-    if not found:
+    requested: Collection[str]
+    if only == "params":
+        requested = _leaves.parameter_paths(like, live)
+        why = "`like` has no nnx parameters in a module, and nothing under a name `params`."
+    else:
+        requested = {key for key in live if key == only or key.startswith(f"{only}/")}
+        names = sorted({key.split("/")[0] for key in live})
+        why = f"nothing starts so; paths of `like` start with {', '.join(names)}."
+    if not requested:
         raise CheckpointError(
             "There is nothing to restore.",
             where=f"only={only!r}",
-            why="`like` has no nnx parameters in a module, and nothing under a name `params`."
-            if only == "params"
-            else f"nothing starts so; paths of `like` start with {', '.join(sorted({k.split('/')[0] for k in live}))}.",
+            why=why,
             do='only="params", or a path prefix, such as only="model/blocks".',
         )
-    return [key for key in live if key in found]
+    return [key for key in live if key in requested]
 
 
 def _roots(like: Any, only: str | None) -> list[str]:
-    """The paths below which stored leaves that `like` has no place for are extra; without any, all of them are."""
+    """Returns the paths below which stored leaves without a place in `like` are extra; without any, all of them are."""
     if only == "params":
         return sorted(_leaves.parameter_roots(like))
     if only is not None:  # leaves outside it are not requested
@@ -491,31 +578,36 @@ def _roots(like: Any, only: str | None) -> list[str]:
 
 
 def _check_policies(missing: str, extra: str) -> None:
-    for name, value, known in (("missing", missing, ("error", "init")), ("extra", extra, ("error", "ignore"))):
-        if value not in known:
-            raise CheckpointError(
-                "The restore has an invalid argument.",
-                where=f"{name}={value!r}",
-                why=f"it must be one of {', '.join(known)}.",
-                do=f'{name}="{known[0]}"',
-            )
+    _check_choice("missing", missing, ("error", "init"))
+    _check_choice("extra", extra, ("error", "ignore"))
 
 
-def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise CheckpointError(
+            "The restore has an invalid argument.",
+            where=f"{name}={value!r}",
+            why=f"it must be one of {', '.join(known)}.",
+            do=f'{name}="{known[0]}"',
+        )
+
+
+def _check_sums(path: Place, manifest: _manifest.Manifest, parts: Sequence[Mapping[str, Sums]]) -> None:
     """Compares the checksums of the values read by all processes with those in the manifest."""
-    bad = []
-    for key in heard[0]:
+    differing = []
+    for key in parts[0]:
         leaf = manifest.leaves[key]
-        total = add(other[key] for other in heard)
-        if total != leaf.sums:
-            bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
-    if bad:
-        raise damaged(path, bad, "the values read differ from the saved ones: their checksums do not match.")
+        if add(part[key] for part in parts) != leaf.sums:
+            differing.append(f"{key}  {leaf.shape} {leaf.dtype}")
+    if differing:
+        raise damaged(path, differing, "the values read differ from the saved ones: their checksums do not match.")
 
 
-def _list(one: str, many: str, lines: Sequence[str], shown: int = 10) -> list[str]:
-    """A note that counts these lines, and shows the first of them; none without lines."""
+def _list(one: str, many: str, lines: Sequence[str]) -> str:
+    """Returns a note that counts these lines, and shows the first of them; none without lines."""
     if not lines:
-        return []
-    more = [f"... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return ["\n  ".join([f"{counted(len(lines), one, many)}:", *map(printable, lines[:shown]), *more])]
+        return ""
+    shown = [printable(line) for line in lines[:_SHOWN]]
+    if len(lines) > _SHOWN:
+        shown.append(f"... and {len(lines) - _SHOWN} more")
+    return "\n  ".join([f"{counted(len(lines), one, many)}:", *shown])
