@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.checkpoint.comparing import verify
 from jshard.checkpoint.readers import own_checkpoint
+from jshard.checkpoint.verifying import verify
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_of_0_1"
 ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a manifest has checksums of

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jshard as js
 from jshard._text import counted, human_bytes
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.comparing import listing, verify
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
     ArraySource,
@@ -27,11 +26,13 @@ from jshard.checkpoint.formats import (
     write_dcp,
     write_safetensors,
 )
+from jshard.checkpoint.listing import listing
 from jshard.checkpoint.lookup import checkpoint_at, is_checkpoint, local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
+from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, remark, simulate_devices
 from jshard.cli._request import stored_settings
 from jshard.cli._stored import StoredRun
