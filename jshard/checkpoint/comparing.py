@@ -18,8 +18,9 @@ import numpy as np
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.formats.source import whole
+from jshard.checkpoint.leaf_sums import box_sums
 from jshard.checkpoint.lookup import INCOMPLETE, incomplete_in, is_checkpoint, place_of, series_at, steps_in
-from jshard.checkpoint.manifest import StoredLeaf, box_sums
+from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
 from jshard.checkpoint.storage import DRAFT_SUFFIX

@@ -18,7 +18,7 @@ from jax.tree_util import FlattenedIndexKey
 
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.manifest import box_sums
+from jshard.checkpoint.leaf_sums import box_sums
 from jshard.checkpoint.position import is_data_position, position_text, set_position
 from jshard.linen.layout import is_padded
 from jshard.plans.padding import logical_shape, padding_of

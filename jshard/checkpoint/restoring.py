@@ -20,17 +20,17 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
-from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
 from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.layout import size_of
+from jshard.checkpoint.leaf_sums import Sums, add, held_parts, sums_of
 from jshard.checkpoint.lookup import checkpoint_at, place_of
-from jshard.checkpoint.manifest import Sums, add, held_parts, sums_of
 from jshard.checkpoint.matching import check_fits, finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint, open_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
+from jshard.checkpoint.shared_reads import OtherFailedError, SharedReads, read_group
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import RunError, printable
 
@@ -315,12 +315,12 @@ class Restoring:
     def _members(self) -> tuple[int, ...]:
         """The processes that each read a part of the values that all of them need; empty if nothing is shared."""
         can_share = jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
-        return sharers(self.reads.values()) if self._read_once and not self._map and can_share else ()
+        return read_group(self.reads.values()) if self._read_once and not self._map and can_share else ()
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the types in `like`; a `RunError` names the damage."""
         path, found, sums, num_bytes, error = self.opened.path, {}, {}, 0, None
-        together = Together(self._members, timeout_s=timeout_s) if self._members else None
+        together = SharedReads(self._members, timeout_s=timeout_s) if self._members else None
         try:
             found, sums = self._read(verify, together)
             num_bytes = self.forecast.wanted_bytes
@@ -352,7 +352,7 @@ class Restoring:
         self.record["processes"] = [other["report"] for other in heard]
         return restored
 
-    def _read(self, verify: bool, together: Together | None) -> tuple[dict[str, Any], dict[str, Sums]]:
+    def _read(self, verify: bool, together: SharedReads | None) -> tuple[dict[str, Any], dict[str, Sums]]:
         """The stored leaves, and the checksums over this process's part of them."""
         manifest = self.opened.manifest
         if verify and manifest is not None:

@@ -22,7 +22,7 @@ from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
 from jshard.checkpoint import file_io, saving, series_store, storage
-from jshard.checkpoint.dealing import HeldState
+from jshard.checkpoint.host_snapshot import HostSnapshot
 from jshard.checkpoint.saving import SaveOperation
 from jshard.errors import FourPartError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
@@ -184,7 +184,7 @@ def apart():
     found["no data"] = save(f=print if PROCESS == 1 else 1)
     for process, owner, part in (
         (0, SaveOperation, "_prepare"),
-        (1, HeldState, "__init__"),
+        (1, HostSnapshot, "__init__"),
         (1, storage, "save_async"),
     ):
         works = getattr(owner, part)

@@ -31,8 +31,9 @@ from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.lookup import checkpoint_at, is_checkpoint, local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.part import ArrayPlace, Part, part_of
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
-from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
+from jshard.checkpoint.reshard import import_leaves, reshard
 from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, remark, simulate_devices
 from jshard.cli._request import stored_settings
 from jshard.cli._stored import StoredRun
@@ -172,7 +173,7 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
         return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)
     if found is None:
         ours = own_checkpoint(args.path.absolute())
-        found = Part(ours, {name: (name, None) for name in ours.arrays})
+        found = Part(ours, {name: ArrayPlace(name) for name in ours.arrays})
     names = model.names()
     check_settings(args.path, names)
     named = NamedSource(found, names)
@@ -189,7 +190,7 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
             f"{counted(len(named.unused), 'array is', 'arrays are')} left out: {', '.join(named.unused[:3])}"
             + ", ..." * (len(named.unused) > 3)
         )
-    return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
+    return Part(named, {f"model/{name}": ArrayPlace(name) for name in named.leaves})
 
 
 def _other_model(
