@@ -22,8 +22,8 @@ from jshard.checkpoint.leaf_sums import box_sums
 from jshard.checkpoint.lookup import INCOMPLETE, incomplete_in, is_checkpoint, place_of, series_at, steps_in
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.ownership import DRAFT_SUFFIX
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
-from jshard.checkpoint.storage import DRAFT_SUFFIX
 from jshard.errors import FourPartError, RunError
 
 _THREADS = 2

@@ -15,6 +15,7 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.file_io import Parts
 from jshard.checkpoint.layout import FILE_BYTES, Limits, device_boxes
+from jshard.checkpoint.leaf_values import storable
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.packed_writer import write_file
 from jshard.checkpoint.write_assignment import LeafToWrite, plan_writes
@@ -104,7 +105,7 @@ class Packing:
     """This process's part of a state. The values are copied or held at construction, so the next step may run."""
 
     def __init__(self, state: Any, *, step: int) -> None:
-        leaves = _leaves.storable(_leaves.flatten(state))
+        leaves = storable(_leaves.flatten(state))
         shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
         stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}
         values = {key: leaves[key] for key, leaf in stored.items() if not leaf.is_array}

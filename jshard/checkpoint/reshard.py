@@ -20,9 +20,9 @@ from jshard.checkpoint.layout import FileLayout, Piece, device_boxes, lay_out_fi
 from jshard.checkpoint.leaf_sums import Sums, add, box_sums
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.ownership import remove_draft
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, SaveOperation
-from jshard.checkpoint.storage import remove_draft
 from jshard.errors import RunError
 
 Specs = Mapping[str, PartitionSpec]

@@ -16,9 +16,9 @@ import numpy as np
 
 from jshard._processes import all_or_none, exchange, is_primary
 from jshard._text import counted, human_bytes
+from jshard.checkpoint import leaf_values, surplus
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
 from jshard.checkpoint.formats.source import Names
@@ -27,6 +27,7 @@ from jshard.checkpoint.leaf_sums import Sums, add, held_parts, sums_of
 from jshard.checkpoint.lookup import checkpoint_at, place_of
 from jshard.checkpoint.matching import check_fits, finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
+from jshard.checkpoint.parameter_paths import parameter_paths, parameter_roots
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint, open_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
@@ -232,7 +233,7 @@ class Restoring:
     def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Any]:
         """Some leaves of `like`, arrays by shape, dtype and sharding."""
         # All leaves are passed, not only these: arrays on no mesh get that of the others.
-        by_path = _leaves.abstract(dict(self._live.values()))
+        by_path = leaf_values.abstract(dict(self._live.values()))
         wanted = {}
         for key in keys:
             path, _ = self._live[key]
@@ -245,7 +246,7 @@ class Restoring:
         for key, leaf in self._wanted.items():
             path, _ = self._live[key]
             by_path[path] = leaf
-        storable = _leaves.storable(by_path, abstract=True)
+        storable = leaf_values.storable(by_path, abstract=True)
         logical_shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(self._like).items()}
         return {key: _manifest.describe(leaf, logical_shapes.get(key)) for key, leaf in storable.items()}
 
@@ -392,7 +393,7 @@ class Restoring:
             check_position(self._live[key][1], leaf)
         for key in sorted(finished, key=positions.__contains__):  # positions last: other leaves may not fit
             path, like = self._live[key]
-            filled[path] = _leaves.restored(key, finished[key], like)
+            filled[path] = leaf_values.restored(key, finished[key], like)
         return _leaves.unflatten_like(self._like, filled)
 
     def _finished(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -466,7 +467,7 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
     if only is None:
         return list(live)
     below = {key for key in live if key == only or key.startswith(f"{only}/")}
-    found = _leaves.parameter_paths(like, live) if only == "params" else below
+    found = parameter_paths(like, live) if only == "params" else below
     if not found:
         raise CheckpointError(
             "There is nothing to restore.",
@@ -482,7 +483,7 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
 def _roots(like: Any, only: str | None) -> list[str]:
     """The paths below which stored leaves that `like` has no place for are extra; without any, all of them are."""
     if only == "params":
-        return sorted(_leaves.parameter_roots(like))
+        return sorted(parameter_roots(like))
     if only is not None:  # leaves outside it are not requested
         return [only]
     if isinstance(like, Mapping):

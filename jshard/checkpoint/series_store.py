@@ -32,8 +32,9 @@ from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, Tag, contents
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
 from jshard.checkpoint.lookup import LEDGER
+from jshard.checkpoint.ownership import discard_draft, draft_of, is_owned
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.storage import COMMIT_MARK, discard_draft, draft_of, is_committed, is_owned
+from jshard.checkpoint.storage import COMMIT_MARK, is_committed
 from jshard.errors import RunError
 
 OWNER = "owner.json"

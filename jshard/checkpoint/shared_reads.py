@@ -16,7 +16,7 @@ from jshard._processes import exchange
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.file_io import HOST_MEMORY, Read, take_bytes
 from jshard.checkpoint.layout import Limits, limits, up
-from jshard.checkpoint.leaves import first_devices
+from jshard.checkpoint.local_arrays import first_devices
 
 _PADDED_BYTES = 4 << 20  # shares are padded to multiples of this, so that one program moves most of them
 

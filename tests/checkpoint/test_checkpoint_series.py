@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.lookup import checkpoint_at
-from jshard.checkpoint.storage import DRAFT_SUFFIX
+from jshard.checkpoint.ownership import DRAFT_SUFFIX
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 from tests.compiling import python

@@ -12,7 +12,7 @@ from jshard import checkpoint
 from jshard._files import check_regular_files, open_in_place, read_bytes, replacing, write_text
 from jshard.checkpoint import timeline
 from jshard.checkpoint.errors import CheckpointWarning
-from jshard.checkpoint.storage import Owner, draft_of, remove_draft
+from jshard.checkpoint.ownership import Owner, draft_of, remove_draft
 from jshard.errors import FourPartError, ShardingError, UnsafeFileError
 from jshard.train.records import Jsonl, read_metrics
 from jshard.train.run_folder import RunFolder

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard._text import counted, human_bytes
+from jshard.checkpoint import leaf_values
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.comparing import listing, verify
 from jshard.checkpoint.errors import CheckpointError
@@ -355,7 +356,7 @@ class Model:
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""
         state = abstract_state(self.file, self.recipe, mesh)
-        found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
+        found: Mapping[Any, Any] = leaf_values.abstract(_leaves.flatten(state))
         shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}
         padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}  # cut as it would be without a model
         return {path: x.spec for path, x in shardings.items() if isinstance(x, NamedSharding) and path not in padded}
