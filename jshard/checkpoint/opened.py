@@ -22,8 +22,10 @@ from jax.sharding import Sharding
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import DamagedError, damaged, reason, unreadable
-from jshard.checkpoint.file_io import HOST_MEMORY, ChangedError, FileSource, LocalFolder, MappedBoxes, Read, Slab
+from jshard.checkpoint.file_io import FileSource, LocalFolder
+from jshard.checkpoint.file_reads import ChangedError, Read
 from jshard.checkpoint.formats.source import Box, bounds
+from jshard.checkpoint.host_memory import HOST_MEMORY, MappedBoxes, Slab
 from jshard.checkpoint.host_snapshot import HEAD_BYTES
 from jshard.checkpoint.layout import Limits, limits, size_of
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf

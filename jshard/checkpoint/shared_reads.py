@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jshard._processes import exchange
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.file_io import HOST_MEMORY, Read, take_bytes
+from jshard.checkpoint.file_reads import Read, take_bytes
+from jshard.checkpoint.host_memory import HOST_MEMORY
 from jshard.checkpoint.layout import Limits, limits, up
 from jshard.checkpoint.local_arrays import first_devices
 

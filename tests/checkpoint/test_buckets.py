@@ -9,7 +9,8 @@ import pytest
 
 from jshard.checkpoint import buckets
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath
-from jshard.checkpoint.file_io import Range, do_all, reads
+from jshard.checkpoint.file_io import do_all
+from jshard.checkpoint.file_reads import Range, reads
 from jshard.checkpoint.layout import Piece, lay_out_files, parse_index, parse_tail
 from jshard.checkpoint.packed_writer import write_file
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve

@@ -10,7 +10,9 @@ import pytest
 from safetensors import safe_open
 
 from jshard.checkpoint import layout as layout_module
-from jshard.checkpoint.file_io import ChangedError, LocalFolder, Slab, do_all
+from jshard.checkpoint.file_io import LocalFolder, do_all
+from jshard.checkpoint.file_reads import ChangedError
+from jshard.checkpoint.host_memory import Slab
 from jshard.checkpoint.layout import Piece, lay_out_files
 from jshard.checkpoint.packed_writer import write_file
 from jshard.checkpoint.pieces import PackedFile, Pieces, Want
