@@ -26,10 +26,10 @@ class HostMemory:
     """Buffers that are returned when the last view of them is freed, as Python's reference counts show.
 
     Args:
-        kept_bytes: of buffers that nobody uses, at most; others are freed.
+        kept_bytes: of buffers that are not in use, at most; others are freed.
 
     Attributes:
-        kept_bytes: of buffers that nobody uses, by now.
+        kept_bytes: of buffers that are not in use, by now.
     """
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:

@@ -116,7 +116,7 @@ def _open_and_lock(path: Path, *, create: bool) -> int | None:
             return None
         except OSError:
             return file  # no locks there
-        # Between the two calls, the owner may have removed the file: then the lock is on one that nobody will find.
+        # The owner may have removed the file between the two calls: no other process could find the one locked here.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(path)):
                 return file

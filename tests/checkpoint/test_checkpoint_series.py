@@ -135,7 +135,7 @@ def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypat
     with monkeypatch.context() as many:
         many.setattr(jax, "process_count", lambda: 2)
         many.setattr("jshard._processes.exchange", meeting)
-        many.setattr("jshard.checkpoint.series_store.exchange", meeting)
+        many.setattr("jshard.checkpoint.shared_folder.exchange", meeting)
         assert checkpoint_at(tmp_path / "theirs.safetensors") == tmp_path / "theirs.safetensors"
         assert checkpoint_at(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "1"
         assert Checkpointer(tmp_path / "none").latest() is None
