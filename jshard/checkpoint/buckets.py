@@ -227,7 +227,7 @@ class BucketPath:
             except BucketError:
                 raise
             except (OSError, ValueError, _errors().BaseError) as error:  # the driver's files raise `OSError`
-                failure = _Failure.of(error)
+                failure = _RequestFailure.of(error)
                 if failure.is_missing_object:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from None
                 num_driver_retries += failure.num_driver_retries
@@ -240,16 +240,16 @@ class BucketPath:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Failure:
+class _RequestFailure:
     """What the driver says of a failed request."""
 
     cause: str  # without the steps that led to it
     num_driver_retries: int
     is_missing_object: bool
-    is_final: bool  # whether another attempt would be in vain
+    is_final: bool  # whether another attempt cannot succeed
 
     @classmethod
-    def of(cls, error: Exception) -> _Failure:
+    def of(cls, error: Exception) -> _RequestFailure:
         """Reads it from the text of the driver's error, which has no fields."""
         text = str(error)
         is_missing_bucket = "NoSuchBucket" in text

@@ -28,11 +28,11 @@ from jshard.checkpoint.lookup import checkpoint_at, place_of
 from jshard.checkpoint.matching import check_fits, finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
 from jshard.checkpoint.parameter_paths import parameter_paths, parameter_roots
+from jshard.checkpoint.phases import Phases, mesh_layout
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint, open_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.checkpoint.shared_reads import OtherFailedError, SharedReads, read_group
-from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import RunError, printable
 
 T = TypeVar("T")

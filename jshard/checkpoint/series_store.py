@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 
 from jshard._files import METADATA_BYTES, write_text
 from jshard._parsing import parse_json
+from jshard.checkpoint import history
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.lookup import LEDGER
@@ -222,7 +222,7 @@ class FolderStore(SeriesStore[Path]):
 
     def add_to_history(self, record: Mapping[str, object]) -> None:
         """See `SeriesStore`."""
-        _history.append(self.place, record)
+        history.append(self.place, record)
 
 
 class BucketStore(SeriesStore[BucketPath]):
@@ -289,7 +289,7 @@ class BucketStore(SeriesStore[BucketPath]):
 
     def add_to_history(self, record: Mapping[str, object]) -> None:
         """See `SeriesStore`; all lines are written again, as objects cannot be appended to."""
-        path = self.place / _history.NAME
+        path = self.place / history.NAME
         with contextlib.suppress(OSError):
             if self._history is None:
                 self._history = path.read_bytes() if path.is_file() else b""
