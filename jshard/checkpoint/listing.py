@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import INCOMPLETE, incomplete_in, is_checkpoint, place_of, series_at, steps_in
+from jshard.checkpoint.ownership import DRAFT_SUFFIX
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.storage import DRAFT_SUFFIX
 from jshard.errors import FourPartError
 
 

@@ -13,9 +13,9 @@ from jshard._text import counted
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
+from jshard.checkpoint.history import NAME as HISTORY
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, COMMIT_MARK, is_committed, is_item
-from jshard.checkpoint.timeline import NAME as HISTORY
 from jshard.errors import FourPartError, RunError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)

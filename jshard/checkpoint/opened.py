@@ -22,13 +22,16 @@ from jax.sharding import Sharding
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.converting import own_mesh
-from jshard.checkpoint.dealing import HEAD_BYTES, Together
 from jshard.checkpoint.errors import DamagedError, damaged, reason, unreadable
-from jshard.checkpoint.file_io import HOST_MEMORY, ChangedError, FileSource, LocalFolder, MappedBoxes, Read, Slab
+from jshard.checkpoint.file_io import FileSource, LocalFolder
+from jshard.checkpoint.file_reads import ChangedError, Read
 from jshard.checkpoint.formats.source import Box, bounds
+from jshard.checkpoint.host_memory import HOST_MEMORY, MappedBoxes, Slab
+from jshard.checkpoint.host_snapshot import HEAD_BYTES
 from jshard.checkpoint.layout import Limits, limits, size_of
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.pieces import PackedFile, Pieces, Want, check_pieces
+from jshard.checkpoint.shared_reads import SharedReads
 from jshard.errors import printable
 
 
@@ -176,7 +179,9 @@ class PackedCheckpoint(Opened):
                 each()
         return slab.boxes[0]
 
-    def load(self, wanted: Mapping[str, Any], together: Together | None = None, *, map: bool = False) -> dict[str, Any]:
+    def load(
+        self, wanted: Mapping[str, Any], together: SharedReads | None = None, *, map: bool = False
+    ) -> dict[str, Any]:
         """See `Opened.load`; one batch is read while the previous one is copied to the devices."""
         arrays = self._in_order(wanted)
         found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
@@ -255,7 +260,7 @@ class PackedCheckpoint(Opened):
 class _Pipeline:
     """Two batches of leaves in flight: one is being read, the other copied to the devices."""
 
-    def __init__(self, threads: int, together: Together | None) -> None:
+    def __init__(self, threads: int, together: SharedReads | None) -> None:
         self._pool = ThreadPoolExecutor(threads, "jshard-read")
         self._together = together if together is not None and together.count > 1 else None
         self._batch: tuple[dict[str, _Loading], list[Read], np.ndarray, list[Future[None]]] | None = None

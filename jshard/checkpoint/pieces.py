@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
-from jshard.checkpoint.file_io import READ_BYTES, FileSource, MappedBoxes, Range, Read, Slab, changed, reads
+from jshard.checkpoint.file_io import FileSource
+from jshard.checkpoint.file_reads import READ_BYTES, Range, Read, changed, reads
+from jshard.checkpoint.host_memory import MappedBoxes, Slab
 from jshard.checkpoint.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
 
 _MOST_INDEX_BYTES = 1 << 30  # checksums of 32 TiB, or 20 million pieces

@@ -16,24 +16,25 @@ import numpy as np
 
 from jshard._processes import all_or_none, exchange, is_primary
 from jshard._text import counted, human_bytes
+from jshard.checkpoint import leaf_values, surplus
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.converting import Leaf, Target, finish, num_overflows, own_mesh, to_read
-from jshard.checkpoint.dealing import OtherFailedError, Together, sharers
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
 from jshard.checkpoint.fitting import check_fits
 from jshard.checkpoint.formats import Names
 from jshard.checkpoint.layout import size_of
+from jshard.checkpoint.leaf_sums import Sums, add, held_parts, sums_of
 from jshard.checkpoint.lookup import checkpoint_at, place_of
-from jshard.checkpoint.manifest import Sums, add, held_parts, sums_of
 from jshard.checkpoint.matching import match, renamed
 from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
+from jshard.checkpoint.parameter_paths import parameter_paths, parameter_roots
+from jshard.checkpoint.phases import Phases, mesh_layout
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint, open_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
-from jshard.checkpoint.timeline import Phases, mesh_layout
+from jshard.checkpoint.shared_reads import OtherFailedError, SharedReads, read_group
 from jshard.errors import RunError, printable
 
 T = TypeVar("T")
@@ -258,7 +259,7 @@ class Restoring:
     def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Any]:
         """Returns some leaves of `like`, arrays by shape, dtype and sharding."""
         # All leaves are passed, not only these: arrays on no mesh get that of the others.
-        by_path = _leaves.abstract(dict(self._live.values()))
+        by_path = leaf_values.abstract(dict(self._live.values()))
         targets = {}
         for key in keys:
             path, _ = self._live[key]
@@ -271,7 +272,7 @@ class Restoring:
         for key, leaf in self._targets.items():
             path, _ = self._live[key]
             by_path[path] = leaf
-        storable = _leaves.storable(by_path, abstract=True)
+        storable = leaf_values.storable(by_path, abstract=True)
         logical_shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(self._like).items()}
         return {key: _manifest.describe(leaf, logical_shapes.get(key)) for key, leaf in storable.items()}
 
@@ -340,23 +341,23 @@ class Restoring:
             touched_bytes += self.opened.touched(path, leaf, boxes) * itemsize
         # One batch is read while another is copied to the devices; a leaf may be larger than a batch.
         in_flight_bytes = min(2 * (BATCH_BYTES + max(sizes, default=0)), touched_bytes)
-        num_sharers = max(1, len(self._sharers))
-        if num_sharers > 1:
+        num_readers = max(1, len(self._read_group))
+        if num_readers > 1:
             in_flight_bytes *= 2  # as much again for the exchange
         return Forecast(
             wanted_bytes=sum(sizes),
-            touched_bytes=touched_bytes // num_sharers,
+            touched_bytes=touched_bytes // num_readers,
             host_bytes=host_bytes + in_flight_bytes,
         )
 
     @functools.cached_property
-    def _sharers(self) -> tuple[int, ...]:
+    def _read_group(self) -> tuple[int, ...]:
         """The processes that each read a part of the values that all of them need; empty if nothing is shared."""
         if not self._read_once or self._map:
             return ()
         if jax.process_count() == 1 or not isinstance(self.opened, PackedCheckpoint):
             return ()
-        return sharers(self.reads.values())
+        return read_group(self.reads.values())
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the types in `like`; a `RunError` names the damage."""
@@ -383,14 +384,14 @@ class Restoring:
 
     def _read_or_error(self, verify: bool, timeout_s: float) -> _ReadResult:
         """Reads; an error becomes a part of the result, because the other processes wait for this one's report."""
-        together = Together(self._sharers, timeout_s=timeout_s) if self._sharers else None
+        shared_reads = SharedReads(self._read_group, timeout_s=timeout_s) if self._read_group else None
         try:
-            return self._read(verify, together)
+            return self._read(verify, shared_reads)
         except OtherFailedError:  # that process reports the reason
             return _ReadResult()
         except Exception as error:
-            if together is not None:
-                together.fail()
+            if shared_reads is not None:
+                shared_reads.fail()
             return _ReadResult(error=error)
 
     def _failed(self, failures: Mapping[int, Mapping[str, Any]]) -> RunError:
@@ -402,7 +403,7 @@ class Restoring:
             return bucket_error(path, why)
         return unreadable(path, why)
 
-    def _read(self, verify: bool, together: Together | None) -> _ReadResult:
+    def _read(self, verify: bool, shared_reads: SharedReads | None) -> _ReadResult:
         """Reads the stored leaves, and sums this process's part of them."""
         manifest = self.opened.manifest
         if verify and manifest is not None:
@@ -414,7 +415,7 @@ class Restoring:
         self._warn(verify)
         with self.phases("read"):
             if isinstance(self.opened, PackedCheckpoint):
-                leaves = self.opened.load(self.reads, together, map=self._map)
+                leaves = self.opened.load(self.reads, shared_reads, map=self._map)
             else:
                 leaves = self.opened.load(self.reads)
             jax.block_until_ready(leaves)
@@ -433,7 +434,7 @@ class Restoring:
         others = [key for key in finished if key not in positions]
         for key in [*others, *positions]:  # positions last: other leaves may not fit
             path, like = self._live[key]
-            filled[path] = _leaves.restored(key, finished[key], like)
+            filled[path] = leaf_values.restored(key, finished[key], like)
         return _leaves.unflatten_like(self._like, filled)
 
     def _finished(self, stored_leaves: dict[str, Leaf]) -> _FinishedLeaves:
@@ -550,7 +551,7 @@ def _requested_paths(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], on
         return list(live)
     requested: Collection[str]
     if only == "params":
-        requested = _leaves.parameter_paths(like, live)
+        requested = parameter_paths(like, live)
         why = "`like` has no nnx parameters in a module, and nothing under a name `params`."
     else:
         requested = {key for key in live if key == only or key.startswith(f"{only}/")}
@@ -569,7 +570,7 @@ def _requested_paths(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], on
 def _roots(like: Any, only: str | None) -> list[str]:
     """Returns the paths below which stored leaves without a place in `like` are extra; without any, all of them are."""
     if only == "params":
-        return sorted(_leaves.parameter_roots(like))
+        return sorted(parameter_roots(like))
     if only is not None:  # leaves outside it are not requested
         return [only]
     if isinstance(like, Mapping):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.formats.source import whole
+from jshard.checkpoint.leaf_sums import box_sums
 from jshard.checkpoint.lookup import place_of
-from jshard.checkpoint.manifest import box_sums
 from jshard.checkpoint.opened import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
 from jshard.errors import RunError

@@ -26,8 +26,8 @@ from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.dealing import Packing
 from jshard.checkpoint.errors import reason, unreadable
+from jshard.checkpoint.host_snapshot import Packing
 from jshard.checkpoint.opened import opened_parts
 from jshard.checkpoint.restoring import Restoring
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back

@@ -1,0 +1,67 @@
+"""Measures the time of a save or restore, by phase and process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+class Phases:
+    """A clock for named phases (`timeline.PHASES`), which may overlap; several threads may report.
+
+    Attributes:
+        began_at: when it was created, in seconds since 1970.
+    """
+
+    def __init__(self) -> None:
+        self.began_at = time.time()
+        self._start_s = time.perf_counter()
+        self._phases: list[tuple[str, float, float]] = []  # name, begin and end
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measures the block, including one that fails."""
+        begin = self.now_s()
+        try:
+            yield
+        finally:
+            self.add(name, begin, self.now_s())
+
+    def add(self, name: str, begin_s: float, end_s: float) -> None:
+        """Records a phase that was measured elsewhere."""
+        self._phases.append((name, begin_s, end_s))
+
+    def now_s(self) -> float:
+        """Returns the seconds since its creation."""
+        return time.perf_counter() - self._start_s
+
+    def report(self, *, num_bytes: int) -> dict[str, Any]:
+        """Returns the report of this process, with the bytes that it wrote or read."""
+        phases = [[name, round(begin, 6), round(end, 6)] for name, begin, end in self._phases]
+        return {
+            "process": jax.process_index(),
+            "host": socket.gethostname(),
+            "began_at": self.began_at,
+            "bytes": num_bytes,
+            "phases": phases,
+        }
+
+
+def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mesh of a state in the form of the history: its axes, and the process of each device."""
+    for leaf in leaves.values():
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            devices = np.asarray(sharding.mesh.devices).flat
+            return {
+                "axes": dict(sharding.mesh.shape),
+                "processes": [device.process_index for device in devices],
+            }
+    return {"axes": {}, "processes": []}
