@@ -18,12 +18,14 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
+from jshard.checkpoint.converting import Leaf, Target
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
 from jshard.checkpoint.formats import FormatSource, NamedSource, Names, check_settings, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, ReadableValue, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
-from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.packed_reader import PackedCheckpoint, is_packed, packed_source
 from jshard.errors import FourPartError, RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested
@@ -78,7 +80,7 @@ class OrbaxCheckpoint(Opened):
         leaves = {path: leaf for path, leaf in self.leaves.items() if path not in moved}
         return leaves | {path: self.leaves[stored_path] for path, stored_path in unescaped.items()}
 
-    def load(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+    def load(self, targets: Mapping[str, Target]) -> dict[str, Leaf]:
         """See `Opened.load`."""
         result = {}
         stored = {}
@@ -99,7 +101,7 @@ class OrbaxCheckpoint(Opened):
                 result[path] = loaded[name]
         return result
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, int | float | str]:
         """See `Opened.values`."""
         return self.load({path: leaf.on_host() for path, leaf in self.leaves.items() if not leaf.is_array})
 
@@ -107,7 +109,7 @@ class OrbaxCheckpoint(Opened):
         """See `Opened.read`; the most recently read leaves are cached whole."""
         return np.array(self._whole(name)[box])
 
-    def _load_whole(self, path: str) -> Any:
+    def _load_whole(self, path: str) -> Leaf:
         return self.load({path: self.leaves[path].on_host()})[path]
 
     def _check_files(self) -> None:
@@ -217,9 +219,9 @@ class ForeignCheckpoint(Opened):
                 leaves[place] = StoredLeaf(shape=(), dtype=kind)
         return leaves
 
-    def load(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+    def load(self, targets: Mapping[str, Target]) -> dict[str, Leaf]:
         """See `Opened.load`; host memory holds the boxes of one leaf at a time."""
-        result: dict[str, Any] = {}
+        result: dict[str, Leaf] = {}
         for path, target in targets.items():
             if path in self._values:
                 result[path] = self._read_value(path)
@@ -237,7 +239,7 @@ class ForeignCheckpoint(Opened):
         array = self._arrays[name]
         return array.source.read(array.name, box)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, int | float | str]:
         """See `Opened.values`; lists that PyTorch keeps beside the arrays are not included."""
         values = {place: self._read_value(place) for place in self._values}
         return {place: value for place, value in values.items() if isinstance(value, int | float | str)}
@@ -338,7 +340,7 @@ def _described(leaf: Any) -> StoredLeaf:
     return StoredLeaf(shape=tuple(leaf.shape), dtype=jnp.dtype(leaf.dtype).name, chunk=chunk)
 
 
-def _zeros(target: Any) -> Any:
+def _zeros(target: Target) -> Leaf:
     if isinstance(target, jax.ShapeDtypeStruct):
         return jax.device_put(jnp.zeros(target.shape, target.dtype), target.sharding)
     return target

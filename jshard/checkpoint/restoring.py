@@ -28,7 +28,8 @@ from jshard.checkpoint.layout import size_of
 from jshard.checkpoint.leaf_sums import Sums, add, held_parts, sums_of
 from jshard.checkpoint.lookup import checkpoint_at, place_of
 from jshard.checkpoint.matching import match, renamed
-from jshard.checkpoint.opened import BATCH_BYTES, Opened, PackedCheckpoint, boxes_of, is_on_cpu
+from jshard.checkpoint.opened import Opened, boxes_of
+from jshard.checkpoint.packed_reader import BATCH_BYTES, PackedCheckpoint, is_on_cpu
 from jshard.checkpoint.parameter_paths import parameter_paths, parameter_roots
 from jshard.checkpoint.phases import Phases, mesh_layout
 from jshard.checkpoint.position import check_position, is_data_position

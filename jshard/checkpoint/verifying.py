@@ -11,7 +11,7 @@ from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.formats.source import whole
 from jshard.checkpoint.leaf_sums import box_sums
 from jshard.checkpoint.lookup import place_of
-from jshard.checkpoint.opened import PackedCheckpoint
+from jshard.checkpoint.packed_reader import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
 from jshard.errors import RunError
 
@@ -72,7 +72,8 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         if isinstance(source, OrbaxCheckpoint):
             findings += _damaged_leaves(source, list(source.leaves), on_read)
         elif not findings:  # missing or cut files cannot be read
-            findings = [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
+            for change in source.changes(on_read):
+                findings.append(Finding(leaf=change.leaf, file=change.file, why=change.why))
     except BucketError:
         raise  # nothing is known about the checkpoint
     except RunError as error:

@@ -28,7 +28,7 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import reason, unreadable
 from jshard.checkpoint.host_snapshot import Packing
-from jshard.checkpoint.opened import opened_parts
+from jshard.checkpoint.packed_reader import opened_parts
 from jshard.checkpoint.restoring import Restoring
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.errors import FourPartError, RunError, ShardingError

@@ -9,7 +9,7 @@ from flax import nnx
 from jshard.checkpoint import host_snapshot
 from jshard.checkpoint.host_snapshot import Packing
 from jshard.checkpoint.layout import lay_out_files
-from jshard.checkpoint.opened import opened_parts
+from jshard.checkpoint.packed_reader import opened_parts
 from jshard.checkpoint.restoring import Restoring
 from jshard.checkpoint.write_assignment import WritePlan
 from jshard.errors import RunError
