@@ -58,11 +58,11 @@ def check_fits(
     surplus = match.extra if extra == "error" else ()
     uneven = _uneven_lines(match, targets)
 
-    def lost_line(key: str, what: str) -> str:
-        return f"{key}  {reason}{_stored_names_text(key, rename, absent)}  wanted {what}"
+    def lost_line(key: str, shape: str) -> str:
+        return f"{key}  {reason}{_stored_names_text(key, rename, absent)}  wanted {shape}"
 
-    def surplus_line(key: str, what: str) -> str:
-        return f"{key}  stored {what}  wanted nothing"
+    def surplus_line(key: str, shape: str) -> str:
+        return f"{key}  stored {shape}  wanted nothing"
 
     lines = [problem.line for problem in match.problems]
     lines += _summed_up(lost, targets, stored, lost_line)
@@ -150,13 +150,13 @@ def _uneven(target: Target) -> str | None:
 
 
 def _summed_up(
-    keys: Iterable[str], leaves: Mapping[str, Target], others: Iterable[str], line: Callable[[str, str], str]
+    keys: Iterable[str], leaves: Mapping[str, Target], other_side: Iterable[str], line: Callable[[str, str], str]
 ) -> list[str]:
     """Returns a line per leaf, or per topmost path whose leaves are all among the keys and absent on the other side."""
     keys = set(keys)
     num_leaves = _count_below(leaves)
     num_keys = _count_below(keys)
-    num_others = _count_below(others)
+    num_others = _count_below(other_side)
     lines = {}
     for key in sorted(keys):
         for parent in _parents(key):

@@ -69,13 +69,13 @@ def no_checkpoint(path: Place) -> CheckpointError:
 def no_such_step(folder: Place, step: int | None) -> CheckpointError:
     """Makes the error for a series without the requested checkpoint; `step` None stands for any step."""
     checkpoint = "checkpoint" if step is None else f"checkpoint of step {step}"
-    what = f"There is no {checkpoint} to restore."
+    message = f"There is no {checkpoint} to restore."
     steps = steps_in(folder)
     if steps:
         why = f"complete checkpoints there: {', '.join(map(str, steps))}."
-        return CheckpointError(what, where=str(folder), why=why, do=f"restore step {steps[-1]}.")
+        return CheckpointError(message, where=str(folder), why=why, do=f"restore step {steps[-1]}.")
     why, do = _no_series(folder)
-    return CheckpointError(what, where=str(folder), why=why, do=do)
+    return CheckpointError(message, where=str(folder), why=why, do=do)
 
 
 def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunError:
@@ -99,16 +99,16 @@ def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunE
 
 def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
     """Makes the error for a checkpoint of a series that cannot be read; `steps` are the existing ones."""
-    others = [step for step in reversed(steps) if str(step) != path.name]
-    if others:
-        do = f"mv {path} {path}.damaged\nand try again: step {others[0]} is then the newest."
+    other_steps = [step for step in reversed(steps) if str(step) != path.name]
+    if other_steps:
+        do = f"mv {path} {path}.damaged\nand try again: step {other_steps[0]} is then the newest."
     else:
         do = "start the run again, in another folder."
     kind = DamagedError if isinstance(error, DamagedError) else RunError
     return kind(
         f"The checkpoint of step {path.name} cannot be read.",
         where=error.where,
-        why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
+        why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, other_steps)) or 'none'}.",
         do=do,
     )
 
@@ -200,8 +200,8 @@ def _in_folder(folder: Path) -> _Nearby:
         return _Nearby(why, files=files[:3])
     if not names or _manifest.FOLDER in names:
         return _Nearby("save() did not complete this folder.")
-    more = ", ..." if len(names) > 3 else ""
-    return _Nearby(f"it holds no checkpoint of a known format: {', '.join(names[:3])}{more}.")
+    ellipsis = ", ..." if len(names) > 3 else ""
+    return _Nearby(f"it holds no checkpoint of a known format: {', '.join(names[:3])}{ellipsis}.")
 
 
 def _among_runs(runs: Sequence[Path]) -> _Nearby:

@@ -183,8 +183,8 @@ class PackedCheckpoint(Opened):
         (index,) = (packed.index for packed in self.pieces.files if packed.name == file)
         names = list(self._numbers)
         leaves = {}
-        ends = [*index.begins[1:], len(index.starts)]
-        for number, offset, first, last in zip(index.leaves, index.offsets, index.begins, ends, strict=True):
+        lasts = [*index.begins[1:], len(index.starts)]  # of the limits of each piece
+        for number, offset, first, last in zip(index.leaves, index.offsets, index.begins, lasts, strict=True):
             name = names[int(number)]
             size = int(np.prod(index.stops[first:last] - index.starts[first:last]))
             end = offset + size * np.dtype(self.leaves[name].dtype).itemsize
@@ -382,7 +382,7 @@ class _PackedPart:
     """A part, and where its packed file begins."""
 
     read: ReadPart
-    begin: int
+    file_offset: int
 
 
 class _PackedParts:
@@ -398,7 +398,7 @@ class _PackedParts:
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """See `FileSource`."""
         part = self._parts[name]
-        content = memoryview(part.read(part.begin + offset, sum(view.nbytes for view in views)))
+        content = memoryview(part.read(part.file_offset + offset, sum(view.nbytes for view in views)))
         for view in views:
             view[:] = content[: view.nbytes]
             content = content[view.nbytes :]

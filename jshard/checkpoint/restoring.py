@@ -170,10 +170,10 @@ class Forecast:
 
     def __str__(self) -> str:
         touched = human_bytes(self.touched_bytes, 1)
-        wanted = human_bytes(self.wanted_bytes, 1)
+        needed = human_bytes(self.wanted_bytes, 1)
         host = human_bytes(self.host_bytes, 1)
         return (
-            f"{touched} to read for {wanted} (x{self.amplification:.2f}); up to {host} of host memory beside the state"
+            f"{touched} to read for {needed} (x{self.amplification:.2f}); up to {host} of host memory beside the state"
         )
 
 
@@ -432,8 +432,8 @@ class Restoring:
         positions = {key: leaf for key, leaf in finished.items() if is_data_position(self._live[key][1])}
         for key, leaf in positions.items():  # all are checked before the first one moves
             check_position(self._live[key][1], leaf)
-        others = [key for key in finished if key not in positions]
-        for key in [*others, *positions]:  # positions last: other leaves may not fit
+        values = [key for key in finished if key not in positions]
+        for key in [*values, *positions]:  # positions last: other leaves may not fit
             path, like = self._live[key]
             filled[path] = leaf_values.restored(key, finished[key], like)
         return _leaves.unflatten_like(self._like, filled)
@@ -480,7 +480,7 @@ class Restoring:
             for key, (_, leaf) in self._live.items()
             if key not in match.picks and isinstance(leaf, jax.ShapeDtypeStruct)
         ]
-        copies = [f"{name}  equal to {other}" for name, other in self._copies.items()]
+        copies = [f"{name}  equal to {original}" for name, original in self._copies.items()]
         by_number = [f"{key}  stored as {stored}" for key, stored in self._by_number.items()]
         # Saved by a version, or a library, that numbers them: their order then is not known.
         in_order = "stored by number, and read in the order of `like`"
@@ -605,11 +605,11 @@ def _check_sums(path: Place, manifest: _manifest.Manifest, parts: Sequence[Mappi
         raise damaged(path, differing, "the values read differ from the saved ones: their checksums do not match.")
 
 
-def _list(one: str, many: str, lines: Sequence[str]) -> str:
+def _list(singular: str, plural: str, lines: Sequence[str]) -> str:
     """Returns a note that counts these lines, and shows the first of them; none without lines."""
     if not lines:
         return ""
     shown = [printable(line) for line in lines[:_SHOWN]]
     if len(lines) > _SHOWN:
         shown.append(f"... and {len(lines) - _SHOWN} more")
-    return "\n  ".join([f"{counted(len(lines), one, many)}:", *shown])
+    return "\n  ".join([f"{counted(len(lines), singular, plural)}:", *shown])

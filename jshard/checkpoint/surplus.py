@@ -73,14 +73,14 @@ def copies(opened: Opened, surplus: Collection[str], used: Collection[str]) -> d
         if not HEAD.search(path) and not EMBEDDING.search(path):
             return {}
         leaf = opened.leaves[path]
-        candidates[path] = [other for other in embeddings if _may_be_equal(leaf, opened.leaves[other])]
+        candidates[path] = [name for name in embeddings if _may_be_equal(leaf, opened.leaves[name])]
         if not candidates[path]:
             return {}
     originals = {}
-    for path, others in candidates.items():
-        for other in others:
-            if _are_equal(opened, path, other):
-                originals[path] = other
+    for path, similar in candidates.items():
+        for embedding in similar:
+            if _are_equal(opened, path, embedding):
+                originals[path] = embedding
                 break
     return originals
 
@@ -96,11 +96,11 @@ def _are_equal(opened: Opened, surplus: str, used: str) -> bool:
     is_transposed = opened.leaves[surplus].shape != opened.leaves[used].shape
     for box in opened.boxes(surplus, _COPY_BYTES):
         numbers = opened.read(surplus, box)
-        other_box = box[::-1] if is_transposed else box
-        other = opened.read(used, other_box)
+        used_box = box[::-1] if is_transposed else box
+        used_numbers = opened.read(used, used_box)
         if is_transposed:
-            other = other.T
-        if not np.array_equal(_bytes(numbers), _bytes(other)):
+            used_numbers = used_numbers.T
+        if not np.array_equal(_bytes(numbers), _bytes(used_numbers)):
             return False
     return True
 

@@ -107,27 +107,23 @@ def _damaged_leaves(source: OrbaxCheckpoint, names: Sequence[str], on_read: Call
     leaves = {name: source.leaves[name] for name in names}
     num_bytes = sum(leaf.nbytes for leaf in leaves.values())
     is_single = len(names) == 1
-    if num_bytes > _BATCH_BYTES and not is_single:
-        return _damaged_in_halves(source, names, on_read)
-    try:
-        values = source.load({name: leaf.on_host() for name, leaf in leaves.items()})
-    except RunError as error:
-        if is_single:
-            return [Finding(leaf=names[0], file=None, why=error.why)]
-        return _damaged_in_halves(source, names, on_read)
+    values = None
+    if num_bytes <= _BATCH_BYTES or is_single:
+        try:
+            values = source.load({name: leaf.on_host() for name, leaf in leaves.items()})
+        except RunError as error:
+            if is_single:
+                return [Finding(leaf=names[0], file=None, why=error.why)]
+    if values is None:
+        # Not while the error is handled: it would be the context of the errors of the halves, and thus their reason.
+        half = len(names) // 2
+        return _damaged_leaves(source, names[:half], on_read) + _damaged_leaves(source, names[half:], on_read)
     on_read(num_bytes)
     findings = []
     for name, leaf in leaves.items():
         if leaf.sums and box_sums(values[name], whole(leaf), leaf.shape) != leaf.sums:
             findings.append(Finding(leaf=name, file=None, why="its values differ from the saved ones."))
     return findings
-
-
-def _damaged_in_halves(
-    source: OrbaxCheckpoint, names: Sequence[str], on_read: Callable[[int], object]
-) -> list[Finding]:
-    half = len(names) // 2
-    return _damaged_leaves(source, names[:half], on_read) + _damaged_leaves(source, names[half:], on_read)
 
 
 def _unreadable(path: Place, error: RunError) -> Verdict:

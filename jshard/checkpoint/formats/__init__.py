@@ -10,12 +10,8 @@ Example:
 
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
 from jshard.checkpoint.formats.dcp import write_dcp as write_dcp
-from jshard.checkpoint.formats.names import CheckedNames as CheckedNames
 from jshard.checkpoint.formats.names import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.names import NamedSource as NamedSource
-from jshard.checkpoint.formats.names import Names as Names
-from jshard.checkpoint.formats.names import Stored as Stored
-from jshard.checkpoint.formats.names import check_settings as check_settings
 from jshard.checkpoint.formats.registry import foreign_source as foreign_source
 from jshard.checkpoint.formats.registry import register_format as register_format
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
@@ -24,5 +20,9 @@ from jshard.checkpoint.formats.source import ArraySource as ArraySource
 from jshard.checkpoint.formats.source import Box as Box
 from jshard.checkpoint.formats.source import FormatSource as FormatSource
 from jshard.checkpoint.formats.source import stored_array as stored_array
+from jshard.checkpoint.formats.stored import CheckedNames as CheckedNames
+from jshard.checkpoint.formats.stored import Names as Names
+from jshard.checkpoint.formats.stored import Stored as Stored
+from jshard.checkpoint.formats.stored import check_settings as check_settings
 from jshard.checkpoint.formats.torch_file import TorchSource as TorchSource
 from jshard.checkpoint.formats.zero import ZeroSource as ZeroSource

@@ -82,7 +82,7 @@ class DcpSource:
             if isinstance(record, _TENSOR_CLASS):
                 tensor = _tensor(self.path, name, record, places)
                 self._tensors[name] = tensor
-                items.update(_Item(name, begin) for begin in tensor.begins)
+                items.update(_Item(name, start) for start in tensor.starts)
         self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
 
         values = [name for name, record in metadata.records.items() if isinstance(record, _BYTES_CLASS)]
@@ -99,7 +99,7 @@ class _Item(NamedTuple):
     """What one archive holds: a value, or a chunk of a tensor."""
 
     name: str
-    begin: tuple[int, ...] | None  # of the chunk; None for a value
+    start: tuple[int, ...] | None  # of the chunk; None for a value
 
 
 _Places = Mapping[_Item, Archive]
@@ -108,7 +108,7 @@ _Places = Mapping[_Item, Archive]
 class _Chunk(NamedTuple):
     """The box of a chunk in its tensor. Until it is checked, a pickle may have put any values here."""
 
-    begin: tuple[int, ...]
+    start: tuple[int, ...]
     size: tuple[int, ...]
 
 
@@ -119,12 +119,12 @@ class _Tensor:
         self.leaf = leaf
         self._path = path
         self._name = name
-        self.begins = [chunk.begin for chunk in chunks]
-        self._places = [places[_Item(name, begin)] for begin in self.begins]
+        self.starts = [chunk.start for chunk in chunks]
+        self._places = [places[_Item(name, start)] for start in self.starts]
         by_chunk_and_dim = (len(chunks), len(leaf.shape))
         sizes = np.array([chunk.size for chunk in chunks], np.int64).reshape(by_chunk_and_dim)
-        self._begins = np.array(self.begins, np.int64).reshape(by_chunk_and_dim)
-        self._ends = self._begins + sizes
+        self._start_rows = np.array(self.starts, np.int64).reshape(by_chunk_and_dim)
+        self._stop_rows = self._start_rows + sizes
         self._regions: dict[int, FileRegion] = {}
 
     def read(self, box: Box) -> np.ndarray:
@@ -135,19 +135,19 @@ class _Tensor:
         size = math.prod(shape)
 
         # What each chunk has in common with the box.
-        begins = np.maximum(self._begins, low)
-        ends = np.minimum(self._ends, high)
+        starts = np.maximum(self._start_rows, low)
+        stops = np.minimum(self._stop_rows, high)
         touched: list[int] = []
         if size:
-            touched = np.flatnonzero((begins < ends).all(axis=1)).tolist()
-        self._check_cover(begins[touched], ends[touched], size)
+            touched = np.flatnonzero((starts < stops).all(axis=1)).tolist()
+        self._check_cover(starts[touched], stops[touched], size)
         for chunk in touched:
             self._region(chunk)  # before memory is taken: the metadata may state any shape
 
         values = np.empty(shape, self.leaf.dtype)
         for chunk in touched:
-            source = _slices(begins[chunk], ends[chunk], self._begins[chunk])
-            target = _slices(begins[chunk], ends[chunk], low)
+            source = _slices(starts[chunk], stops[chunk], self._start_rows[chunk])
+            target = _slices(starts[chunk], stops[chunk], low)
             out = values
             if target:  # indexing an array of no dims would copy its number
                 out = values[target]
@@ -159,7 +159,7 @@ class _Tensor:
             return self._regions[chunk]
         place = self._places[chunk]
         region = place.tensor()
-        size = tuple((self._ends[chunk] - self._begins[chunk]).tolist())
+        size = tuple((self._stop_rows[chunk] - self._start_rows[chunk]).tolist())
         if region.shape != size or region.dtype != self.leaf.dtype:
             is_stored = f"a chunk is {region.shape} {region.dtype}"
             is_described = f"{METADATA} says {size} {self.leaf.dtype}"
@@ -167,10 +167,10 @@ class _Tensor:
         self._regions[chunk] = region
         return region
 
-    def _check_cover(self, begins: np.ndarray, ends: np.ndarray, size: int) -> None:
+    def _check_cover(self, starts: np.ndarray, stops: np.ndarray, size: int) -> None:
         """Checks that every number of a box is in exactly one chunk."""
-        num_covered = int((ends - begins).prod(axis=1).sum())
-        has_overlap = _has_overlap(begins, ends)
+        num_covered = int((stops - starts).prod(axis=1).sum())
+        has_overlap = _has_overlap(starts, stops)
         if num_covered == size and not has_overlap:
             return
         why = f"{self._name}: of the {size} requested numbers, the chunks hold {num_covered}"
@@ -179,15 +179,15 @@ class _Tensor:
         raise damaged(self._path / METADATA, why)
 
 
-def _slices(begin: np.ndarray, end: np.ndarray, origin: np.ndarray) -> Box:
-    """Returns a box of a tensor as slices of an array that begins at `origin` in it."""
-    return tuple(slice(first, last) for first, last in zip(begin - origin, end - origin, strict=True))
+def _slices(start: np.ndarray, stop: np.ndarray, origin: np.ndarray) -> Box:
+    """Returns a box of a tensor as slices of an array that starts at `origin` in it."""
+    return tuple(slice(first, last) for first, last in zip(start - origin, stop - origin, strict=True))
 
 
-def _has_overlap(begins: np.ndarray, ends: np.ndarray) -> bool:
+def _has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
     """Returns whether any two boxes have a number in common."""
-    for i in range(len(begins) - 1):
-        is_common = (begins[i] < ends[i + 1 :]) & (begins[i + 1 :] < ends[i])
+    for i in range(len(starts) - 1):
+        is_common = (starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])
         if is_common.all(axis=1).any():
             return True
     return False
@@ -268,13 +268,13 @@ def _location(file: Path, index: Record, info: Record) -> _Location:
             why=f"{short(name)} was transformed by {short(transforms)}.",
             do="load it with PyTorch, and save it without extensions.",
         )
-    begin = index.get("offset")
+    start = index.get("offset")
     relative = info.get("relative_path")
     limits = (info.get("offset"), info.get("length"))
-    is_item = isinstance(name, str) and (begin is None or _are_sizes(begin))
+    is_item = isinstance(name, str) and (start is None or _are_sizes(start))
     if not is_item or not _names_file(relative) or not _are_sizes(limits):
         raise damaged(file, f"it places {short(name)} in {short(relative)}, at {short(limits)}.")
-    return _Location(_Item(name, begin), relative, *limits)
+    return _Location(_Item(name, start), relative, *limits)
 
 
 def _check_items(file: Path, metadata: _Metadata, items: Collection[_Item]) -> None:
@@ -316,14 +316,14 @@ def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     if dtype is None or not _contains(shape, chunks):
         corners = [tuple(chunk) for chunk in chunks]
         raise damaged(file, f"it describes {name} as shape {short(shape)} in chunks {short(corners)}.")
-    begins = [chunk.begin for chunk in chunks]
-    nowhere = [begin for begin in begins if _Item(name, begin) not in places]
+    starts = [chunk.start for chunk in chunks]
+    nowhere = [start for start in starts if _Item(name, start) not in places]
     if nowhere:
         raise damaged(file, f"it has no location for the chunks {nowhere[:3]} of {name}.")
     # Equal numbers do not exclude a gap beside an overlap: `read` checks each box, before it reads.
     num_stored = sum(math.prod(chunk.size) for chunk in chunks)
-    if len(set(begins)) < len(begins) or num_stored != math.prod(shape):
-        do_not = counted(len(begins), "chunk does", "chunks do")
+    if len(set(starts)) < len(starts) or num_stored != math.prod(shape):
+        do_not = counted(len(starts), "chunk does", "chunks do")
         raise damaged(file, f"{do_not} not make up {name} of shape {shape}.")
     return _Tensor(path, name, stored_array(shape, dtype), chunks, places)
 
@@ -353,12 +353,12 @@ def _contains(shape: Any, chunks: Iterable[_Chunk]) -> bool:
 
 
 def _is_in(shape: tuple[int, ...], chunk: _Chunk) -> bool:
-    if not _are_sizes(chunk.begin) or not _are_sizes(chunk.size):
+    if not _are_sizes(chunk.start) or not _are_sizes(chunk.size):
         return False
-    if not len(chunk.begin) == len(chunk.size) == len(shape):
+    if not len(chunk.start) == len(chunk.size) == len(shape):
         return False
-    dims = zip(chunk.begin, chunk.size, shape, strict=True)
-    return all(begin + size <= whole for begin, size, whole in dims)
+    dims = zip(chunk.start, chunk.size, shape, strict=True)
+    return all(start + size <= dim_size for start, size, dim_size in dims)
 
 
 # Writes them without PyTorch: the pickles name PyTorch classes, which need not be installed. Names, and the calls that
@@ -403,7 +403,7 @@ class _StoredItem(NamedTuple):
     """The location of an item, or of a chunk of it, in the file."""
 
     name: str
-    begin: tuple[int, ...] | None
+    start: tuple[int, ...] | None
     shape: tuple[int, ...]
     offset: int
     length: int
@@ -420,10 +420,10 @@ def _write_items(
     for name, leaf in source.leaves.items():
         for box in _chunks(leaf):
             array = np.asarray(source.read(name, box), order="C")
-            begin = tuple(part.start for part in box)
+            start = tuple(part.start for part in box)
             offset = stream.tell()
             length = _write_archive(stream, _rebuilt(array), (array,))
-            items.append(_StoredItem(_dotted(name), begin, array.shape, offset, length))
+            items.append(_StoredItem(_dotted(name), start, array.shape, offset, length))
             on_written(array.nbytes)
     return items
 
@@ -504,7 +504,7 @@ def _storage(kind: _Global, size: int) -> _Persistent:
 def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> Any:
     described = _tensor_records(leaves, items)
     for item in items:
-        if item.begin is None:
+        if item.start is None:
             described[item.name] = _record("BytesStorageMetadata", {})
     meta = {"checkpoint_id": str(folder), "save_id": "jshard", "load_id": None, "modules": []}
     return _record(
@@ -523,8 +523,8 @@ def _tensor_records(leaves: Mapping[str, StoredLeaf], items: Iterable[_StoredIte
     """Returns the description of each tensor."""
     chunks = collections.defaultdict(list)
     for item in items:
-        if item.begin is not None:
-            corners = {"offsets": _size(item.begin), "sizes": _size(item.shape)}
+        if item.start is not None:
+            corners = {"offsets": _size(item.start), "sizes": _size(item.shape)}
             chunks[item.name].append(_record("ChunkStorageMetadata", corners))
     layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
@@ -543,10 +543,10 @@ def _storage_data(items: Iterable[_StoredItem]) -> dict[Any, Any]:
     info = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     stored = {}
     for item in items:
-        begin = None
-        if item.begin is not None:
-            begin = _size(item.begin)
-        index = _record("MetadataIndex", {"fqn": item.name, "offset": begin, "index": None})
+        start = None
+        if item.start is not None:
+            start = _size(item.start)
+        index = _record("MetadataIndex", {"fqn": item.name, "offset": start, "index": None})
         stored[index] = _Object(info, {"relative_path": _FILE, "offset": item.offset, "length": item.length})
     return stored
 

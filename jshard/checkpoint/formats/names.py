@@ -1,17 +1,15 @@
-"""The names and layouts of a model's leaves in other libraries: a table that reads such a checkpoint, and writes one.
+"""Checkpoints under other names: `NamedSource` shows another library's arrays as leaves of jshard.
 
-`NamedSource` shows another library's arrays as leaves of jshard. `ForeignSource` is its inverse.
+`ForeignSource` is its inverse.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -19,175 +17,10 @@ import numpy as np
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import ArraySource, Box, Limits, bounds, stored_array
+from jshard.checkpoint.formats.stored import Names, Stored, check_order
 from jshard.checkpoint.manifest import StoredLeaf
 
 _Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The form of a jshard leaf in another library.
-
-    Args:
-        names: the stored arrays that it is made of; several are joined along `dim`, in this order.
-        transpose: whether they are stored transposed, like the kernels of `torch.nn.Linear`; for at most two dims.
-        dims: for each dim of the jshard leaf, its dim in the stored arrays, as `np.transpose(stored, dims)` takes it.
-            A convolution of PyTorch, (out, in, height, width), is (2, 3, 1, 0) as a kernel of Flax.
-        dim: the dim of the jshard leaf along which they are joined.
-        sizes: the size along `dim` of each array on export; equal parts by default.
-        parts: the number of parts in the last dim of the single stored array; here they are in a dim before it.
-        stack: a dim of the jshard leaf that the stored arrays do not have: they are stacked along it, not joined.
-
-    Raises:
-        CheckpointError: `dims` is not an order of dims.
-        ValueError: arguments that exclude each other.
-
-    Example:
-        >>> Stored("lm_head.weight", transpose=True)
-        >>> Stored("conv1.weight", dims=(2, 3, 1, 0))  # (64, 3, 7, 7) there, (7, 7, 3, 64) here
-        >>> Stored("h.0.attn.c_attn.weight", parts=3)  # (768, 2304) there, (768, 3, 768) here
-        >>> Stored("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight", transpose=True, sizes=(64, 16, 16))
-        >>> Stored("experts.0.w1.weight", "experts.1.w1.weight", transpose=True, stack=0)  # (2, in, out) here
-    """
-
-    names: tuple[str, ...]
-    transpose: bool
-    dims: tuple[int, ...]
-    dim: int
-    sizes: tuple[int, ...]
-    parts: int
-    stack: int | None
-
-    def __init__(
-        self,
-        *names: str,
-        transpose: bool = False,
-        dims: Sequence[int] = (),
-        dim: int = -1,
-        sizes: tuple[int, ...] = (),
-        parts: int = 1,
-        stack: int | None = None,
-    ) -> None:
-        dims = tuple(dims)
-        if parts > 1 and (transpose or dims or len(names) > 1):
-            raise ValueError(f"parts={parts} needs a single array that is not transposed")
-        if stack is not None and (parts > 1 or sizes or dim != -1):
-            raise ValueError(
-                f"stack={stack} is the new dim, of an entry for each array: it takes no dim, sizes or parts"
-            )
-        fields = {"names": names, "transpose": transpose, "dims": dims, "dim": dim, "sizes": sizes}
-        fields |= {"parts": parts, "stack": stack}
-        for field, value in fields.items():
-            object.__setattr__(self, field, value)  # the dataclass is frozen
-        has_integers = all(isinstance(number, int) for number in dims)
-        is_order = has_integers and sorted(dims) == list(range(len(dims)))
-        if not is_order or (dims and transpose):
-            raise _no_order(self)
-
-    def order(self, ndim: int) -> tuple[int, ...]:
-        """Returns, for each dim of the jshard leaf, the dim of a stored array with `ndim` dims."""
-        if self.dims:
-            return self.dims
-        order = tuple(range(ndim))
-        return order[::-1] if self.transpose else order
-
-    def in_each(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
-        """Returns the items, such as sizes, of those dims of the jshard leaf that each stored array has."""
-        if self.stack is None or not items:
-            return tuple(items)
-        stack_dim = self.stack % len(items)
-        return (*items[:stack_dim], *items[stack_dim + 1 :])
-
-    def in_all(self, items: Sequence[_Item], item: _Item) -> tuple[_Item, ...]:
-        """Returns the inverse of `in_each`, with an item for the dim that a stored array does not have."""
-        if self.stack is None:
-            return tuple(items)
-        stack_dim = self.stack % (len(items) + 1)
-        return (*items[:stack_dim], item, *items[stack_dim:])
-
-    def with_dims(self, dims: tuple[int, ...]) -> str:
-        """Returns the source text of this `Stored` with another order of dims, as a line to paste."""
-        arguments = [json.dumps(name) for name in self.names]
-        arguments.append(f"dims={dims}")
-        if self.dim != -1:
-            arguments.append(f"dim={self.dim}")
-        if self.sizes:
-            arguments.append(f"sizes={self.sizes}")
-        if self.stack is not None:
-            arguments.append(f"stack={self.stack}")
-        return f"Stored({', '.join(arguments)})"
-
-
-def _no_order(stored: Stored) -> CheckpointError:
-    dims = stored.dims
-    suffix = f"dims={dims}"
-    if stored.transpose:
-        suffix += ", transpose=True"
-    right = stored.with_dims(_convolution(len(dims)))
-    return CheckpointError(
-        "The order of the dims cannot be read.",
-        where=[f"{name}  {suffix}" for name in stored.names],
-        why=f"dims names each of the dims 0 to {max(len(dims) - 1, 0)} once, and transpose is an order itself.",
-        do=f"{right}  # the order of a convolution of PyTorch",
-    )
-
-
-def _convolution(ndim: int) -> tuple[int, ...]:
-    """Returns the dims in a PyTorch convolution, (out, in, ...), of the kernel of Flax, (..., in, out)."""
-    if not ndim:
-        return ()
-    spatial = range(2, ndim)
-    features = (1, 0)[-ndim:]  # of a vector only the last
-    return (*spatial, *features)
-
-
-def _check_order(path: str, stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `CheckpointError` unless an order of dims fits these shapes, by the names of their arrays."""
-    where = [f"{name}  {shape}" for name, shape in shapes.items()]
-    ndim = max(map(len, shapes.values()), default=0)
-    right = stored.with_dims(_convolution(ndim))
-    if stored.transpose and ndim > 2:
-        # Reversed, square kernels would fit and have height and width swapped.
-        raise CheckpointError(
-            f"transpose=True does not say how the {ndim} dims of {path} are stored.",
-            where=where,
-            why="it is for matrices: a kernel of torch.nn.Conv2d is (out, in, height, width), that of a Flax layer\n"
-            "(height, width, in, out), which is not the reverse.",
-            do=f"{right}  # a convolution of PyTorch; dims[i] is the stored dim of dim i",
-        )
-    if stored.dims and any(len(shape) != len(stored.dims) for shape in shapes.values()):
-        raise CheckpointError(
-            f"The order of the dims of {path} does not fit its arrays.",
-            where=where,
-            why=f"dims={stored.dims} is for arrays of {len(stored.dims)} dims.",
-            do=f"{right}  # if it is a convolution of PyTorch",
-        )
-
-
-Names = Mapping[str, str | Stored]
-"""From jshard paths, per layer and without the model's name, to what is stored; a string is a `Stored` name."""
-
-
-class CheckedNames(dict[str, str | Stored]):
-    """The names of one model's parameters, and a check of what is stored beside them.
-
-    Several models have parameters of the same names and shapes. Only their settings, in a file beside the weights, say
-    which of them the weights are of.
-
-    Args:
-        names: see `Names`.
-        check: raises if the weights at a path are of another model.
-    """
-
-    def __init__(self, names: Names, check: Callable[[Path], None]) -> None:
-        super().__init__(names)
-        self.check = check
-
-
-def check_settings(path: Path, names: Names | None) -> None:
-    """Raises if the names are of one model, and the settings beside the weights of another."""
-    if isinstance(names, CheckedNames):
-        names.check(path)
 
 
 @dataclass(frozen=True)
@@ -228,17 +61,16 @@ class NamedSource:
         prefix = _dropped_prefix(table, source)
         used: set[str] = set()
         for path, stored in table.items():
-            found = {name: _stored_name(name, source, prefix) for name in stored.names}
-            present = [name for name in found.values() if name is not None]
+            stored_names = {name: _stored_name(name, source, prefix) for name in stored.names}
+            present = [name for name in stored_names.values() if name is not None]
+            # Arrays of an incomplete leaf count as used: the error is about the absent ones alone.
             used.update(present)
-            if len(present) == len(found):
+            if len(present) == len(stored_names):
                 self._assemblies[path] = _assembly(path, stored, present, source)
             else:
-                self.absent[path] = [name for name, stored_name in found.items() if stored_name is None]
+                self.absent[path] = [name for name, stored_name in stored_names.items() if stored_name is None]
         self.leaves: dict[str, StoredLeaf] = {path: assembly.leaf for path, assembly in self._assemblies.items()}
-        self.unused = [
-            name for name, leaf in source.leaves.items() if name not in used and not _is_derived_buffer(name, leaf)
-        ]
+        self.unused = _unused(source, used)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Reads a box of a jshard leaf: the part of each stored array in it."""
@@ -274,6 +106,7 @@ class NamedSource:
         shape = [max(stop - start, 0) for start, stop in limits]
         result = np.empty(shape, np.dtype(assembly.leaf.dtype))
         entries = np.moveaxis(result, stack_dim, 0)
+        # Of thousands of experts, a process opens only its own.
         for entry, array in enumerate(assembly.arrays[first:last]):
             entries[entry] = self._read_array(array.name, stored.in_each(limits), stored)
         return result
@@ -290,6 +123,7 @@ class NamedSource:
         width = assembly.leaf.shape[-1]  # of a part
         box = (*_box(lead), slice(first * width, last * width))
         values = self._source.read(assembly.arrays[0].name, box)
+        # Whole parts, as a box in two dims is no box in the one: what is not needed of them is dropped here.
         by_part = values.reshape(*values.shape[:-1], last - first, width)
         return np.ascontiguousarray(by_part[..., start:stop])
 
@@ -320,7 +154,7 @@ class ForeignSource:
         self._origins: dict[str, _Origin] = {}
         for path, leaf in source.leaves.items():
             stored = _stored(names[path])
-            _check_order(path, stored, {path: stored.in_each(leaf.shape)})
+            check_order(path, stored, {path: stored.in_each(leaf.shape)})
             for array in _cuts(path, stored, leaf):
                 shape = _cut_shape(leaf.shape, stored, array)
                 shape = _in_stored_order(shape, stored.order(len(shape)))
@@ -352,6 +186,7 @@ class ForeignSource:
         """Reads a box of an array whose last dim is two dims in the leaf."""
         *lead, last = stored_limits
         values = self._source.read(path, (*_box(lead), slice(None), slice(None)))
+        # The whole of both dims, as a range of the one dim is no box in two.
         flat = values.reshape(*values.shape[:-2], math.prod(values.shape[-2:]))
         return np.ascontiguousarray(flat[..., slice(*last)])
 
@@ -389,7 +224,7 @@ def _stored_name(name: str, source: ArraySource, dropped_prefix: str | None) -> 
 def _assembly(path: str, stored: Stored, names: Sequence[str], source: ArraySource) -> _Assembly:
     """Returns how a leaf is made of these stored arrays; raises `CheckpointError` if they do not fit together."""
     leaves = [source.leaves[name] for name in names]
-    _check_order(path, stored, {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)})
+    check_order(path, stored, {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)})
     if stored.stack is not None:
         return _stacked(path, stored, names, leaves)
     if len(names) != 1:
@@ -512,7 +347,12 @@ def _in_stored_order(items: Sequence[_Item], order: tuple[int, ...]) -> tuple[_I
 def _permuted(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
     if order == tuple(range(len(order))):
         return values
-    return values.transpose(order).copy(order="C")
+    return values.transpose(order).copy(order="C")  # a new array, as sources promise, and contiguous for a writer
+
+
+def _unused(source: ArraySource, used: set[str]) -> list[str]:
+    """Returns the arrays that no leaf is made of, without those that follow from the model's sizes."""
+    return [name for name, leaf in source.leaves.items() if name not in used and not _is_derived_buffer(name, leaf)]
 
 
 def _is_derived_buffer(name: str, leaf: StoredLeaf) -> bool:

@@ -118,10 +118,10 @@ def _index_file(path: Path) -> Path | None:
         return path if path.name.endswith(INDEX_SUFFIX) else None
     if (path / INDEX).is_file():
         return path / INDEX
-    others = sorted(path.glob("*" + INDEX_SUFFIX))  # as of diffusers: diffusion_pytorch_model.safetensors.index.json
-    if len(others) > 1:
-        raise _several_checkpoints(others, "each index names a checkpoint of its own.")
-    return others[0] if others else None
+    indexes = sorted(path.glob("*" + INDEX_SUFFIX))  # as of diffusers: diffusion_pytorch_model.safetensors.index.json
+    if len(indexes) > 1:
+        raise _several_checkpoints(indexes, "each index names a checkpoint of its own.")
+    return indexes[0] if indexes else None
 
 
 def _files_without_index(path: Path) -> list[Path]:
@@ -308,7 +308,7 @@ class _Header:
 class _Span:
     """The bytes of an array in the data of a file."""
 
-    begin: int
+    start: int
     end: int
     name: str
 
@@ -336,7 +336,7 @@ def _regions(path: Path, header: _Header) -> dict[str, FileRegion]:
             raise damaged(path, f"{name} cannot be {stated}: the data has {data_bytes} bytes.")
         spans.append(span)
         strides = row_major(shape, dtype.itemsize)
-        regions[name] = FileRegion(path, header.data_begin + span.begin, tuple(shape), dtype, strides)
+        regions[name] = FileRegion(path, header.data_begin + span.start, tuple(shape), dtype, strides)
     _check_cover(path, sorted(spans), data_bytes)
     return regions
 
@@ -354,23 +354,23 @@ def _span(name: str, offsets: Any) -> _Span:
     """Returns the bytes at these offsets; for anything else than two sizes one that fits nothing."""
     if not _are_sizes(offsets) or len(offsets) != 2:
         return _Span(-1, -1, name)
-    begin, end = offsets
-    return _Span(begin, end, name)
+    start, end = offsets
+    return _Span(start, end, name)
 
 
 def _fits(shape: list[int], dtype: np.dtype, span: _Span, data_bytes: int) -> bool:
     """Returns whether an array has as many bytes as its span, which is inside of the data."""
-    is_inside = 0 <= span.begin <= span.end <= data_bytes
-    return is_inside and is_shape(tuple(shape)) and span.end - span.begin == math.prod(shape) * dtype.itemsize
+    is_inside = 0 <= span.start <= span.end <= data_bytes
+    return is_inside and is_shape(tuple(shape)) and span.end - span.start == math.prod(shape) * dtype.itemsize
 
 
 def _check_cover(path: Path, spans: Sequence[_Span], data_bytes: int) -> None:
     """Checks that arrays are contiguous, as the format requires: no overlap, no gaps."""
     end = 0
     for span in spans:
-        if span.begin != end:
+        if span.start != end:
             raise damaged(
-                path, f"{span.name} begins at byte {span.begin} of the data; the array before it ends at {end}."
+                path, f"{span.name} begins at byte {span.start} of the data; the array before it ends at {end}."
             )
         end = span.end
     if end != data_bytes:
@@ -455,12 +455,12 @@ def _write_file(stream: BinaryIO, source: ArraySource, names: list[str], on_writ
     end = 0
     for name in names:
         leaf = source.leaves[name]
-        begin = end
+        start = end
         end += leaf.nbytes
         header[name] = {
             "dtype": _DTYPE_NAMES[np.dtype(leaf.dtype)],
             "shape": list(leaf.shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # aligns the data

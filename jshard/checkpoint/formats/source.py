@@ -120,10 +120,10 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
         out = np.empty(shape, region.dtype)
     if 0 in shape:
         return out  # an empty range cannot be mapped
-    begin = 0
+    offset = region.offset
     for (start, _), stride in zip(limits, region.strides, strict=True):
-        begin += start * stride
-    part = region._replace(offset=region.offset + begin, shape=shape)
+        offset += start * stride
+    part = region._replace(offset=offset, shape=shape)
     try:
         with open_regular(part.path) as file:
             mapped = np.memmap(file, np.uint8, mode="r", offset=part.offset, shape=(part.span_bytes,))

@@ -510,10 +510,10 @@ class Archive(NamedTuple):
             is_known = kind == "storage" and dtype in DTYPES
             if not is_known or numel * DTYPES[dtype].itemsize > member.file_size:
                 raise ValueError(f"its storage {key} has {member.file_size} bytes but should hold {numel} {dtype}")
-            begin = self.offset + _data_offset(window, member)
-            if begin + member.file_size > self.offset + self.length:
+            offset = self.offset + _data_offset(window, member)
+            if offset + member.file_size > self.offset + self.length:
                 raise ValueError(f"its storage {key} reaches past its end")
-            return _Storage(self.path, begin, member.file_size, dtype)
+            return _Storage(self.path, offset, member.file_size, dtype)
 
         with archive.open(members["data.pkl"]) as file:
             return load(file.read(), allowed, self.path, storage=storage)

@@ -141,11 +141,11 @@ class _FlatTensor:
         """Reads a range of the numbers of the row-major tensor."""
         values = np.empty(last - first, self.leaf.dtype)
         for run, end in zip(self._runs, self._ends, strict=True):
-            begin = end - math.prod(run.shape)
-            low = max(first, begin)
+            start = end - math.prod(run.shape)
+            low = max(first, start)
             high = min(last, end)
             if low < high:
-                read_region(run, (slice(low - begin, high - begin),), values[low - first : high - first])
+                read_region(run, (slice(low - start, high - start),), values[low - first : high - first])
         return values
 
 
@@ -275,27 +275,27 @@ def _trained(
         if num_stored < num_needed:
             why = f"it holds {num_stored} numbers; a piece of every parameter is {num_needed} in {num_ranks} ranks."
             raise damaged(file, why)
-    begin = 0
+    start = 0
     for name, shape in shapes.items():
-        end = begin + piece_sizes[name]
-        pieces = [piece for runs in weights for piece in _cut(runs, begin, end)]
+        end = start + piece_sizes[name]
+        pieces = [piece for runs in weights for piece in _cut(runs, start, end)]
         yield name, _FlatTensor(shape, pieces)
-        begin = end
+        start = end
 
 
 def _cut(runs: Sequence[FileRegion], first: int, last: int) -> list[FileRegion]:
     """Returns a range of a rank's numbers, as parts of the runs that contain it."""
     parts: list[FileRegion] = []
-    begin = 0
+    start = 0
     for run in runs:
-        low = max(first, begin)
-        high = min(last, begin + run.shape[0])
+        low = max(first, start)
+        high = min(last, start + run.shape[0])
         # A parameter without numbers still has one part, which knows its dtype.
         is_empty = first == last == low == high and not parts
         if low < high or is_empty:
-            offset = run.offset + (low - begin) * run.strides[0]
+            offset = run.offset + (low - start) * run.strides[0]
             parts.append(run._replace(offset=offset, shape=(high - low,)))
-        begin += run.shape[0]
+        start += run.shape[0]
     return parts
 
 
