@@ -52,7 +52,7 @@ def check_fits(
     if missing == "error":
         lost = list(match.missing)
         reason = "stored nothing"
-    else:
+    else:  # leaves keep their values, but an abstract one has none
         lost = [key for key in match.missing if key in abstract]
         reason = "abstract, and not stored"
     surplus = match.extra if extra == "error" else ()
@@ -71,6 +71,7 @@ def check_fits(
     if not lines:
         return
     where = [str(path), *sorted(lines)]
+    # Of leaves, not of lines: one line may stand for many.
     count = len(match.problems) + len(lost) + len(surplus) + len(uneven)
     if count == len(uneven):
         raise CheckpointError(
@@ -125,7 +126,7 @@ def _uneven_lines(match: Match, targets: Mapping[str, Target]) -> list[str]:
     """Returns a line for each leaf that is stored and whose sharding does not divide it."""
     lines = []
     for key, target in targets.items():
-        if key in match.picks:
+        if key in match.picks:  # the others are reported as missing
             uneven = _uneven(target)
             if uneven is not None:
                 lines.append(f"{key}  {uneven}")
@@ -137,6 +138,7 @@ def _uneven(target: Target) -> str | None:
     if not isinstance(target, jax.ShapeDtypeStruct) or not isinstance(target.sharding, NamedSharding):
         return None
     mesh = target.sharding.mesh
+    # A spec may be shorter than the shape: the dims beyond it are whole.
     for dim, (size, entry) in enumerate(zip(target.shape, target.sharding.spec, strict=False)):
         axes: tuple[str, ...] = ()
         if isinstance(entry, tuple):
@@ -220,7 +222,7 @@ def _advice(
             "use the stored dtypes in `like`, and convert the result: x.astype(jnp.int32).",
         )
     do = f"build `like` with the settings of the saved run. Its contents: jshard ckpt inspect {path}"
-    if not match.problems:
+    if not match.problems:  # of which no policy helps
         if match.missing:
             do += '\nmissing="init" keeps the values of `like` for leaves that are not stored.'
         if match.extra:
@@ -270,7 +272,7 @@ def _moves(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str,
     first_missing = match.missing[0]
     used = match.used
     moves: list[_Move] = []
-    for path in dict.fromkeys([*match.extra, *stored]):
+    for path in dict.fromkeys([*match.extra, *stored]):  # each once, in this order
         move = _without_common_end(first_missing, path)
         has_common_end = move.prefix != first_missing
         if not has_common_end or move in moves or _leads_to_moments(move):

@@ -77,6 +77,7 @@ def match(
         ignored: stored paths that are never extra.
         skip_layers: whether the last layers of a stack may have no place in the state.
     """
+    # Nothing is raised here: one message is to list all that does not fit.
     picks: dict[str, Pick] = {}
     missing: list[str] = []
     casts: list[str] = []
@@ -146,7 +147,7 @@ def _pick(path: str, target: StoredLeaf, stored: Mapping[str, StoredLeaf], *, sk
     if not target.shape:
         return None
     keys = path.split("/")
-    for position in range(len(keys), 0, -1):
+    for position in range(len(keys), 0, -1):  # where the number of the layer would be
         layers = tuple(layers_of(keys[:position], keys[position:], stored))
         if layers and stored[layers[0]].shape == target.shape[1:]:
             if skip_layers:

@@ -75,6 +75,7 @@ def _in_whole_chunks(box: Limits, chunk: Sequence[int], shape: Sequence[int]) ->
     return tuple(chunks)
 
 
+# Cached, because the layers of a model have few shardings and shapes.
 @functools.lru_cache(maxsize=4096)
 def held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Limits, ...]:
     """Returns the boxes of an array that this process holds, each once."""

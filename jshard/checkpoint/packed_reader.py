@@ -63,6 +63,7 @@ class PackedCheckpoint(Opened):
         """The pieces of all leaves, by the number of the leaf in the manifest."""
         leaves = self.leaves.values()
         shapes = [leaf.shape for leaf in leaves]
+        # Python values are in the manifest and have no pieces, but they have numbers.
         itemsizes = [np.dtype(leaf.dtype).itemsize if leaf.is_array else 1 for leaf in leaves]
         files = []
         for name, (size, checksum) in self.manifest.packed.items():
@@ -74,6 +75,7 @@ class PackedCheckpoint(Opened):
                 raise
             except (OSError, ValueError) as error:
                 raise unreadable(file_path, reason(error)) from error
+            # A file has the checksums of itself: in place of another checkpoint's file, they would agree, too.
             if file.index.checksum != checksum:
                 raise unreadable(file_path, "it belongs to another checkpoint than the manifest.")
             files.append(file)
@@ -107,7 +109,7 @@ class PackedCheckpoint(Opened):
         self, targets: Mapping[str, Target], shared_reads: SharedReads | None = None, *, map: bool = False
     ) -> dict[str, Leaf]:
         """See `Opened.load`; one batch is read while the previous one is copied to the devices."""
-        arrays = self._in_file_order(targets)
+        arrays = self._in_file_order(targets)  # neighbours come in one read
         result = {name: self.manifest.values[name] for name in targets if name not in arrays}
         batches = list(_batches(arrays))
         mapped = self.pieces if map else None
@@ -242,7 +244,7 @@ class _Pipeline:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._pool.shutdown(cancel_futures=kind is not None)
+        self._pool.shutdown(cancel_futures=kind is not None)  # after an error, reads that have not started do not
 
     def wait_for_devices(self) -> None:
         """Waits until the last batch is on the devices."""
@@ -255,6 +257,7 @@ class _Pipeline:
         else:
             share, reads = self._shared_reads.begin(work, self._pool)
             batch = _Batch(leaves, work, share, reads)
+        # The new batch has started before the wait for the previous one: the files are read all the time.
         previous = self._reading
         self._reading = batch
         self._copying = {} if previous is None else self._completed(previous)
@@ -303,6 +306,7 @@ class _LoadingLeaf:
             if not self._is_key:  # of keys, it is the shape of their numbers
                 self._shape = tuple(target.shape)  # may be padded
             self._boxes = held_boxes(target.sharding, self._shape)
+        # All boxes of a leaf have one shape, by the sharding; so they fit into one slab.
         out = None
         if mapped is not None and self._can_be_mapped(stored):
             out = mapped.mapped(number, self._boxes, stored.shape, np.dtype(stored.dtype))

@@ -44,6 +44,7 @@ class OrbaxCheckpoint(Opened):
         self._names: dict[str, str] = {}  # Orbax's paths of leaves, where they differ from jshard's
         self._check_files()
         self.leaves = self._described_leaves() if manifest is None else manifest.leaves
+        # Orbax reads whole leaves: without this, each box of a leaf would read all of it.
         self._whole = functools.lru_cache(maxsize=2)(self._load_whole)
 
     def leaves_for(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:
@@ -165,7 +166,7 @@ class ForeignCheckpoint(Opened):
         self.notes = source.notes
         self._arrays: dict[str, _SourceArray] = {}
         self._values: dict[str, ReadableValue] = {}
-        self._read_value = functools.cache(self._uncached_value)
+        self._read_value = functools.cache(self._uncached_value)  # a value may be a pickle
         if names is None:
             self._add_by_path(source)
         else:
@@ -229,7 +230,8 @@ class ForeignCheckpoint(Opened):
                 assert target.sharding is not None
                 read = functools.partial(_read_padded, self, path, target.shape)
                 leaf = jax.make_array_from_callback(target.shape, target.sharding, read)
-                result[path] = jax.block_until_ready(leaf)  # before the next one is read
+                # Before the next one is read, as its boxes are on the host until they are copied.
+                result[path] = jax.block_until_ready(leaf)
             else:
                 result[path] = self.read(path, whole(self.leaves[path]))
         return result

@@ -171,6 +171,7 @@ class ForeignSource:
         order = stored.order(len(stored_limits))
         limits = [stored_limits[dim] for dim in order]
         if stored.stack is not None:
+            # A box of the leaf has the dim of the stack, with this array's entry alone.
             entry = (origin.start, origin.start + 1)
             values = self._source.read(origin.path, _box(stored.in_all(limits, entry)))
             values = values.squeeze(stored.stack)
@@ -207,7 +208,7 @@ def _dropped_prefix(table: Mapping[str, Stored], source: ArraySource) -> str | N
         return None
     (prefix, count), *_ = prefixes.most_common(1)
     is_stored = any(name.partition(".")[0] == prefix for name in source.leaves)
-    is_of_most = count * 2 > prefixes.total()
+    is_of_most = count * 2 > prefixes.total()  # not of all: `lm_head.weight` is beside `model.layers...`
     return prefix if is_of_most and not is_stored else None
 
 
@@ -252,6 +253,7 @@ def _stacked(path: str, stored: Stored, names: Sequence[str], leaves: Sequence[S
 def _joined(path: str, stored: Stored, names: Sequence[str], leaves: Sequence[StoredLeaf]) -> _Assembly:
     """Returns the assembly of arrays that follow each other along a dim of the leaf."""
     shapes = [_leaf_order(leaf.shape, stored) for leaf in leaves]
+    # Only the joined dim may differ: its size is set to 0 in all, and the rest compared.
     are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1
     if not are_alike or shapes[0] == () or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
         why = f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal."
@@ -297,7 +299,7 @@ def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> tuple[_ArrayRange, ...
     ndim = len(leaf.shape)
     is_dim = -ndim <= dim < ndim
     size = leaf.shape[dim] if is_dim else 0
-    sizes = (size // count,) * count
+    sizes = (size // count,) * count  # with a remainder, they do not add up below
     if stored.stack is not None:
         sizes = (1,) * count
     elif count > 1 and stored.sizes:

@@ -169,6 +169,7 @@ class CheckedSource:
         self._path = path
         with _named_faults(format_name, "open", path):
             self._source = open_source(path)
+            # A copy: what is checked here must not change, and `leaves` may be computed in each access.
             self.leaves: Mapping[str, StoredLeaf] = dict(self._source.leaves)
         unknown = [
             f"{name}  {type(leaf).__name__}"
@@ -212,7 +213,7 @@ def _named_faults(format_name: str, function: str, path: Path) -> Iterator[None]
     """Raises what a function of a registered format raises as an error that names both."""
     try:
         yield
-    except FourPartError:
+    except FourPartError:  # the format's author has said what is wrong
         raise
     except OSError as error:
         raise unreadable(path, reason(error)) from error

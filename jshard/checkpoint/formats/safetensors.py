@@ -100,7 +100,7 @@ class SafetensorsSource:
             index = read_index(index_file)
             if index_file != self.path:
                 self.notes = _notes_on_unindexed_files(index_file, index)
-            files = sorted(set(index.values()))
+            files = sorted(set(index.values()))  # each once, though it holds many arrays
             self._regions = _all_regions(index_file.parent / file for file in files)
             check_index(index_file, index, self._regions)
         self.leaves: Mapping[str, StoredLeaf] = {
@@ -223,7 +223,7 @@ def read_index(path: Path) -> Mapping[str, str]:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(path, f"it is not an index with a weight_map: {type(error).__name__}: {error}") from error
-    files = index.values() if isinstance(index, dict) else [None]
+    files = index.values() if isinstance(index, dict) else [None]  # None is no file name
     for file in files:
         if not _is_file_name(file):
             raise damaged(path, f"its weight_map names something that is not a file beside it: {file}")
@@ -300,7 +300,7 @@ class _Header:
             raise damaged(path, f"its header is not JSON: {error}") from error
         if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
             raise damaged(path, "its header is not a table of arrays.")
-        metadata = header.pop("__metadata__", {})
+        metadata = header.pop("__metadata__", {})  # the one entry that is no array
         return cls(header, metadata, 8 + length)
 
 

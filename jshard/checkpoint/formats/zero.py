@@ -130,6 +130,7 @@ class _FlatTensor:
         shape = tuple(max(stop - start, 0) for start, stop in limits)
         if not shape or 0 in shape:
             return self._numbers(0, math.prod(shape)).reshape(shape)
+        # The rows of the box follow each other in the files. They are read whole, which is one range of each file.
         row_shape = self.leaf.shape[1:]
         row_size = math.prod(row_shape)
         first, last = limits[0]
@@ -270,6 +271,7 @@ def _trained(
     num_ranks = len(weights)
     piece_sizes = {name: -(-math.prod(shape) // num_ranks) for name, shape in shapes.items()}
     num_needed = sum(piece_sizes.values())
+    # A short rank would shift the numbers of the ranks after it.
     for file, runs in zip(files, weights, strict=True):
         num_stored = sum(run.shape[0] for run in runs)
         if num_stored < num_needed:
@@ -316,6 +318,7 @@ def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> Itera
 
 def _buffers(file: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, _PlainTensor]]:
     """Yields model arrays other than parameters, whole in every rank's model file."""
+    # The first rank's: unlike parameters, buffers are not cut.
     names = state.get("buffer_names")
     module = state.get("module")
     if not isinstance(names, list) or not isinstance(module, dict):
