@@ -87,9 +87,7 @@ def _stored(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic):
         return _stored_array(np.asarray(leaf))
     if isinstance(leaf, jax.Array):
-        if not _is_storable(leaf.dtype):
-            return None
-        return as_replicas(leaf) if is_local(leaf) else leaf
+        return _stored_device_array(leaf)
     if isinstance(leaf, int):
         return int.__int__(leaf) if -(2**63) <= leaf < 2**63 else None
     if isinstance(leaf, float):
@@ -104,6 +102,14 @@ def _stored_array(array: np.ndarray) -> np.ndarray | None:
         return None
     # A copy, because the caller may change the original. Byte order is not stored.
     return array.astype(array.dtype.newbyteorder("="))
+
+
+def _stored_device_array(array: jax.Array) -> jax.Array | None:
+    if not _is_storable(array.dtype):
+        return None
+    if is_local(array):  # every process has a copy, and one is written
+        return as_replicas(array)
+    return array
 
 
 def _without_values(leaf: Any) -> Any:

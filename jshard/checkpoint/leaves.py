@@ -194,7 +194,8 @@ def _child(node: Any, key: Any) -> Any:
     try:
         return node[key]
     except (KeyError, IndexError, TypeError, AttributeError):
-        return getattr(node, key, None) if isinstance(key, str) else None
+        pass
+    return getattr(node, key, None) if isinstance(key, str) else None
 
 
 def _all_leaves(state: Any, *, is_numbered: bool = False) -> list[tuple[Path, Any]]:
@@ -216,7 +217,10 @@ def _leaves_of_part(value: Any, name: Path, *, is_numbered: bool) -> Iterator[tu
 
 def _leaves_of_tree(tree: Any, name: Path, *, is_numbered: bool) -> Iterator[tuple[Path, Any]]:
     for path, node in _nodes(tree, name, is_leaf=is_padded, is_numbered=is_numbered):
-        yield path, node.value if is_padded(node) else node  # the same path, padded or not
+        if is_padded(node):
+            yield path, node.value  # the same path, padded or not: a checkpoint restores onto any mesh
+        else:
+            yield path, node
 
 
 def _nodes(
@@ -246,7 +250,9 @@ def _key_text(key: Any) -> str:
 
 def _raw_value(variable: Any) -> Any:
     """Returns a variable's value as it is, without the hooks of `get_value`; states may hold values alone."""
-    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+    if isinstance(variable, nnx.Variable):
+        return variable.get_raw_value()
+    return variable
 
 
 # ---- a state with other leaves

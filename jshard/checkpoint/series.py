@@ -15,9 +15,10 @@ from jshard._processes import exchange, is_primary
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
+from jshard.checkpoint.pending import LOOK_S, Pending
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import LOOK_S, TIMEOUT_S, Format, Pending, SaveOperation, checked_format
+from jshard.checkpoint.saving import TIMEOUT_S, Format, SaveOperation, checked_format
 from jshard.checkpoint.series_store import store_of, warn
 from jshard.checkpoint.shared_folder import check_shared, is_shown
 from jshard.errors import RunError

@@ -19,7 +19,7 @@ import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, saving, storage
 from jshard.checkpoint.ownership import DRAFT_SUFFIX
-from jshard.checkpoint.saving import Pending
+from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.series import Keep
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
