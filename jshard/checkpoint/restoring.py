@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -72,7 +72,8 @@ def restore(
 
     Args:
         path: the path given to `save`; the folder of a run, or of checkpoints, of which the newest is read; or a
-            checkpoint of plain Orbax, PyTorch's distributed checkpoints (DCP), DeepSpeed's ZeRO-3 or safetensors.
+            checkpoint of plain Orbax, PyTorch's distributed checkpoints (DCP), DeepSpeed's ZeRO-3, safetensors or a
+            registered format (`register_format`).
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, except that objects with `set_state()` are set. Names that it leaves out are not read.
         only: "params" reads only the parameters (the `nnx.Param`s of modules, and everything below a name `params`);
@@ -178,6 +179,19 @@ class Forecast:
 
 
 @dataclasses.dataclass(frozen=True)
+class _LikeLeaf:
+    """A leaf of `like`."""
+
+    path: _leaves.Path  # in the tree
+    value: Any  # of any type that can be stored; an array may be abstract
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether it is an array without values."""
+        return isinstance(self.value, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True)
 class _ReadResult:
     """What this process has read, or why it could not."""
 
@@ -218,8 +232,8 @@ class Restoring:
         with self.phases("plan"):
             _check_policies(missing, extra)
             renames = dict(rename or {})
-            self._live = {_leaves.text(path): (path, leaf) for path, leaf in _leaves.flatten(like).items()}
-            self._targets = self._abstract_leaves(_requested_paths(like, self._live, only))
+            self._leaves = {_leaves.text(path): _LikeLeaf(path, leaf) for path, leaf in _leaves.flatten(like).items()}
+            self._targets = self._abstract_leaves(_requested_paths(like, list(self._leaves), only))
             described = self._described_leaves()
             roots = _roots(like, only)
             numbered = _leaves.by_number(like)
@@ -248,7 +262,7 @@ class Restoring:
                 self.match,
                 self._stored,
                 self._targets,
-                abstract=[key for key, (_, leaf) in self._live.items() if isinstance(leaf, jax.ShapeDtypeStruct)],
+                abstract=[key for key, leaf in self._leaves.items() if leaf.is_abstract],
                 rename=renames,
                 missing=missing,
                 extra=extra,
@@ -257,22 +271,15 @@ class Restoring:
         mesh = mesh_layout(self._targets)
         self.record: dict[str, Any] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}
 
-    def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Any]:
+    def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Target]:
         """Returns some leaves of `like`, arrays by shape, dtype and sharding."""
         # All leaves are passed, not only these: arrays on no mesh get that of the others.
-        by_path = leaf_values.abstract(dict(self._live.values()))
-        targets = {}
-        for key in keys:
-            path, _ = self._live[key]
-            targets[key] = by_path[path]
-        return targets
+        by_path = leaf_values.abstract({leaf.path: leaf.value for leaf in self._leaves.values()})
+        return {key: by_path[self._leaves[key].path] for key in keys}
 
     def _described_leaves(self) -> dict[str, _manifest.StoredLeaf]:
         """Returns the leaves to read as a checkpoint would describe them: without the padding of this mesh."""
-        by_path = {}
-        for key, leaf in self._targets.items():
-            path, _ = self._live[key]
-            by_path[path] = leaf
+        by_path = {self._leaves[key].path: target for key, target in self._targets.items()}
         storable = leaf_values.storable(by_path, abstract=True)
         logical_shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(self._like).items()}
         return {key: _manifest.describe(leaf, logical_shapes.get(key)) for key, leaf in storable.items()}
@@ -300,7 +307,7 @@ class Restoring:
         ignored: set[str] = set()
         for root in roots:
             ignored |= surplus.not_parameters(self._stored, renamed(root, rename))
-        for key in self._live.keys() - self._targets.keys():  # such as statistics: the model has a place for them
+        for key in self._leaves.keys() - self._targets.keys():  # such as statistics: the model has a place for them
             for path in (key, numbered.get(key, key)):
                 ignored.update(surplus.places(renamed(path, rename), self._stored))
         return ignored
@@ -428,14 +435,14 @@ class Restoring:
 
     def _filled(self, finished: Mapping[str, Leaf]) -> Any:
         """Returns new objects of the kinds in `like`, with the values read."""
-        filled = dict(self._live.values())
-        positions = {key: leaf for key, leaf in finished.items() if is_data_position(self._live[key][1])}
-        for key, leaf in positions.items():  # all are checked before the first one moves
-            check_position(self._live[key][1], leaf)
+        positions = [key for key in finished if is_data_position(self._leaves[key].value)]
+        for key in positions:  # all are checked before the first one moves
+            check_position(self._leaves[key].value, finished[key])
         values = [key for key in finished if key not in positions]
+        filled = {leaf.path: leaf.value for leaf in self._leaves.values()}
         for key in [*values, *positions]:  # positions last: other leaves may not fit
-            path, like = self._live[key]
-            filled[path] = leaf_values.restored(key, finished[key], like)
+            leaf = self._leaves[key]
+            filled[leaf.path] = leaf_values.restored(key, finished[key], leaf.value)
         return _leaves.unflatten_like(self._like, filled)
 
     def _finished(self, stored_leaves: dict[str, Leaf]) -> _FinishedLeaves:
@@ -475,11 +482,7 @@ class Restoring:
     def _notes_on_leaves(self) -> list[str]:
         """Returns notes on leaves that are not restored as they are stored, or not at all."""
         match = self.match
-        abstract = [
-            key
-            for key, (_, leaf) in self._live.items()
-            if key not in match.picks and isinstance(leaf, jax.ShapeDtypeStruct)
-        ]
+        abstract = [key for key, leaf in self._leaves.items() if leaf.is_abstract and key not in match.picks]
         copies = [f"{name}  equal to {original}" for name, original in self._copies.items()]
         by_number = [f"{key}  stored as {stored}" for key, stored in self._by_number.items()]
         # Saved by a version, or a library, that numbers them: their order then is not known.
@@ -539,9 +542,9 @@ def _sums_of(leaves: Mapping[str, Leaf], manifest: _manifest.Manifest) -> Mappin
         return dict(zip(keys, pool.map(sums, keys), strict=True))
 
 
-def _requested_paths(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
-    """Returns the paths of `like` to read."""
-    if not live or isinstance(like, str | os.PathLike):
+def _requested_paths(like: Any, paths: Sequence[str], only: str | None) -> list[str]:
+    """Returns those of the paths of `like` that are read; raises `CheckpointError` if there are none."""
+    if not paths or isinstance(like, str | os.PathLike):
         raise CheckpointError(
             "There is nothing to restore into.",
             where=f"like={like!r}",
@@ -549,14 +552,13 @@ def _requested_paths(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], on
             do='restore(path, like={"model": model, "optimizer": optimizer, "step": 0})',
         )
     if only is None:
-        return list(live)
-    requested: Collection[str]
+        return list(paths)
     if only == "params":
-        requested = parameter_paths(like, live)
+        requested = parameter_paths(like, dict.fromkeys(paths))
         why = "`like` has no nnx parameters in a module, and nothing under a name `params`."
     else:
-        requested = {key for key in live if key == only or key.startswith(f"{only}/")}
-        names = sorted({key.split("/")[0] for key in live})
+        requested = {path for path in paths if path == only or path.startswith(f"{only}/")}
+        names = sorted({path.split("/")[0] for path in paths})
         why = f"nothing starts so; paths of `like` start with {', '.join(names)}."
     if not requested:
         raise CheckpointError(
@@ -565,7 +567,7 @@ def _requested_paths(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], on
             why=why,
             do='only="params", or a path prefix, such as only="model/blocks".',
         )
-    return [key for key in live if key in requested]
+    return [path for path in paths if path in requested]
 
 
 def _roots(like: Any, only: str | None) -> list[str]:
