@@ -267,7 +267,7 @@ def unflatten_like(like: Any, leaves: Mapping[Path, Any]) -> Any:
 
 
 def _filled_part(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
-    if isinstance(value, nnx.State):  # before modules: in some versions of Flax it is a pytree of Flax, too
+    if isinstance(value, nnx.State):
         return _filled_state(value, value, name, leaves)
     if isinstance(value, nnx.Pytree):
         graphdef, state = nnx.split(value)
