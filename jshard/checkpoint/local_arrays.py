@@ -20,6 +20,7 @@ CopyFacts = list[Any]
 
 def first_devices() -> dict[int, jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the first device of each process."""
+    # In reverse, so that the first device of a process replaces the others.
     return {device.process_index: device for device in reversed(jax.devices())}
 
 

@@ -60,15 +60,18 @@ def _parameter_trees(value: Any, path: Path, *, is_in_named_tuple: bool = False)
         return
     types_with_parameters = (nnx.Module,) if is_in_named_tuple else (nnx.Pytree, nnx.State)
     if isinstance(value, types_with_parameters):
-        # A part's own variables are under their names; those of a module in a pytree are one key deeper.
-        for variable_path, variable in variables_of(value) or ():
-            if isinstance(variable, nnx.Param):
-                yield _ParameterTree((*path, *variable_path), root=path)
+        yield from _parameters_of_module(value, path)
         return
     is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
     for key, child in _children(value):
         is_other_field = is_named_tuple and key != _PARAMS
         yield from _parameter_trees(child, (*path, key), is_in_named_tuple=is_in_named_tuple or is_other_field)
+
+
+def _parameters_of_module(module: Any, path: Path) -> Iterator[_ParameterTree]:
+    for variable_path, variable in variables_of(module) or ():
+        if isinstance(variable, nnx.Param):
+            yield _ParameterTree((*path, *variable_path), root=path)
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:

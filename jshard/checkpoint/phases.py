@@ -22,7 +22,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.began_at = time.time()
-        self._start_s = time.perf_counter()
+        self._start_s = time.perf_counter()  # a host's clock may be set while a phase runs; this one cannot
         self._phases: list[tuple[str, float, float]] = []  # name, begin and end
 
     @contextlib.contextmanager

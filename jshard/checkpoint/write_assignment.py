@@ -77,7 +77,7 @@ class WritePlan:
     sources: tuple[tuple[PieceSource, ...], ...]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # the saves of a run write the same leaves
 def plan_writes(leaves: tuple[LeafToWrite, ...], process: int, num_processes: int, most_bytes: int) -> WritePlan:
     """Returns what a process writes of some leaves.
 
@@ -88,41 +88,41 @@ def plan_writes(leaves: tuple[LeafToWrite, ...], process: int, num_processes: in
         most_bytes: a file that has this many bytes gets no more pieces.
     """
     assignment = _Assignment(process, num_processes)
-    shared_boxes: list[tuple[LeafToWrite, _ShardBox]] = []
+    shared_shards: list[tuple[LeafToWrite, _Shard]] = []
     for leaf in leaves:
         if leaf.sharding is None:
             box = tuple((0, size) for size in leaf.shape)
-            assignment.assign(leaf, _ShardBox(box, box, (0,)), box, writer=0)
+            assignment.assign(leaf, _Shard(box, box, (0,)), box, writer=0)
             continue
-        holders = _box_holders(leaf.sharding, leaf.padded_shape, leaf.shape, num_processes)
-        assignment.assign_unshared(leaf, holders)
-        shared_boxes += [(leaf, box) for box in holders.shared]
+        shards = _shards_of(leaf.sharding, leaf.padded_shape, leaf.shape, num_processes)
+        assignment.assign_unshared(leaf, shards)
+        shared_shards += [(leaf, shard) for shard in shards.shared]
     # Large ones first: the small ones then even out what the large ones left uneven. The order is total, as all
     # processes must assign alike.
-    shared_boxes.sort(key=lambda pair: (-_num_bytes(*pair), pair[0].number, pair[1].box))
-    for leaf, shard_box in shared_boxes:
-        assignment.assign_shared(leaf, shard_box)
+    shared_shards.sort(key=lambda pair: (-_num_bytes(*pair), pair[0].number, pair[1].box))
+    for leaf, shard in shared_shards:
+        assignment.assign_shared(leaf, shard)
     return assignment.plan(most_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
-class _ShardBox:
-    """The box of a shard.
+class _Shard:
+    """A shard of an array, which several processes may hold.
 
     Attributes:
-        box: without padding.
-        shard_box: with padding, as the shard's array has it.
+        box: its box without padding.
+        padded_box: its box with padding, as the shard's array has it.
         holders: the processes that hold it, in ascending order.
     """
 
     box: Limits
-    shard_box: Limits
+    padded_box: Limits
     holders: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _BoxHolders:
-    """The boxes of an array.
+class _ShardsOfArray:
+    """The shards of an array that are not only padding.
 
     Attributes:
         by_process: those that only one process holds, by process.
@@ -130,9 +130,9 @@ class _BoxHolders:
         shared: those that several processes hold.
     """
 
-    by_process: Mapping[int, Sequence[_ShardBox]]
+    by_process: Mapping[int, Sequence[_Shard]]
     num_elements: np.ndarray
-    shared: Sequence[_ShardBox]
+    shared: Sequence[_Shard]
 
 
 class _Assignment:
@@ -144,33 +144,33 @@ class _Assignment:
         self._pieces: list[Piece] = []
         self._sources: dict[tuple[int, Limits], PieceSource] = {}  # by leaf and box of the piece
 
-    def assign(self, leaf: LeafToWrite, shard_box: _ShardBox, box: Limits, *, writer: int) -> None:
+    def assign(self, leaf: LeafToWrite, shard: _Shard, box: Limits, *, writer: int) -> None:
         """Lets a process write a box, which is a shard or a part of one."""
         self._load_bytes[writer] += size_of(box) * leaf.itemsize
         if writer == self._process:
-            self._add_piece(leaf, shard_box, box)
+            self._add_piece(leaf, shard, box)
 
-    def assign_unshared(self, leaf: LeafToWrite, holders: _BoxHolders) -> None:
-        """Lets each process write the boxes that it alone holds."""
-        # The boxes of the other processes, of which there may be thousands, are counted and not visited.
-        self._load_bytes += holders.num_elements * leaf.itemsize
-        for shard_box in holders.by_process.get(self._process, ()):
-            self._add_piece(leaf, shard_box, shard_box.box)
+    def assign_unshared(self, leaf: LeafToWrite, shards: _ShardsOfArray) -> None:
+        """Lets each process write the shards that it alone holds."""
+        # The shards of the other processes, of which there may be thousands, are counted and not visited.
+        self._load_bytes += shards.num_elements * leaf.itemsize
+        for shard in shards.by_process.get(self._process, ()):
+            self._add_piece(leaf, shard, shard.box)
 
-    def assign_shared(self, leaf: LeafToWrite, shard_box: _ShardBox) -> None:
-        """Cuts a box that several processes hold, and lets the least loaded of them write each part."""
-        most_parts = _num_bytes(leaf, shard_box) // _LEAST_PART_BYTES
-        for part in _cut(shard_box.box, min(len(shard_box.holders), most_parts)):
-            writer = min(shard_box.holders, key=lambda holder: self._load_bytes[holder])
-            self.assign(leaf, shard_box, part, writer=writer)
+    def assign_shared(self, leaf: LeafToWrite, shard: _Shard) -> None:
+        """Cuts a shard that several processes hold, and lets the least loaded of them write each part."""
+        most_parts = _num_bytes(leaf, shard) // _LEAST_PART_BYTES
+        for part in _cut(shard.box, min(len(shard.holders), most_parts)):
+            writer = min(shard.holders, key=lambda holder: self._load_bytes[holder])
+            self.assign(leaf, shard, part, writer=writer)
 
-    def _add_piece(self, leaf: LeafToWrite, shard_box: _ShardBox, box: Limits) -> None:
+    def _add_piece(self, leaf: LeafToWrite, shard: _Shard, box: Limits) -> None:
         part = None
-        if box != shard_box.shard_box:
-            starts = [start for start, _ in shard_box.shard_box]
+        if box != shard.padded_box:
+            starts = [start for start, _ in shard.padded_box]
             part = tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))
         self._pieces.append(Piece(leaf.number, leaf.path, jnp.dtype(leaf.dtype), box))
-        self._sources[leaf.number, box] = PieceSource(leaf.number, shard_box.shard_box, part)
+        self._sources[leaf.number, box] = PieceSource(leaf.number, shard.padded_box, part)
 
     def plan(self, most_bytes: int) -> WritePlan:
         """Lays out the pieces in files."""
@@ -183,34 +183,34 @@ class _Assignment:
         return WritePlan(tuple(files), tuple(sources))
 
 
-@functools.lru_cache(maxsize=4096)
-def _box_holders(
+@functools.lru_cache(maxsize=4096)  # many leaves have the same sharding and shape
+def _shards_of(
     sharding: Sharding, padded_shape: tuple[int, ...], shape: tuple[int, ...], num_processes: int
-) -> _BoxHolders:
-    """Finds the boxes of an array, and the processes that hold each."""
+) -> _ShardsOfArray:
+    """Finds the shards of an array, and the processes that hold each."""
     processes_by_box: dict[Limits, set[int]] = collections.defaultdict(set)
-    for device, shard_box in device_boxes(sharding, padded_shape).items():
-        processes_by_box[shard_box].add(device.process_index)
+    for device, padded_box in device_boxes(sharding, padded_shape).items():
+        processes_by_box[padded_box].add(device.process_index)
 
-    by_process: dict[int, list[_ShardBox]] = collections.defaultdict(list)
+    by_process: dict[int, list[_Shard]] = collections.defaultdict(list)
     num_elements = np.zeros(num_processes, np.int64)
-    shared: list[_ShardBox] = []
-    for shard_box, processes in processes_by_box.items():
-        box = tuple((start, min(stop, size)) for (start, stop), size in zip(shard_box, shape, strict=True))
+    shared: list[_Shard] = []
+    for padded_box, processes in processes_by_box.items():
+        box = tuple((start, min(stop, size)) for (start, stop), size in zip(padded_box, shape, strict=True))
         if any(start >= stop for start, stop in box):
             continue  # only padding
-        holders = tuple(sorted(processes))
-        if len(holders) == 1:
-            (process,) = holders
-            by_process[process].append(_ShardBox(box, shard_box, holders))
+        shard = _Shard(box, padded_box, tuple(sorted(processes)))
+        if len(processes) == 1:
+            (process,) = processes
+            by_process[process].append(shard)
             num_elements[process] += size_of(box)
         else:
-            shared.append(_ShardBox(box, shard_box, holders))
-    return _BoxHolders(by_process, num_elements, shared)
+            shared.append(shard)
+    return _ShardsOfArray(by_process, num_elements, shared)
 
 
-def _num_bytes(leaf: LeafToWrite, shard_box: _ShardBox) -> int:
-    return size_of(shard_box.box) * leaf.itemsize
+def _num_bytes(leaf: LeafToWrite, shard: _Shard) -> int:
+    return size_of(shard.box) * leaf.itemsize
 
 
 def _cut(box: Limits, num_parts: int) -> list[Limits]:
