@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -222,57 +221,79 @@ def _stored_name(name: str, source: ArraySource, dropped_prefix: str | None) -> 
     return None
 
 
+@dataclass(frozen=True)
+class _OrderedArray:
+    """A stored array, in the order of the leaf's dims."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: StoredLeaf
+
+    @classmethod
+    def of(cls, name: str, leaf: StoredLeaf, order: Sequence[int]) -> _OrderedArray:
+        """Returns an array whose dims are put in this order."""
+        return cls(name, tuple(leaf.shape[dim] for dim in order), leaf)
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+
 def _assembly(path: str, stored: Stored, names: Sequence[str], source: ArraySource) -> _Assembly:
     """Returns how a leaf is made of these stored arrays; raises `CheckpointError` if they do not fit together."""
-    leaves = [source.leaves[name] for name in names]
-    check_order(path, stored, {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)})
+    check_order(path, stored, {name: source.leaves[name].shape for name in names})
+    arrays = []
+    for name in names:
+        leaf = source.leaves[name]
+        arrays.append(_OrderedArray.of(name, leaf, stored.order(len(leaf.shape))))
     if stored.stack is not None:
-        return _stacked(path, stored, names, leaves)
-    if len(names) != 1:
-        return _joined(path, stored, names, leaves)
-    shape = _shape_with_parts(path, _leaf_order(leaves[0].shape, stored), stored)
-    leaf = stored_array(shape, np.dtype(leaves[0].dtype))
-    return _Assembly(stored, leaf, (_ArrayRange(names[0]),))
+        ranges = _stacked(path, stored, arrays)
+        shape = stored.in_all(arrays[0].shape, len(arrays))
+    elif len(arrays) == 1:
+        ranges = (_ArrayRange(names[0]),)
+        shape = _shape_with_parts(path, arrays[0].shape, stored)
+    else:
+        ranges = _joined(path, stored, arrays)
+        shape = _resized(arrays[0].shape, stored, ranges[-1].stop)
+    return _Assembly(stored, stored_array(shape, np.dtype(arrays[0].dtype)), ranges)
 
 
-def _stacked(path: str, stored: Stored, names: Sequence[str], leaves: Sequence[StoredLeaf]) -> _Assembly:
-    """Returns the assembly of arrays that are entries of the leaf along a new dim."""
+def _stacked(path: str, stored: Stored, arrays: Sequence[_OrderedArray]) -> tuple[_ArrayRange, ...]:
+    """Returns the ranges of arrays that are entries of the leaf along a new dim."""
     assert stored.stack is not None
-    shapes = [_leaf_order(leaf.shape, stored) for leaf in leaves]
-    ndim = len(shapes[0])
+    ndim = len(arrays[0].shape)
     is_dim = -ndim - 1 <= stored.stack <= ndim
-    num_dtypes = len({leaf.dtype for leaf in leaves})
-    if not is_dim or len(set(shapes)) != 1 or num_dtypes != 1:
+    are_alike = len({(array.shape, array.dtype) for array in arrays}) == 1
+    if not is_dim or not are_alike:
         why = f"they are stacked along a new dim {stored.stack}; all dims, and dtypes, must be equal."
-        raise _misfit(path, names, leaves, why)
-    shape = stored.in_all(shapes[0], len(names))
-    arrays = [_ArrayRange(name, entry, entry + 1) for entry, name in enumerate(names)]
-    return _Assembly(stored, stored_array(shape, np.dtype(leaves[0].dtype)), tuple(arrays))
+        raise _misfit(path, arrays, why)
+    return tuple(_ArrayRange(array.name, entry, entry + 1) for entry, array in enumerate(arrays))
 
 
-def _joined(path: str, stored: Stored, names: Sequence[str], leaves: Sequence[StoredLeaf]) -> _Assembly:
-    """Returns the assembly of arrays that follow each other along a dim of the leaf."""
-    shapes = [_leaf_order(leaf.shape, stored) for leaf in leaves]
+def _joined(path: str, stored: Stored, arrays: Sequence[_OrderedArray]) -> tuple[_ArrayRange, ...]:
+    """Returns the ranges of arrays that follow each other along a dim of the leaf."""
     # Only the joined dim may differ: its size is set to 0 in all, and the rest compared.
-    are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1
-    if not are_alike or shapes[0] == () or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
+    rests = {(_resized(array.shape, stored, 0), array.dtype) for array in arrays}
+    if len(rests) != 1 or arrays[0].shape == ():
         why = f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal."
-        raise _misfit(path, names, leaves, why)
-    arrays = _consecutive(names, [shape[stored.dim] for shape in shapes])
-    shape = _resized(shapes[0], stored, arrays[-1].stop)
-    return _Assembly(stored, stored_array(shape, np.dtype(leaves[0].dtype)), arrays)
+        raise _misfit(path, arrays, why)
+    return _consecutive([array.name for array in arrays], [array.shape[stored.dim] for array in arrays])
 
 
 def _consecutive(names: Sequence[str], sizes: Sequence[int]) -> tuple[_ArrayRange, ...]:
     """Returns the ranges of arrays of these sizes, one after the other."""
-    stops = itertools.accumulate(sizes)
-    return tuple(_ArrayRange(name, stop - size, stop) for name, size, stop in zip(names, sizes, stops, strict=True))
+    ranges = []
+    start = 0
+    for name, size in zip(names, sizes, strict=True):
+        ranges.append(_ArrayRange(name, start, start + size))
+        start += size
+    return tuple(ranges)
 
 
-def _misfit(path: str, names: Sequence[str], leaves: Sequence[StoredLeaf], why: str) -> CheckpointError:
+def _misfit(path: str, arrays: Sequence[_OrderedArray], why: str) -> CheckpointError:
     return CheckpointError(
         f"The stored arrays of {path} do not fit together.",
-        where=[f"{name}  {leaf.shape} {leaf.dtype}" for name, leaf in zip(names, leaves, strict=True)],
+        where=[f"{array.name}  {array.stored.shape} {array.dtype}" for array in arrays],
         why=why,
         do="correct the table of names.",
     )
@@ -333,11 +354,6 @@ def _resized(shape: tuple[int, ...], stored: Stored, size: int) -> tuple[int, ..
 
 def _box(limits: Limits) -> Box:
     return tuple(slice(start, stop) for start, stop in limits)
-
-
-def _leaf_order(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
-    """Returns the sizes of the dims of a stored array in the order of the leaf's dims."""
-    return tuple(shape[dim] for dim in stored.order(len(shape)))
 
 
 def _in_stored_order(items: Sequence[_Item], order: tuple[int, ...]) -> tuple[_Item, ...]:

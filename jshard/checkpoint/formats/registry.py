@@ -41,7 +41,7 @@ class CheckpointFormat:
     open: Callable[[Path], FormatSource]
 
 
-# In this order: a folder of DCP may have safetensors beside `.metadata`, and any of them a file `pytorch_model.bin`.
+# In this order, as a folder may have several: safetensors beside the `.metadata` of DCP, or beside `pytorch_model.bin`.
 BUILT_IN = (
     CheckpointFormat(name="dcp", detect=is_dcp_folder, open=DcpSource),
     CheckpointFormat(name="safetensors", detect=is_safetensors, open=SafetensorsSource),
@@ -92,9 +92,9 @@ def register_format(
         >>> js.checkpoint.restore("kernel.npy", like={"kernel": jnp.zeros((2, 3))})["kernel"].tolist()
         [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    is_built_in = any(format.name == name for format in BUILT_IN)
+    is_built_in = any(built_in.name == name for built_in in BUILT_IN)
     if is_built_in or (name in REGISTERED and not replace):
-        names = [format.name for format in (*BUILT_IN, *REGISTERED.values())]
+        names = [*(built_in.name for built_in in BUILT_IN), *REGISTERED]
         do = f'register_format(name="my {name}", ...)'
         if not is_built_in:
             do += "\nor, if this is the same format again: register_format(..., replace=True)"
@@ -121,9 +121,9 @@ def foreign_source(path: str | Path) -> FormatSource | None:
     registered = _registered_format(path)
     if registered is not None:
         return registered.open(path)
-    for format in BUILT_IN:
-        if format.detect(path):
-            return format.open(path)
+    for built_in in BUILT_IN:
+        if built_in.detect(path):
+            return built_in.open(path)
     return None
 
 
@@ -132,9 +132,9 @@ def _registered_format(path: Path) -> CheckpointFormat | None:
     # A `detect` that is too broad must not take over the checkpoints of the run itself.
     if not REGISTERED or is_checkpoint(path):
         return None
-    detected = [format for format in REGISTERED.values() if format.detect(path)]
+    detected = [registered for registered in REGISTERED.values() if registered.detect(path)]
     if len(detected) > 1:
-        names = " and ".join(repr(format.name) for format in detected)
+        names = " and ".join(repr(registered.name) for registered in detected)
         raise CheckpointError(
             "Several checkpoint formats detect this path.",
             where=str(path),
