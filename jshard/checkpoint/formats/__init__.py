@@ -9,13 +9,13 @@ Example:
 """
 
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
-from jshard.checkpoint.formats.dcp import write_dcp as write_dcp
+from jshard.checkpoint.formats.dcp_writer import write_dcp as write_dcp
 from jshard.checkpoint.formats.names import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.names import NamedSource as NamedSource
 from jshard.checkpoint.formats.registry import foreign_source as foreign_source
 from jshard.checkpoint.formats.registry import register_format as register_format
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
-from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
+from jshard.checkpoint.formats.safetensors_writer import write_safetensors as write_safetensors
 from jshard.checkpoint.formats.source import ArraySource as ArraySource
 from jshard.checkpoint.formats.source import Box as Box
 from jshard.checkpoint.formats.source import FormatSource as FormatSource

@@ -7,59 +7,51 @@ chunk are contiguous bytes.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import io
-import itertools
 import math
 import os
-import pickle
-import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard._files import is_inside, open_new, read_bytes
-from jshard._paths import expanded
+from jshard._files import is_inside, read_bytes
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import torch_pickle
 from jshard.checkpoint.formats.source import (
-    ArraySource,
     Box,
     FileRegion,
     bounds,
-    check_export,
     damaged,
     existing,
-    finished_together,
     read_region,
     stored_array,
 )
-from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, STORAGES, Archive, Record, records, short
+from jshard.checkpoint.formats.torch_archive import Archive
+from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, Record, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
 
 METADATA = ".metadata"
 
-_DCP = "torch.distributed.checkpoint.metadata"
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # location of some of them in torch 2.2 and older
 _ALLOWED = {
     **torch_pickle.PLAIN,
-    **records(_DCP, "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
-    **records(_DCP, "ChunkStorageMetadata", "TensorProperties", "StorageMeta"),
+    **records(METADATA_MODULE, "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+    **records(METADATA_MODULE, "ChunkStorageMetadata", "TensorProperties", "StorageMeta"),
     **records("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     **records(_SHARDED, "TensorProperties"),
     **records("torch.serialization", "_get_layout"),
     **records("pathlib", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     **records("pathlib._local", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),  # Python 3.13
-    (_DCP, "_MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
     (_SHARDED, "MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
 }
-_METADATA_CLASS = _ALLOWED[_DCP, "Metadata"]
-_TENSOR_CLASS = _ALLOWED[_DCP, "TensorStorageMetadata"]
-_BYTES_CLASS = _ALLOWED[_DCP, "BytesStorageMetadata"]
+_METADATA_CLASS = _ALLOWED[METADATA_MODULE, "Metadata"]
+_TENSOR_CLASS = _ALLOWED[METADATA_MODULE, "TensorStorageMetadata"]
+_BYTES_CLASS = _ALLOWED[METADATA_MODULE, "BytesStorageMetadata"]
 
 
 def is_dcp_folder(path: Path) -> bool:
@@ -359,267 +351,3 @@ def _is_in(shape: tuple[int, ...], chunk: _Chunk) -> bool:
         return False
     dims = zip(chunk.start, chunk.size, shape, strict=True)
     return all(start + size <= dim_size for start, size, dim_size in dims)
-
-
-# Writes them without PyTorch: the pickles name PyTorch classes, which need not be installed. Names, and the calls that
-# rebuild objects, are written literally by `_Global`, `_Call` and `_Object`.
-
-_FILE = "__0_0.distcp"
-_CHUNK_BYTES = 64 << 20  # PyTorch reads whole chunks
-_ALIGNMENT = 64
-_TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_STORAGE_NAMES = {name: storage for storage, name in STORAGES.items()}
-
-
-def write_dcp(
-    folder: str | Path,
-    source: ArraySource,
-    *,
-    values: Mapping[str, int | float | str] | None = None,
-    on_written: Callable[[int], object] = lambda num_bytes: None,
-) -> list[Path]:
-    """Writes arrays and values as a checkpoint of one rank, which any number of ranks can load.
-
-    Slashes in names become dots. One chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last:
-    without it there is no checkpoint.
-    """
-    folder = expanded(folder).absolute()
-    values = values or {}
-    names = [_dotted(name) for name in (*source.leaves, *values)]
-    check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, _TORCH_NAMES)
-    with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):
-        with open_new(data) as stream:
-            items = _write_items(stream, source, values, on_written)
-        with open_new(metadata) as stream:
-            stream.write(_pickled(_description(folder, source.leaves, items), protocol=4))
-    return [folder / _FILE, folder / METADATA]
-
-
-def _dotted(name: str) -> str:
-    return name.replace("/", ".")
-
-
-class _StoredItem(NamedTuple):
-    """The location of an item, or of a chunk of it, in the file."""
-
-    name: str
-    start: tuple[int, ...] | None
-    shape: tuple[int, ...]
-    offset: int
-    length: int
-
-
-def _write_items(
-    stream: BinaryIO, source: ArraySource, values: Mapping[str, Any], on_written: Callable[[int], object]
-) -> list[_StoredItem]:
-    items = []
-    for name, value in values.items():
-        offset = stream.tell()
-        length = _write_archive(stream, value, ())
-        items.append(_StoredItem(_dotted(name), None, (), offset, length))
-    for name, leaf in source.leaves.items():
-        for box in _chunks(leaf):
-            array = np.asarray(source.read(name, box), order="C")
-            start = tuple(part.start for part in box)
-            offset = stream.tell()
-            length = _write_archive(stream, _rebuilt(array), (array,))
-            items.append(_StoredItem(_dotted(name), start, array.shape, offset, length))
-            on_written(array.nbytes)
-    return items
-
-
-def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
-    """Yields boxes of some 64 MiB that make up an array, cut along the first dims."""
-    shape = leaf.shape
-    room = max(1, _CHUNK_BYTES // np.dtype(leaf.dtype).itemsize)  # in elements
-    steps = []
-    for dim, size in enumerate(shape):
-        row_size = math.prod(shape[dim + 1 :])
-        step = max(1, min(size, room // max(1, row_size)))
-        steps.append(step)
-        if step > 1:
-            room = row_size  # several rows fit, and so the dims after this one are not cut
-    # An array without elements has one chunk, without elements.
-    starts = [range(0, max(size, 1), step) for size, step in zip(shape, steps, strict=True)]
-    for corner in itertools.product(*starts):
-        dims = zip(corner, steps, shape, strict=True)
-        yield tuple(slice(start, min(start + step, size)) for start, step, size in dims)
-
-
-# The format of `torch.save`.
-
-_ZIP_HEADER_BYTES = 30  # of a member, before its name
-_EXTRA_HEADER_BYTES = 4  # of the extra field that pads it
-
-
-def _write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) -> int:
-    """Writes a zip of a pickle and its tensors' bytes, aligned to 64; returns its length."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in _members(value, arrays).items():
-            info = zipfile.ZipInfo(f"archive/{name}")
-            header_bytes = _ZIP_HEADER_BYTES + len(info.filename) + _EXTRA_HEADER_BYTES
-            padding = -(buffer.tell() + header_bytes) % _ALIGNMENT
-            info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-            archive.writestr(info, content)
-            info.extra = b""  # the central directory does not include the padding
-    return stream.write(buffer.getbuffer())
-
-
-def _members(value: Any, arrays: tuple[np.ndarray, ...]) -> dict[str, Any]:
-    """Returns the files of an archive by name, in PyTorch's order."""
-    members: dict[str, Any] = {
-        "data.pkl": _pickled(value, protocol=2),
-        ".format_version": b"1",
-        ".storage_alignment": str(_ALIGNMENT).encode(),
-        "byteorder": b"little",
-    }
-    for key, array in enumerate(arrays):
-        members[f"data/{key}"] = array.reshape(-1).view(np.uint8).data
-    members["version"] = b"3\n"
-    members[".data/serialization_id"] = b"0" * 40
-    return members
-
-
-def _rebuilt(array: np.ndarray) -> Any:
-    """Returns a tensor whose numbers are the first storage of the archive."""
-    dtype = _TORCH_NAMES[array.dtype]
-    strides = tuple(step // array.itemsize for step in array.strides)
-    settings = (0, array.shape, strides, False, collections.OrderedDict())  # offset, ..., requires_grad, hooks
-    if dtype in _STORAGE_NAMES:
-        storage = _storage(_Global("torch", _STORAGE_NAMES[dtype]), array.size)
-        return _Call(_Global("torch._utils", "_rebuild_tensor_v2"), (storage, *settings))
-    storage = _storage(_Global("torch.storage", "UntypedStorage"), array.nbytes)
-    return _Call(_Global("torch._utils", "_rebuild_tensor_v3"), (storage, *settings, _Global("torch", dtype)))
-
-
-def _storage(kind: _Global, size: int) -> _Persistent:
-    """Returns the first storage of the archive; its size is in elements, or in bytes if it is untyped."""
-    return _Persistent(("storage", kind, "0", "cpu", size))
-
-
-# `.metadata`.
-
-
-def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> Any:
-    described = _tensor_records(leaves, items)
-    for item in items:
-        if item.start is None:
-            described[item.name] = _record("BytesStorageMetadata", {})
-    meta = {"checkpoint_id": str(folder), "save_id": "jshard", "load_id": None, "modules": []}
-    return _record(
-        "Metadata",
-        {
-            "state_dict_metadata": described,
-            "planner_data": {name: (name,) for name in described},
-            "storage_data": _storage_data(items),
-            "storage_meta": _record("StorageMeta", meta),
-            "version": "1.0.0",
-        },
-    )
-
-
-def _tensor_records(leaves: Mapping[str, StoredLeaf], items: Iterable[_StoredItem]) -> dict[str, Any]:
-    """Returns the description of each tensor."""
-    chunks = collections.defaultdict(list)
-    for item in items:
-        if item.start is not None:
-            corners = {"offsets": _size(item.start), "sizes": _size(item.shape)}
-            chunks[item.name].append(_record("ChunkStorageMetadata", corners))
-    layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
-    described = {}
-    for name, leaf in leaves.items():
-        dtype = _Global("torch", _TORCH_NAMES[np.dtype(leaf.dtype)])
-        properties = _record("TensorProperties", (dtype, layout, False, contiguous, False))
-        dotted = _dotted(name)
-        fields = {"properties": properties, "size": _size(leaf.shape), "chunks": chunks[dotted]}
-        described[dotted] = _record("TensorStorageMetadata", fields)
-    return described
-
-
-def _storage_data(items: Iterable[_StoredItem]) -> dict[Any, Any]:
-    """Returns the location of each item."""
-    info = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    stored = {}
-    for item in items:
-        start = None
-        if item.start is not None:
-            start = _size(item.start)
-        index = _record("MetadataIndex", {"fqn": item.name, "offset": start, "index": None})
-        stored[index] = _Object(info, {"relative_path": _FILE, "offset": item.offset, "length": item.length})
-    return stored
-
-
-def _record(name: str, state: Any) -> Any:
-    return _Object(_Global(_DCP, name), state)
-
-
-def _size(shape: tuple[int, ...]) -> Any:
-    return _Call(_Global("torch", "Size"), (tuple(shape),))
-
-
-# Pickles of objects whose classes are not installed.
-
-
-class _Global(NamedTuple):
-    """A class or function that a pickle names."""
-
-    module: str
-    name: str
-
-
-class _Call(NamedTuple):
-    """The result of calling a function or class with these arguments."""
-
-    function: _Global
-    args: tuple
-
-
-@dataclasses.dataclass(eq=False)  # a key of a dict
-class _Object:
-    """An object created without arguments, whose state is then set."""
-
-    kind: _Global
-    state: Any
-
-
-class _Persistent(NamedTuple):
-    """An object stored beside the pickle."""
-
-    key: tuple
-
-
-_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]  # the Python one: the C one imports each name's object
-
-
-class _Writer(_Pickler):
-    """Writes the classes above as the objects they stand for."""
-
-    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
-
-    def persistent_id(self, obj: Any) -> Any:
-        """Returns the key of an object stored beside the pickle."""
-        return obj.key if isinstance(obj, _Persistent) else None
-
-    def _global(self, reference: _Global) -> None:
-        self.write(pickle.GLOBAL + f"{reference.module}\n{reference.name}\n".encode())
-
-    def _call(self, call: _Call) -> None:
-        self.save(call.function)
-        self.save(call.args)
-        self.write(pickle.REDUCE)
-
-    def _object(self, instance: _Object) -> None:
-        self.save(instance.kind)
-        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-        self.save(instance.state)
-        self.write(pickle.BUILD)
-
-    dispatch |= {_Global: _global, _Call: _call, _Object: _object}
-
-
-def _pickled(value: Any, *, protocol: int) -> bytes:
-    file = io.BytesIO()
-    _Writer(file, protocol).dump(value)
-    return file.getvalue()

@@ -16,7 +16,7 @@ import numpy as np
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.safetensors import check_index, read_index
 from jshard.checkpoint.formats.source import Box, FileRegion, damaged, existing, read_region, stored_array
-from jshard.checkpoint.formats.torch_pickle import Archive
+from jshard.checkpoint.formats.torch_archive import Archive
 from jshard.checkpoint.manifest import StoredLeaf
 
 NAME = "pytorch_model.bin"

@@ -29,7 +29,8 @@ from jshard.checkpoint.formats.source import (
     read_region,
     stored_array,
 )
-from jshard.checkpoint.formats.torch_pickle import Archive, Record, records, short
+from jshard.checkpoint.formats.torch_archive import Archive
+from jshard.checkpoint.formats.torch_pickle import Record, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
 from jshard.errors import printable
 
