@@ -155,13 +155,13 @@ def _as_dtype(pick: Pick, array: np.ndarray, dtype: Any) -> np.ndarray:
     return cast
 
 
-def _is_equal(cast: np.ndarray, whole: np.ndarray) -> bool:
+def _is_equal(cast: np.ndarray, numbers: np.ndarray) -> bool:
     """Returns whether a cast of integers or bools has changed none."""
     if not jnp.issubdtype(cast.dtype, jnp.inexact):
-        return bool((cast == whole).all())
+        return bool((cast == numbers).all())
     # Python compares an int with a float exactly; NumPy would round both to float64 first.
     wide = np.complex128 if jnp.issubdtype(cast.dtype, jnp.complexfloating) else np.float64
-    return bool((cast.astype(wide).astype(object) == whole.astype(object)).all())
+    return bool((cast.astype(wide).astype(object) == numbers.astype(object)).all())
 
 
 # One program for all leaves of a dtype and a sharding: jax then compiles once for each of their shapes.

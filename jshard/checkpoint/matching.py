@@ -208,6 +208,11 @@ def _compare(stored: StoredLeaf, target: StoredLeaf) -> _LeafComparison:
         # An old-style key is a plain array of numbers, and Orbax cannot distinguish a new-style key from it.
         has_same_numbers = stored.dtype == target.dtype and None in (stored.key, target.key)
         return _CAST if has_same_numbers else _LeafComparison(f"stored {stored.kind}  wanted {target.kind}")
+    return _compare_dtypes(stored, target)
+
+
+def _compare_dtypes(stored: StoredLeaf, target: StoredLeaf) -> _LeafComparison:
+    """Compares the dtypes of two arrays of one shape; integers become no floats, which would not hold all of them."""
     if stored.dtype == target.dtype:
         return _EQUAL
     for kind in (jnp.floating, jnp.complexfloating):

@@ -123,8 +123,9 @@ class RestoreOperation:
         with self.phases("plan"):
             _check_policies(missing, extra)
             renames = dict(rename or {})
-            self._leaves = {_leaves.text(path): _LikeLeaf(path, leaf) for path, leaf in _leaves.flatten(like).items()}
-            self._targets = self._abstract_leaves(_requested_paths(like, list(self._leaves), only))
+            by_path = _leaves.flatten(like)
+            self._like_leaves = {_leaves.text(path): _LikeLeaf(path, value) for path, value in by_path.items()}
+            self._targets = self._abstract_leaves(_requested_paths(like, list(self._like_leaves), only))
             described = self._described_leaves()
             roots = _roots(like, only)
             numbered = _leaves.by_number(like)
@@ -153,7 +154,7 @@ class RestoreOperation:
                 self.match,
                 self._stored,
                 self._targets,
-                abstract=[key for key, leaf in self._leaves.items() if leaf.is_abstract],
+                abstract=[key for key, leaf in self._like_leaves.items() if leaf.is_abstract],
                 rename=renames,
                 missing=missing,
                 extra=extra,
@@ -165,12 +166,12 @@ class RestoreOperation:
     def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Target]:
         """Returns some leaves of `like`, arrays by shape, dtype and sharding."""
         # All leaves are passed, not only these: arrays on no mesh get that of the others.
-        by_path = leaf_values.abstract({leaf.path: leaf.value for leaf in self._leaves.values()})
-        return {key: by_path[self._leaves[key].path] for key in keys}
+        by_path = leaf_values.abstract({leaf.path: leaf.value for leaf in self._like_leaves.values()})
+        return {key: by_path[self._like_leaves[key].path] for key in keys}
 
     def _described_leaves(self) -> dict[str, _manifest.StoredLeaf]:
         """Returns the leaves to read as a checkpoint would describe them: without the padding of this mesh."""
-        by_path = {self._leaves[key].path: target for key, target in self._targets.items()}
+        by_path = {self._like_leaves[key].path: target for key, target in self._targets.items()}
         storable = leaf_values.storable(by_path, abstract=True)
         logical_shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(self._like).items()}
         return {key: _manifest.describe(leaf, logical_shapes.get(key)) for key, leaf in storable.items()}
@@ -198,7 +199,8 @@ class RestoreOperation:
         ignored: set[str] = set()
         for root in roots:
             ignored |= surplus.not_parameters(self._stored, renamed(root, rename))
-        for key in self._leaves.keys() - self._targets.keys():  # such as statistics: the model has a place for them
+        # The others of `like`, such as statistics, are not read either, but the model has a place for them.
+        for key in self._like_leaves.keys() - self._targets.keys():
             for path in (key, numbered.get(key, key)):
                 ignored.update(surplus.places(renamed(path, rename), self._stored))
         return ignored
@@ -326,13 +328,13 @@ class RestoreOperation:
 
     def _filled(self, finished: Mapping[str, Leaf]) -> Any:
         """Returns new objects of the kinds in `like`, with the values read."""
-        positions = [key for key in finished if is_data_position(self._leaves[key].value)]
+        positions = [key for key in finished if is_data_position(self._like_leaves[key].value)]
         for key in positions:  # all are checked before the first one moves
-            check_position(self._leaves[key].value, finished[key])
+            check_position(self._like_leaves[key].value, finished[key])
         values = [key for key in finished if key not in positions]
-        filled = {leaf.path: leaf.value for leaf in self._leaves.values()}
+        filled = {leaf.path: leaf.value for leaf in self._like_leaves.values()}
         for key in [*values, *positions]:  # positions last: other leaves may not fit
-            leaf = self._leaves[key]
+            leaf = self._like_leaves[key]
             filled[leaf.path] = leaf_values.restored(key, finished[key], leaf.value)
         return _leaves.unflatten_like(self._like, filled)
 
@@ -373,7 +375,7 @@ class RestoreOperation:
     def _notes_on_leaves(self) -> list[str]:
         """Returns notes on leaves that are not restored as they are stored, or not at all."""
         match = self.match
-        abstract = [key for key, leaf in self._leaves.items() if leaf.is_abstract and key not in match.picks]
+        abstract = [key for key, leaf in self._like_leaves.items() if leaf.is_abstract and key not in match.picks]
         copies = [f"{name}  equal to {original}" for name, original in self._copies.items()]
         by_number = [f"{key}  stored as {stored}" for key, stored in self._by_number.items()]
         # Saved by a version, or a library, that numbers them: their order then is not known.

@@ -67,22 +67,23 @@ def copies(opened: Opened, surplus: Collection[str], used: Collection[str]) -> d
     """
     if len(surplus) > _MAX_COPIES:
         return {}
-    embeddings = [path for path in used if EMBEDDING.search(path)]
-    candidates = {}
-    for path in surplus:
-        if not HEAD.search(path) and not EMBEDDING.search(path):
-            return {}
-        leaf = opened.leaves[path]
-        candidates[path] = [name for name in embeddings if _may_be_equal(leaf, opened.leaves[name])]
-        if not candidates[path]:
-            return {}
+    candidates = {path: _possible_originals(path, used, opened.leaves) for path in surplus}
+    if not all(candidates.values()):
+        return {}
     originals = {}
-    for path, similar in candidates.items():
-        for embedding in similar:
+    for path, embeddings in candidates.items():
+        for embedding in embeddings:
             if _are_equal(opened, path, embedding):
                 originals[path] = embedding
                 break
     return originals
+
+
+def _possible_originals(surplus: str, used: Collection[str], stored: Mapping[str, StoredLeaf]) -> list[str]:
+    """Returns the embeddings that a surplus leaf may be a copy of; none if it is no head or embedding itself."""
+    if not HEAD.search(surplus) and not EMBEDDING.search(surplus):
+        return []
+    return [path for path in used if EMBEDDING.search(path) and _may_be_equal(stored[surplus], stored[path])]
 
 
 def _may_be_equal(surplus: StoredLeaf, used: StoredLeaf) -> bool:

@@ -187,7 +187,7 @@ def check_export(
 def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator[list[Path]]:
     """Yields paths of temporary files; once all are written and on disk, they get their own names, in this order.
 
-    The order counts: a reader takes the last file as the sign that all of them are there.
+    The order counts: a file that describes the others, such as an index, comes after them.
 
     Raises `RunError` if that fails; no file is then left.
     """

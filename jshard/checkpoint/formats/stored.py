@@ -62,10 +62,11 @@ class Stored:
         fields |= {"parts": parts, "stack": stack}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
-        self._check()
+        self._check_combination()
+        self._check_dims()
 
-    def _check(self) -> None:
-        """Raises an error for arguments that exclude each other, or that are no order of dims."""
+    def _check_combination(self) -> None:
+        """Raises `ValueError` for arguments that exclude each other."""
         has_order = bool(self.transpose or self.dims)
         if self.parts > 1 and (has_order or len(self.names) > 1):
             raise ValueError(f"parts={self.parts} needs a single array that is not transposed")
@@ -74,6 +75,9 @@ class Stored:
             raise ValueError(
                 f"stack={self.stack} is the new dim, of an entry for each array: it takes no dim, sizes or parts"
             )
+
+    def _check_dims(self) -> None:
+        """Raises `CheckpointError` unless the dims are in one order, which `dims` or `transpose` says."""
         has_integers = all(isinstance(dim, int) for dim in self.dims)
         is_order = has_integers and set(self.dims) == set(range(len(self.dims)))
         if not is_order or (self.dims and self.transpose):
