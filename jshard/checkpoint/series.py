@@ -17,7 +17,7 @@ from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
 from jshard.checkpoint.pending import LOOK_S, Pending
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.restoring import Extra, Missing, Restoring
+from jshard.checkpoint.restore_operation import Extra, Missing, RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S, Format, SaveOperation, checked_format
 from jshard.checkpoint.series_store import store_of, warn
 from jshard.checkpoint.shared_folder import check_shared, is_shown
@@ -331,7 +331,7 @@ class Checkpointer:
             step = candidates.pop()
             try:
                 opened = own_checkpoint(self.path(step), verify=verify)
-                restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
+                restoring = RestoreOperation(opened, like, only=only, rename=rename, missing=missing, extra=extra)
                 restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
             except RunError as error:
                 can_fall_back = fall_back and candidates

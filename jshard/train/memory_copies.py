@@ -28,8 +28,8 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import reason, unreadable
 from jshard.checkpoint.host_snapshot import Packing
-from jshard.checkpoint.opened import opened_parts
-from jshard.checkpoint.restoring import Restoring
+from jshard.checkpoint.packed_reader import opened_parts
+from jshard.checkpoint.restore_operation import RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.keeper import KeeperClient, KeptPart
@@ -175,7 +175,7 @@ class MemoryCopies:
         failed = lambda failures: unreadable(name, why(failures))
         all_or_none(str(name), None, error, failed=failed, timeout_s=TIMEOUT_S)
         assert opened is not None
-        return Restoring(opened, self._like).run(verify=True, timeout_s=TIMEOUT_S)
+        return RestoreOperation(opened, self._like).run(verify=True, timeout_s=TIMEOUT_S)
 
     def _parts(self, run: str, step: int) -> list[KeptPart]:
         return sorted({part for seat in self._seats for part in seat.parts if (part.run, part.step) == (run, step)})

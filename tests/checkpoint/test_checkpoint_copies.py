@@ -9,8 +9,8 @@ from flax import nnx
 from jshard.checkpoint import host_snapshot
 from jshard.checkpoint.host_snapshot import Packing
 from jshard.checkpoint.layout import lay_out_files
-from jshard.checkpoint.opened import opened_parts
-from jshard.checkpoint.restoring import Restoring
+from jshard.checkpoint.packed_reader import opened_parts
+from jshard.checkpoint.restore_operation import RestoreOperation
 from jshard.checkpoint.write_assignment import WritePlan
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import abstract, differences, filled
@@ -23,7 +23,7 @@ def packed(state, step=1):
 def restored(data, layout):
     read = lambda begin, size: data[begin : begin + size]
     opened = opened_parts(Path("copy"), [read])
-    return Restoring(opened, abstract(layout)).run(verify=True, timeout_s=60)
+    return RestoreOperation(opened, abstract(layout)).run(verify=True, timeout_s=60)
 
 
 @pytest.mark.parametrize("target", ["one device", "all axes"])

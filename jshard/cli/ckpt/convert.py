@@ -16,25 +16,25 @@ import jshard as js
 from jshard._text import counted, human_bytes
 from jshard.checkpoint import leaf_values
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.comparing import listing, verify
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
     ArraySource,
     ForeignSource,
     NamedSource,
-    SafetensorsSource,
+    Names,
     check_settings,
     foreign_source,
     write_dcp,
     write_safetensors,
 )
-from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.listing import listing
 from jshard.checkpoint.lookup import checkpoint_at, is_checkpoint, local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.part import ArrayPlace, Part, part_of
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import import_leaves, reshard
+from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, remark, simulate_devices
 from jshard.cli._request import stored_settings
 from jshard.cli._stored import StoredRun
@@ -167,8 +167,9 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
             why="no such file or folder." if not args.path.exists() else "it is of no format that is known here.",
             do="give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote.",
         )
-    for note in found.notes if isinstance(found, SafetensorsSource) else ():
-        remark(note)
+    if found is not None:
+        for note in found.notes:
+            remark(note)
     if model is None:
         path = args.path.absolute()
         return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)
