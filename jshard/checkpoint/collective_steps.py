@@ -11,7 +11,8 @@ from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, in_four_parts, write_failed
 from jshard.errors import FourPartError, causes
 
-T = TypeVar("T")
+Result = TypeVar("Result")
+Report = TypeVar("Report")
 
 _save_numbers = itertools.count()  # equal on all processes, which make their saves in the same order
 
@@ -34,20 +35,20 @@ class CollectiveSteps:
         self._agreed: Exception | None = None  # why the save has failed, once all processes know it
 
     def run(
-        self, topic: str, work: Callable[[], tuple[T, Any]], *, is_last: bool = False
-    ) -> tuple[T, list[dict[str, Any]]]:
+        self, topic: str, work: Callable[[], tuple[Result, Report]], *, is_last: bool = False
+    ) -> tuple[Result, list[Report]]:
         """Runs one step; every process calls it.
 
         Args:
             topic: its name.
-            work: returns a result for this process, and a report for all of them.
+            work: returns a result for this process, and a report for all of them, which is sent as JSON.
             is_last: whether the save ends with this step.
 
         Returns:
             The result of this process's work, and the reports of all processes.
         """
-        result: T | None = None
-        report = None
+        result: Result | None = None
+        report: Report | None = None
         error: Exception | None = None
         try:
             result, report = work()
@@ -67,7 +68,7 @@ class CollectiveSteps:
         )
         if is_last:
             withdraw(self._left)
-        return cast(T, result), reports
+        return cast(Result, result), reports  # an error of any process has been raised
 
     def run_alike(self, topic: str, work: Callable[[], None]) -> None:
         """Runs a step that has no results."""

@@ -163,16 +163,16 @@ def _move_all(call: Callable[..., int], file: int, offset: int, views: Sequence[
         offset: the position in the file.
         views: the buffers.
     """
-    left = collections.deque(view for view in views if view.nbytes)
-    while left:
-        num_bytes = call(file, list(itertools.islice(left, _MOST_BUFFERS)), offset)
+    remaining = collections.deque(view for view in views if view.nbytes)
+    while remaining:
+        num_bytes = call(file, list(itertools.islice(remaining, _MOST_BUFFERS)), offset)
         if not num_bytes:
             raise OSError(errno.EIO, "the file ends too early")
         offset += num_bytes
-        while left and num_bytes >= left[0].nbytes:
-            num_bytes -= left.popleft().nbytes
+        while remaining and num_bytes >= remaining[0].nbytes:
+            num_bytes -= remaining.popleft().nbytes
         if num_bytes:
-            left[0] = left[0][num_bytes:]
+            remaining[0] = remaining[0][num_bytes:]
 
 
 def flush(path: str | Path) -> None:

@@ -180,8 +180,8 @@ def reads(
     run: list[Range] = []
     for file_range in sorted(ranges, key=lambda file_range: file_range.offset):
         if run:
-            begin = file_range.offset // unit * unit
-            gap_bytes = begin - up(run[-1].end, unit)
+            start = file_range.offset // unit * unit
+            gap_bytes = start - up(run[-1].end, unit)
             if gap_bytes > source.gap_bytes:
                 yield from _reads_of_run(make_read, run, unit, end)
                 run = []
@@ -192,9 +192,9 @@ def reads(
 
 def _reads_of_run(make_read: Callable[..., Read], run: Sequence[Range], unit: int, end: int) -> list[Read]:
     """Cuts nearby ranges into reads of some MiB, at multiples of a unit, the blocks if they are checked."""
-    begin = run[0].offset // unit * unit
+    first_byte = run[0].offset // unit * unit
     last_end = min(up(run[-1].end, unit), end)
-    cuts = [*range(begin, run[-1].end, READ_BYTES), last_end]
+    cuts = [*range(first_byte, run[-1].end, READ_BYTES), last_end]
     # All reads are counted before the first one runs: a range must not seem complete with its first read.
     run_reads = []
     first = 0
@@ -221,5 +221,5 @@ def changed(start: int, views: Sequence[memoryview], sums: np.ndarray) -> Iterat
     """
     for number, block in enumerate(cut_views(views, BLOCK_BYTES), start // BLOCK_BYTES):
         if block_sum(block) != int(sums[number]):
-            begin = number * BLOCK_BYTES
-            yield begin, begin + sum(view.nbytes for view in block)
+            block_start = number * BLOCK_BYTES
+            yield block_start, block_start + sum(view.nbytes for view in block)

@@ -16,7 +16,7 @@ from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.file_io import Parts
 from jshard.checkpoint.layout import FILE_BYTES, Limits, device_boxes
 from jshard.checkpoint.leaf_values import storable
-from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.manifest import Manifest, StoredLeaf, Value
 from jshard.checkpoint.packed_writer import write_file
 from jshard.checkpoint.write_assignment import LeafToWrite, plan_writes
 
@@ -86,7 +86,7 @@ def _local_boxes(array: Any) -> Iterator[tuple[Limits, Any]]:
         yield boxes[shard.device], shard.data
 
 
-def _start_copies(arrays: Iterable[Any]) -> None:
+def _start_copies(arrays: Iterable[object]) -> None:
     """Starts the copies of all arrays to the host, so that they overlap; each is awaited when it is read."""
     for array in arrays:
         if isinstance(array, jax.Array):
@@ -108,7 +108,7 @@ class Packing:
         leaves = storable(_leaves.flatten(state))
         shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
         stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}
-        values = {key: leaves[key] for key, leaf in stored.items() if not leaf.is_array}
+        values = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Value)}
         self._manifest = Manifest(leaves=stored, step=step, values=values)
         self._snapshot = HostSnapshot(leaves, stored, most_bytes=_ONE_FILE_BYTES)
 

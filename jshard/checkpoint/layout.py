@@ -214,7 +214,7 @@ class _HeaderEntry(NamedTuple):
 def _lay_out_file(pieces: Sequence[Piece]) -> FileLayout:
     pieces = [piece for piece in pieces if piece.nbytes]
     pieces.sort(key=lambda piece: piece.nbytes < _LARGE_BYTES)  # large ones first, otherwise in the order given
-    entries, begins, data_bytes = _data_entries(pieces)
+    entries, starts, data_bytes = _data_entries(pieces)
 
     num_limits = sum(len(piece.box) for piece in pieces)
     columns_bytes = 16 * len(pieces) + 16 * num_limits
@@ -229,7 +229,7 @@ def _lay_out_file(pieces: Sequence[Piece]) -> FileLayout:
     return FileLayout(
         header=len(header).to_bytes(8, "little") + header,
         pieces=tuple(pieces),
-        offsets=tuple(header_bytes + begin for begin in begins),
+        offsets=tuple(header_bytes + start for start in starts),
         index_begin=index_begin,
         num_bytes=index_begin + index_bytes,
     )
@@ -242,20 +242,20 @@ def _data_entries(pieces: Sequence[Piece]) -> tuple[dict[str, _HeaderEntry], lis
         The header's entries, by name; where each piece begins, after the header; and the size of all in bytes.
     """
     entries: dict[str, _HeaderEntry] = {}
-    begins: list[int] = []
+    starts: list[int] = []
     end = 0
     for piece in pieces:
-        begin = up(end, _alignment(piece.nbytes))
-        if begin > end:  # libraries refuse files with bytes that no entry covers
-            entries[f"{_PADDING_NAME}.{len(begins)}"] = _HeaderEntry("U8", (begin - end,), end, begin)
-        end = begin + piece.nbytes
+        start = up(end, _alignment(piece.nbytes))
+        if start > end:  # libraries refuse files with bytes that no entry covers
+            entries[f"{_PADDING_NAME}.{len(starts)}"] = _HeaderEntry("U8", (start - end,), end, start)
+        end = start + piece.nbytes
         dtype, shape = _safetensors_type(piece)
-        entries[entry_name(piece.path, piece.box)] = _HeaderEntry(dtype, shape, begin, end)
-        begins.append(begin)
+        entries[entry_name(piece.path, piece.box)] = _HeaderEntry(dtype, shape, start, end)
+        starts.append(start)
     data_bytes = up(end, 8)
     if data_bytes > end:
-        entries[f"{_PADDING_NAME}.{len(begins)}"] = _HeaderEntry("U8", (data_bytes - end,), end, data_bytes)
-    return entries, begins, data_bytes
+        entries[f"{_PADDING_NAME}.{len(starts)}"] = _HeaderEntry("U8", (data_bytes - end,), end, data_bytes)
+    return entries, starts, data_bytes
 
 
 def spaced(num_bytes: int) -> int:
@@ -337,10 +337,10 @@ def parse_index(index: bytes | bytearray | memoryview) -> FileIndex:
         raise ValueError("its index is damaged")
 
     columns = []
-    begin = 0
+    start = 0
     for size, dtype in zip(tail.column_sizes, _COLUMN_DTYPES, strict=True):
-        columns.append(np.frombuffer(body[begin : begin + size], dtype))
-        begin += size
+        columns.append(np.frombuffer(body[start : start + size], dtype))
+        start += size
     leaves, num_dims, offsets, starts, stops, sums = columns
     return FileIndex(
         leaves=leaves,

@@ -120,8 +120,8 @@ def _runs_of_segments(first: int, last: int, width: int) -> list[tuple[int, int]
     """Splits columns into up to three runs: a partial segment, whole segments, and the rest."""
     first_boundary = min(-(-first // width) * width, last)
     last_boundary = max(last // width * width, first_boundary)
-    ends = (first, first_boundary, last_boundary, last)
-    return [(start, stop) for start, stop in itertools.pairwise(ends) if start < stop]
+    boundaries = (first, first_boundary, last_boundary, last)
+    return [(start, stop) for start, stop in itertools.pairwise(boundaries) if start < stop]
 
 
 def _segment_sums(columns: np.ndarray, width: int) -> np.ndarray:

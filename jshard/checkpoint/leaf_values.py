@@ -17,6 +17,9 @@ from jshard.checkpoint.leaves import Path, text
 from jshard.checkpoint.local_arrays import as_replicas, is_local
 from jshard.checkpoint.position import is_data_position, position_text, set_position
 
+StoredValue = jax.Array | jax.ShapeDtypeStruct | np.ndarray | int | float | str
+"""A leaf as it is stored; where only its type matters, an array may be given by shape and dtype."""
+
 _STORABLE = frozenset(  # dtypes that TensorStore supports
     "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
@@ -27,22 +30,23 @@ _STORABLE = frozenset(  # dtypes that TensorStore supports
 # ---- to be stored
 
 
-def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str, Any]:
+def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str, StoredValue]:
     """Returns leaves, by path as text, in the types that are stored: only arrays, ints, floats and texts.
 
-    If only the types matter (`abstract`), an array may be given by shape and dtype, and positions are not queried. A
-    `CheckpointError` names the leaves that are of other types or whose values are gone.
+    If only the types matter (`abstract`), positions in the data are not queried. A `CheckpointError` names the leaves
+    that are of other types or whose values are gone.
     """
     if not abstract:
         _check_values_exist(leaves)
-    stored: dict[str, Any] = {}
+    stored: dict[str, StoredValue] = {}
     bad = []
     for path, leaf in leaves.items():
         key = text(path)
         value = _without_values(leaf) if abstract else _stored(leaf)
         if value is None:
             bad.append(f"{key}  {_kind(leaf)}")
-        stored[key] = value
+        else:
+            stored[key] = value
     if bad:
         raise CheckpointError(
             f"The state cannot be saved: {counted(len(bad), 'leaf is', 'leaves are')} not data.",
@@ -76,7 +80,7 @@ def _check_values_exist(leaves: Mapping[Path, Any]) -> None:
         )
 
 
-def _stored(leaf: Any) -> Any:
+def _stored(leaf: object) -> StoredValue | None:
     """Returns the stored form of a leaf; None if it cannot be stored."""
     if isinstance(leaf, enum.Enum):
         # Before the types below, of which an enum may be, too. Its `str` is "Phase.MAIN" where the value is "main", by
@@ -112,7 +116,7 @@ def _stored_device_array(array: jax.Array) -> jax.Array | None:
     return array
 
 
-def _without_values(leaf: Any) -> Any:
+def _without_values(leaf: object) -> StoredValue | None:
     """Returns what stands for the stored form of a leaf if only its type matters; None if it cannot be stored."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -121,11 +125,11 @@ def _without_values(leaf: Any) -> Any:
     return _stored(leaf)
 
 
-def _is_storable(dtype: Any) -> bool:
+def _is_storable(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.name in _STORABLE
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: object) -> str:
     """Describes a leaf for messages."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return f"an array of {leaf.dtype}"
@@ -148,7 +152,7 @@ def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     return {path: _abstract_leaf(leaf, replicated) for path, leaf in leaves.items()}
 
 
-def _abstract_leaf(leaf: Any, replicated: NamedSharding | None) -> Any:
+def _abstract_leaf(leaf: object, replicated: NamedSharding | None) -> object:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
@@ -198,7 +202,7 @@ def _enum_member(path: str, value: Any, kind: type[enum.Enum]) -> enum.Enum:
         raise _not_of_type(path, value, kind, f"its members have the values {values}.") from error
 
 
-def _not_of_type(path: str, value: Any, kind: type, why: str) -> CheckpointError:
+def _not_of_type(path: str, value: object, kind: type, why: str) -> CheckpointError:
     return CheckpointError(
         "A stored value cannot be given the type that `like` has there.",
         where=f"{path}  stored {value!r}  wanted a {kind.__name__}",

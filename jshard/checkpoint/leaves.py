@@ -126,7 +126,7 @@ def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
     return shapes
 
 
-def _has_padding(node: Any) -> bool:
+def _has_padding(node: object) -> bool:
     return is_padded(node) or padding_of(node) is not None
 
 
@@ -138,6 +138,7 @@ def by_number(state: Any) -> dict[str, str]:
     numbered_paths = {}
     by_name = _all_leaves(state)
     by_numbers = _all_leaves(state, is_numbered=True)
+    # Both walks visit the same leaves in the same order.
     for (path, _), (numbered_path, _) in zip(by_name, by_numbers, strict=True):
         if path != numbered_path:
             numbered_paths[text(path)] = text(numbered_path)
@@ -151,7 +152,7 @@ def parts_of(state: Any) -> list[tuple[Path, Any]]:
     return [((name,), state[key]) for key, name in names_by_key(state).items()]
 
 
-def _is_dict(state: Any) -> bool:
+def _is_dict(state: object) -> bool:
     return isinstance(state, Mapping) and not isinstance(state, nnx.State)
 
 
@@ -228,7 +229,8 @@ def _nodes(
 ) -> Iterator[tuple[Path, Any]]:
     """Yields leaves by path; below nodes whose children JAX cannot name, by the names they have here."""
 
-    def is_end(node: Any) -> bool:
+    def is_end(node: object) -> bool:
+        # JAX would number the children of the latter, or fail to sort them.
         return is_leaf(node) or named_node(node) is not None
 
     for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)[0]:
@@ -244,7 +246,7 @@ def _nodes(
             yield from _nodes(child, (*path, child_name), is_leaf=is_leaf, is_numbered=is_numbered)
 
 
-def _key_text(key: Any) -> str:
+def _key_text(key: object) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
@@ -290,10 +292,10 @@ def _filled_state(state: nnx.State, owner: Any, name: Path, leaves: Mapping[Path
 def _filled_tree(tree: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
     """Returns a pytree with other leaves. It walks the tree as `_nodes` does, so that the paths are the same."""
 
-    def is_end(node: Any) -> bool:
+    def is_end(node: object) -> bool:
         return is_padded(node) or named_node(node) is not None
 
-    def is_named(node: Any) -> bool:
+    def is_named(node: object) -> bool:
         return not is_padded(node) and named_node(node) is not None
 
     filled = []

@@ -24,7 +24,7 @@ def first_devices() -> dict[int, jax.Device]:  # pyright: ignore[reportInvalidTy
     return {device.process_index: device for device in reversed(jax.devices())}
 
 
-def is_local(leaf: Any) -> bool:
+def is_local(leaf: object) -> bool:
     """Returns whether this is a process-local array and there are several processes."""
     return isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable
 

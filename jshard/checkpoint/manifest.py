@@ -341,7 +341,7 @@ def is_too_deep(path: str) -> bool:
     return path.count("/") > _MOST_KEYS
 
 
-def is_shape(shape: Any) -> bool:
+def is_shape(shape: object) -> bool:
     """Returns whether this is the shape of an array, as a tuple, whose size in bytes can be computed with."""
     if not isinstance(shape, tuple) or len(shape) > _MOST_DIMS:
         return False

@@ -46,7 +46,7 @@ _KEYED = (
 )
 
 
-def named_node(node: Any) -> NamedNode | None:
+def named_node(node: object) -> NamedNode | None:
     """Returns the names of a node's children; None if JAX knows them, or there are none."""
     if isinstance(node, _KEYED):
         return None
@@ -79,8 +79,9 @@ def _mixed_dict(node: dict[Any, Any]) -> NamedNode | None:
     return NamedNode(tuple(names.values()), tuple(node.values()), rebuild, is_numbered=False)
 
 
-def _dict_like(node: Any) -> NamedNode | None:
+def _dict_like(node: object) -> NamedNode | None:
     """Returns the names of the children of an object whose class is registered without keys."""
+    # Only the node itself is flattened, to its direct children.
     flat, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if not flat or not all(_is_numbered(path) for path, _ in flat):
         return None
@@ -117,7 +118,7 @@ def _keys_of(node: Any, node_data: tuple[type, Any] | None, children: tuple[Any,
     return None
 
 
-def _are_keys(candidate: Any, node: Any, children: tuple[Any, ...]) -> bool:
+def _are_keys(candidate: object, node: Any, children: tuple[Any, ...]) -> bool:
     """Returns whether these are the keys of a node's children, in order."""
     if not isinstance(candidate, tuple | list) or len(candidate) != len(children):
         return False
@@ -128,7 +129,7 @@ def _are_keys(candidate: Any, node: Any, children: tuple[Any, ...]) -> bool:
     return all(_has_child(node, key, child) for key, child in zip(candidate, children, strict=True))
 
 
-def _has_child(node: Any, key: str | int, child: Any) -> bool:
+def _has_child(node: Any, key: str | int, child: object) -> bool:
     """Returns whether a node has this child under this key: as an item, an attribute, or in a dict of its own."""
     if isinstance(key, str) and getattr(node, key, None) is child:
         return True
@@ -137,7 +138,7 @@ def _has_child(node: Any, key: str | int, child: Any) -> bool:
     return any(_has_item(table, key, child) for table in tables)
 
 
-def _has_item(table: Any, key: str | int, child: Any) -> bool:
+def _has_item(table: Any, key: str | int, child: object) -> bool:
     try:
         return table[key] is child
     except (KeyError, IndexError, TypeError):

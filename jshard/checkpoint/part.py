@@ -53,7 +53,8 @@ class Part(Opened):
         path, layer = self._places[name]
         if layer is None:
             return self._source.read(path, box)
-        return self._source.read(path, (slice(layer, layer + 1), *box))[0]
+        in_stack = (slice(layer, layer + 1), *box)  # dim 0 of a stack is the layers
+        return self._source.read(path, in_stack)[0]
 
 
 def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) -> Part:

@@ -6,11 +6,28 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+
+class ProcessReport(TypedDict):
+    """What a process reports of a save or restore; a part of a line of the history."""
+
+    process: int
+    host: str
+    began_at: float  # seconds since 1970
+    bytes: int  # that it wrote or read
+    phases: list[tuple[str, float, float]]  # name, begin and end, in seconds since `began_at`
+
+
+class MeshLayout(TypedDict):
+    """The mesh of a state, in a line of the history."""
+
+    axes: dict[str, int]  # degrees
+    processes: list[int]  # of each device
 
 
 class Phases:
@@ -28,11 +45,11 @@ class Phases:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measures the block, including one that fails."""
-        begin = self.now_s()
+        start_s = self.now_s()
         try:
             yield
         finally:
-            self.add(name, begin, self.now_s())
+            self.add(name, start_s, self.now_s())
 
     def add(self, name: str, begin_s: float, end_s: float) -> None:
         """Records a phase that was measured elsewhere."""
@@ -42,9 +59,9 @@ class Phases:
         """Returns the seconds since its creation."""
         return time.perf_counter() - self._start_s
 
-    def report(self, *, num_bytes: int) -> dict[str, Any]:
+    def report(self, *, num_bytes: int) -> ProcessReport:
         """Returns the report of this process, with the bytes that it wrote or read."""
-        phases = [[name, round(begin, 6), round(end, 6)] for name, begin, end in self._phases]
+        phases = [(name, round(start, 6), round(end, 6)) for name, start, end in self._phases]
         return {
             "process": jax.process_index(),
             "host": socket.gethostname(),
@@ -54,7 +71,7 @@ class Phases:
         }
 
 
-def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def mesh_layout(leaves: Mapping[str, Any]) -> MeshLayout:
     """Returns the mesh of a state in the form of the history: its axes, and the process of each device."""
     for leaf in leaves.values():
         sharding = getattr(leaf, "sharding", None)

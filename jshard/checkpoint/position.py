@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import jax
 
@@ -40,7 +40,7 @@ class DataPosition(Protocol):
         ...
 
 
-def is_data_position(value: Any) -> bool:
+def is_data_position(value: object) -> TypeGuard[DataPosition]:
     """Returns whether a part of a state is stored as a position and restored in place."""
     # `isinstance` with a protocol takes a microsecond per name.
     return hasattr(value, "get_state") and hasattr(value, "set_state") and not isinstance(value, type)

@@ -18,6 +18,8 @@ from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.layout import FileLayout, Piece, device_boxes, lay_out_files
 from jshard.checkpoint.leaf_sums import Sums, add, box_sums
+from jshard.checkpoint.leaf_values import StoredValue
+from jshard.checkpoint.local_arrays import CopyFacts
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.ownership import remove_draft
@@ -154,6 +156,7 @@ class _RewriteOperation(SaveOperation):
         self._source = source
         self._target_mesh = mesh
         self._out = path
+        # Those that this save will make, the nearest first: to be removed if it fails.
         self._new_folders = [folder for folder in path.parents if not folder.exists()]
         super().__init__(
             path,
@@ -163,9 +166,9 @@ class _RewriteOperation(SaveOperation):
             timeout_s=TIMEOUT_S,
             check=lambda: self._pieces.check(path),
         )
-        self._saved_at = origin.saved_at
+        self._saved_at = origin.saved_at  # when the state was saved, and not this copy of it
 
-    def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
+    def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, StoredValue], dict[str, CopyFacts]]:
         self._values = self._source.values()
         self._described = {name: leaf for name, leaf in self._pieces.leaves.items() if leaf.is_array}
         self._described |= {name: _manifest.describe(value) for name, value in self._values.items()}
@@ -173,7 +176,7 @@ class _RewriteOperation(SaveOperation):
         self._prepare(prepare)
         return {}, {}
 
-    def _copy(self, leaves: dict[str, Any]) -> _SourcePieces:
+    def _copy(self, leaves: dict[str, StoredValue]) -> _SourcePieces:
         return self._pieces
 
     def run(self) -> Manifest:

@@ -46,13 +46,13 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _sample_digest(sample: Any) -> str:
+def _sample_digest(sample: object) -> str:
     digest = hashlib.sha256()
     _add(sample, digest.update)
     return digest.hexdigest()[:12]
 
 
-def _add(value: Any, update: Callable[[bytes], None]) -> None:
+def _add(value: object, update: Callable[[bytes], None]) -> None:
     """Adds a value to a digest; of an object of another class, only its class.
 
     The digests are stored with positions. So what is added for a value must not change from version to version.
@@ -83,7 +83,7 @@ def _add_items(items: Mapping[Any, Any], update: Callable[[bytes], None]) -> Non
         _add(items[key], update)
 
 
-def _add_elements(elements: Iterable[Any], update: Callable[[bytes], None]) -> None:
+def _add_elements(elements: Iterable[object], update: Callable[[bytes], None]) -> None:
     for element in elements:
         _add(element, update)
 

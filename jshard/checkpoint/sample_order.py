@@ -124,7 +124,7 @@ class _PipelineWalk:
         return source_digests(source, length)
 
 
-def _is_step(value: Any) -> bool:
+def _is_step(value: object) -> bool:
     grain = sys.modules.get("grain")  # not imported: without it, nothing is one of its steps
     names = ("MapDataset", "IterDataset", "DatasetIterator")
     classes = tuple(getattr(grain, name) for name in names if hasattr(grain, name))
@@ -144,7 +144,7 @@ def _nodes_before(node: Any) -> list[Any]:
     return list(nodes.values())
 
 
-def _step_name(node: Any) -> str:
+def _step_name(node: object) -> str:
     name = type(node).__name__.lstrip("_")
     for ending in ("MapDataset", "IterDataset", "DatasetIterator", "Iterator", "Dataset"):
         if name.endswith(ending) and name != ending:
@@ -152,7 +152,7 @@ def _step_name(node: Any) -> str:
     return name
 
 
-def _is_left_out(node: Any, name: str) -> bool:
+def _is_left_out(node: object, name: str) -> bool:
     """Returns whether the order does not depend on a step."""
     if name == "Batch":
         # A batch of an iterator counts samples, that of a dataset with numbers counts batches.
@@ -195,7 +195,7 @@ def _step_differences(saved: Step, here: Step, place: str, *, has_same_names: bo
         yield from _step_differences(saved_part, part_here, inner, has_same_names=has_same_names)
 
 
-def _setting_differences(saved: Mapping[str, Any], here: Mapping[str, Any], step: str) -> Iterator[str]:
+def _setting_differences(saved: Mapping[str, object], here: Mapping[str, object], step: str) -> Iterator[str]:
     for name, saved_value in saved.items():
         if name not in here:
             continue  # a version of Grain or jshard does not have it
@@ -211,7 +211,7 @@ def _summary(step: Step) -> str:
     return f"{name} of {num_parts} datasets" if num_parts > 1 else name
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value)

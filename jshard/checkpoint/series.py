@@ -68,16 +68,16 @@ class Keep:
             written: the one just written, which stays even if there are later steps, as after going back.
         """
         older = sorted(step for step in steps if step != written)
-        kept = {written, *older[max(0, len(steps) - self.last) :]}
+        kept_steps = {written, *older[max(0, len(steps) - self.last) :]}
         if self.every is not None:
-            kept |= {step for step in steps if step % self.every == 0}
+            kept_steps |= {step for step in steps if step % self.every == 0}
         ranks = {}
         for step in steps:
             rank = self._rank(metrics.get(step, {}))
             if math.isfinite(rank):
                 ranks[step] = rank
         best_first = sorted(ranks, key=lambda step: (ranks[step], step), reverse=True)
-        return kept | set(best_first[: self.best])
+        return kept_steps | set(best_first[: self.best])
 
     def _rank(self, metrics: Mapping[str, float]) -> float:
         """Returns a number that is higher for a better checkpoint; NaN if its metric is unknown."""

@@ -24,6 +24,7 @@ def check_shared(folder: Place, *, timeout_s: float) -> None:
         return
     name = f".shared-{secrets.token_hex(8)}"
     error = _write_file(folder, name) if is_primary() else ""
+    # Every process has drawn a name: that of the first one is the file's.
     name, error = exchange("folder", [name, error], timeout_s=timeout_s)[0]
     if error:
         raise RunError(

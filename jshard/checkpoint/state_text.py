@@ -20,7 +20,7 @@ _ITEMS = "~items"  # of a dict with other keys than strings, or with one of thes
 _TAGS = (_TUPLE, _BYTES, _ARRAY, _SCALAR, _ITEMS)
 
 
-def to_text(state: Any) -> str:
+def to_text(state: object) -> str:
     """Returns a state of dicts, lists, tuples, numbers, strings, bytes and numpy arrays as one line of JSON."""
     return json.dumps(_encoded(state, "state"), separators=(",", ":"))
 
@@ -30,7 +30,7 @@ def from_text(text: str) -> Any:
     return _decoded(json.loads(text))
 
 
-def _encoded(value: Any, where: str) -> Any:
+def _encoded(value: object, where: str) -> Any:
     """Returns a value as JSON has it; `where` is its place in the state, for the error."""
     # A number of a subclass, such as numpy's float64, would come back as a plain one: those are encoded below.
     if value is None or isinstance(value, bool | str) or type(value) in (int, float):
@@ -54,11 +54,11 @@ def _encoded(value: Any, where: str) -> Any:
     )
 
 
-def _encoded_items(items: Sequence[Any], where: str) -> list[Any]:
+def _encoded_items(items: Sequence[object], where: str) -> list[Any]:
     return [_encoded(item, f"{where}[{number}]") for number, item in enumerate(items)]
 
 
-def _encoded_dict(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+def _encoded_dict(value: Mapping[Any, object], where: str) -> dict[str, Any]:
     if all(isinstance(key, str) and key not in _TAGS for key in value):
         return {key: _encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
     items = []

@@ -31,7 +31,7 @@ _NUM_PROBES = 64
 _UNKNOWN = object()
 
 
-def is_of_grain(value: Any) -> bool:
+def is_of_grain(value: object) -> bool:
     """Returns whether an object's class is one of Grain's."""
     return type(value).__module__.partition(".")[0] == "grain"
 
@@ -104,11 +104,11 @@ def _selection_of(selection: Any) -> dict[str, Any]:
     return {"selection": text_digest(json.dumps(picks))}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns a value as plain data, equal in every process; `_UNKNOWN` for an object."""
     if isinstance(value, np.generic):
         value = value.item()
@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
     return _UNKNOWN
 
 
-def _has_unknown(values: Sequence[Any]) -> bool:
+def _has_unknown(values: Sequence[object]) -> bool:
     return any(value is _UNKNOWN for value in values)
 
 

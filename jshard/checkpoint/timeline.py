@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 from jshard._parsing import checked
 from jshard.checkpoint import history
 from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.phases import ProcessReport
 
 SLOWER = 1.5  # a process is named if it takes this many times the median of the others
 _LEAST_SHARE = 0.05  # and its excess is this share of the operation's time,
@@ -32,11 +33,11 @@ class ProcessTimes:
 
     def phase_s(self, *names: str) -> float:
         """Returns the seconds during which one of these phases ran; phases of the same name may overlap."""
-        intervals = sorted((begin, end) for name, begin, end in self.phases if name in names)
+        intervals = sorted((start, end) for name, start, end in self.phases if name in names)
         total_s = 0.0
         covered_until = float("-inf")
-        for begin, end in intervals:
-            total_s += max(0.0, end - max(begin, covered_until))
+        for start, end in intervals:
+            total_s += max(0.0, end - max(start, covered_until))
             covered_until = max(covered_until, end)
         return total_s
 
@@ -145,18 +146,8 @@ def timelines(folder: Place, say: Callable[[str], object] = history.warn) -> lis
     return operations
 
 
-class _StoredProcess(TypedDict):
-    """What `Phases.report` writes."""
-
-    process: int
-    host: str
-    began_at: float
-    bytes: int
-    phases: list[tuple[str, float, float]]
-
-
 class _StoredLayout(TypedDict, total=False):
-    """What `phases.mesh_layout` returns."""
+    """A `phases.MeshLayout`, of which earlier versions wrote less."""
 
     axes: dict[str, int]
     processes: list[int]
@@ -176,7 +167,7 @@ class _StoredOperation(_BegunOperation, total=False):
     error: str | None
     blocked_s: float | None
     mesh: _StoredLayout | None
-    processes: list[_StoredProcess] | None
+    processes: list[ProcessReport] | None
 
 
 # A line may have been written by anyone, and is shown as a table and a picture.
@@ -222,8 +213,8 @@ def _timeline_of(record: _StoredOperation) -> Timeline:
     )
 
 
-def _row(row: _StoredProcess, began_s: float) -> ProcessTimes:
-    phases = [(str(name), began_s + begin, began_s + end) for name, begin, end in row["phases"]]
+def _row(row: ProcessReport, began_s: float) -> ProcessTimes:
+    phases = [(str(name), began_s + start, began_s + end) for name, start, end in row["phases"]]
     return ProcessTimes(
         process=int(row["process"]),
         host=str(row["host"]),

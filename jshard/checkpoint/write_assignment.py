@@ -221,8 +221,8 @@ def _cut(box: Limits, num_parts: int) -> list[Limits]:
     start, stop = box[dim]
     size = stop - start
     num_parts = min(num_parts, size)
-    ends = [start + size * number // num_parts for number in range(num_parts + 1)]
-    return [(*box[:dim], limit, *box[dim + 1 :]) for limit in itertools.pairwise(ends)]
+    cuts = [start + size * number // num_parts for number in range(num_parts + 1)]
+    return [(*box[:dim], limit, *box[dim + 1 :]) for limit in itertools.pairwise(cuts)]
 
 
 def _first_dim_to_cut(box: Limits) -> int | None:
