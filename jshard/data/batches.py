@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 
 from jshard._processes import gather_texts
 from jshard._text import counted
-from jshard.checkpoint.position import from_text, misfit, to_text
+from jshard.checkpoint.position import misfit
 from jshard.checkpoint.sample_order import Description, describe, differences
+from jshard.checkpoint.state_text import from_text, to_text
 from jshard.data.loader import DataError, read_ahead
 from jshard.errors import RunError, ShardingError
 from jshard.plans.mesh import batch_sharding, data_degree

@@ -24,8 +24,7 @@ from jshard.api.gradients import LossScale
 from jshard.api.init import abstract_init, abstract_optimizer, shard_init, shard_optimizer
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, SurplusError
-from jshard.checkpoint.formats import foreign_source
-from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.formats import Names, foreign_source
 from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError

@@ -26,10 +26,10 @@ from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.dealing import Packing
 from jshard.checkpoint.errors import reason, unreadable
-from jshard.checkpoint.opened import opened_parts
-from jshard.checkpoint.restoring import Restoring
+from jshard.checkpoint.host_snapshot import Packing
+from jshard.checkpoint.packed_reader import opened_parts
+from jshard.checkpoint.restore_operation import RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.keeper import KeeperClient, KeptPart
@@ -225,7 +225,7 @@ class MemoryCopies:
             error = caught if isinstance(caught, FourPartError) else unreadable(name, reason(caught))
         all_or_none(str(name), None, error, failed=failed, timeout_s=TIMEOUT_S)
         assert opened is not None
-        return Restoring(opened, self._like).run(verify=True, timeout_s=TIMEOUT_S)
+        return RestoreOperation(opened, self._like).run(verify=True, timeout_s=TIMEOUT_S)
 
     def _parts_of(self, copy: _MemoryCopy) -> list[KeptPart]:
         """Returns the parts of a copy, each once, in the order of the processes."""

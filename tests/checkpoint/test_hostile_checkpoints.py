@@ -25,7 +25,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jshard import checkpoint
-from jshard.checkpoint import timeline
+from jshard.checkpoint import history, timeline
 from jshard.checkpoint.formats import DcpSource
 from jshard.checkpoint.formats.torch_pickle import PLAIN, load
 from jshard.checkpoint.lookup import steps_in
@@ -530,7 +530,7 @@ def test_a_history_of_millions_of_lines_is_read_soon(tmp_path):
     (tmp_path / "history.jsonl").write_bytes(b"\r" * 3_000_000 + b"\n" * 3_000_000 + b'{"step": 1}\n')
     said: list[str] = []
     with bounded():
-        assert timeline.read(tmp_path, said.append) == [{"step": 1}]
+        assert history.read(tmp_path, said.append) == [{"step": 1}]
     assert "oldest" in said[0]
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import jshard as js
-from jshard.checkpoint import timeline
+from jshard.checkpoint import history, timeline
 from jshard.cli import _request
 from jshard.cli._arguments import TrainArgs
 from jshard.cli.ckpt.timeline import run_timeline
@@ -113,7 +113,7 @@ class Reads:
         plot_loss(self.folder / "metrics.jsonl", self.folder / "loss.png")
 
     def history(self, raw):
-        path = self.folder / "checkpoints" / timeline.NAME
+        path = self.folder / "checkpoints" / history.NAME
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(json.dumps(OPERATION).encode() + b"\n" + raw)
         for each in timeline.timelines(path.parent, lambda text: text.encode()):

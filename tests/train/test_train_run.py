@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jshard as js
-from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
+from jshard.checkpoint import Checkpointer, CheckpointWarning, history, saving
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
@@ -240,7 +240,7 @@ def trained(data, out, mesh=None, **more):
 def test_saves_are_at_work_while_the_run_goes_on(whole):
     """The history tells how long each save kept the run waiting; all but the last had a step beside them."""
     finished, _ = whole
-    saves = timeline.read(finished.out / "checkpoints")
+    saves = history.read(finished.out / "checkpoints")
     assert [save["step"] for save in saves] == [3, 6, 8]
     assert all(save["error"] is None and save["blocked_s"] > 0 for save in saves)
     manifest = own_checkpoint(finished.checkpoint.absolute()).manifest

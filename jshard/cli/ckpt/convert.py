@@ -14,25 +14,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard._text import counted, human_bytes
+from jshard.checkpoint import leaf_values
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.comparing import listing, verify
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
     ArraySource,
     ForeignSource,
     NamedSource,
-    SafetensorsSource,
+    Names,
     check_settings,
     foreign_source,
     write_dcp,
     write_safetensors,
 )
-from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.listing import listing
 from jshard.checkpoint.lookup import checkpoint_at, is_checkpoint, local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.part import ArrayPlace, Part, part_of
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
-from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
+from jshard.checkpoint.reshard import import_leaves, reshard
+from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import Settings, num_devices, parse, parse_mesh, remark, simulate_devices
 from jshard.cli._request import stored_settings
 from jshard.cli._stored import StoredRun
@@ -165,14 +167,15 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
             why="no such file or folder." if not args.path.exists() else "it is of no format that is known here.",
             do="give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote.",
         )
-    for note in found.notes if isinstance(found, SafetensorsSource) else ():
-        remark(note)
+    if found is not None:
+        for note in found.notes:
+            remark(note)
     if model is None:
         path = args.path.absolute()
         return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)
     if found is None:
         ours = own_checkpoint(args.path.absolute())
-        found = Part(ours, {name: (name, None) for name in ours.arrays})
+        found = Part(ours, {name: ArrayPlace(name) for name in ours.arrays})
     names = model.names()
     check_settings(args.path, names)
     named = NamedSource(found, names)
@@ -189,7 +192,7 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
             f"{counted(len(named.unused), 'array is', 'arrays are')} left out: {', '.join(named.unused[:3])}"
             + ", ..." * (len(named.unused) > 3)
         )
-    return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
+    return Part(named, {f"model/{name}": ArrayPlace(name) for name in named.leaves})
 
 
 def _other_model(
@@ -354,7 +357,7 @@ class Model:
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""
         state = abstract_state(self.file, self.recipe, mesh)
-        found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
+        found: Mapping[Any, Any] = leaf_values.abstract(_leaves.flatten(state))
         shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}
         padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}  # cut as it would be without a model
         return {path: x.spec for path, x in shardings.items() if isinstance(x, NamedSharding) and path not in padded}

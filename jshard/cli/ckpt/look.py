@@ -18,21 +18,13 @@ from rich.text import Text
 from jshard._text import counted, folded_names, human_bytes, is_layer, name_pattern
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.comparing import (
-    Finding,
-    LeafDiff,
-    ListedCheckpoint,
-    Listing,
-    Norms,
-    Verdict,
-    diff,
-    listing,
-    verify,
-)
+from jshard.checkpoint.comparing import LeafDiff, Norms, diff
+from jshard.checkpoint.listing import ListedCheckpoint, Listing, listing
 from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, open_checkpoint
+from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt import as_json, progress
 from jshard.errors import ShardingError, printable
