@@ -20,7 +20,8 @@ from jshard import launch
 from jshard._children import module_command
 from jshard._text import counted
 from jshard.cli import loading
-from jshard.cli._arguments import TrainArgs, as_option, num_devices, parse, parse_mesh
+from jshard.cli._arguments import TrainArgs, parse
+from jshard.cli._devices import as_option, num_devices, parse_mesh
 from jshard.errors import RunError, ShardingError
 
 
@@ -104,7 +105,7 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
     )
 
 
-_KEPT = ("expert", "context", "tensor")
+_KEPT_AXES = ("expert", "context", "tensor")
 
 
 def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:
@@ -113,7 +114,7 @@ def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, in
     None if `expert`, `context` and `tensor`, which are kept, do not divide the remaining devices.
     """
     devices = math.prod(sizes.values())
-    fixed = math.prod(sizes.get(axis, 1) for axis in _KEPT)
+    fixed = math.prod(sizes.get(axis, 1) for axis in _KEPT_AXES)
     remaining = devices // of * processes
     if devices % of or remaining % fixed:
         return None
