@@ -240,7 +240,7 @@ def check_regular_files(folder: Path) -> None:
 
 
 def is_inside(relative: object) -> bool:
-    """Whether a path that a file names stays below the folder of that file: relative, and without `..`."""
+    """Returns whether a path that a file names stays below the folder of that file: relative, and without `..`."""
     if not isinstance(relative, str) or not is_text(relative):
         return False
     parts = PurePosixPath(relative).parts
@@ -248,7 +248,7 @@ def is_inside(relative: object) -> bool:
 
 
 def is_draft(name: str, of: str) -> bool:
-    """Whether a file is what an interrupted `replacing` left of the file `of`."""
+    """Returns whether a file is what an interrupted `replacing` left of the file `of`."""
     return re.fullmatch(rf"\.{re.escape(of)}\.[0-9a-f]{{8}}\.tmp", name) is not None
 
 

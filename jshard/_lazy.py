@@ -14,7 +14,7 @@ from pathlib import Path
 def attach(
     package: str, file: str, *, moved: Mapping[str, str] | None = None, unlisted: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package.
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
         package: its `__name__`.
@@ -23,28 +23,51 @@ def attach(
             more release, with a warning that shows the new import.
         unlisted: modules of further names, which work but are in neither `__dir__` nor `__all__`.
     """
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: node.module or "" for node in imports for alias in node.names}
-
-    new_homes = {name: module for module, names in (moved or {}).items() for name in names.split()}
+    listed = _imports(Path(file).with_suffix(".pyi"))
+    modules = {**(unlisted or {}), **listed}
+    new_modules = _by_name(moved or {})
 
     def load(name: str) -> object:
-        if name in new_homes:
+        if name in new_modules:
+            module = new_modules[name]
             warnings.warn(
                 f"{package.replace('jshard', 'js')}.{name} has moved, and the next release removes it here. Use:\n"
-                f"  from {new_homes[name]} import {name}",
+                f"  from {module} import {name}",
                 FutureWarning,
                 stacklevel=2,
             )
-            return getattr(importlib.import_module(new_homes[name]), name)
-        home = homes.get(name) or (unlisted or {}).get(name)
-        if home is None:
+            return getattr(importlib.import_module(module), name)
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if home == package:  # a module of its own
+        module = modules[name]
+        if module == package:  # the name is a module of the package
             return importlib.import_module(f"{package}.{name}")
-        found = getattr(importlib.import_module(home), name)
-        setattr(importlib.import_module(package), name, found)
-        return found
+        value = getattr(importlib.import_module(module), name)
+        # Python calls `__getattr__` only for names that the package lacks: the next use is a plain attribute. One that
+        # has moved is not kept, so that each use warns.
+        setattr(importlib.import_module(package), name, value)
+        return value
 
-    return load, lambda: list(homes), list(homes)
+    def names() -> list[str]:
+        return list(listed)
+
+    return load, names, names()
+
+
+def _imports(stub: Path) -> dict[str, str]:
+    """Returns the names that a stub file imports, with their modules."""
+    modules: dict[str, str] = {}
+    for statement in ast.parse(stub.read_text()).body:
+        if isinstance(statement, ast.ImportFrom) and statement.module:
+            for alias in statement.names:
+                modules[alias.name] = statement.module
+    return modules
+
+
+def _by_name(moved: Mapping[str, str]) -> dict[str, str]:
+    """Returns the new modules by name, of names by new module."""
+    modules: dict[str, str] = {}
+    for module, names in moved.items():
+        for name in names.split():
+            modules[name] = module
+    return modules

@@ -186,9 +186,15 @@ class _Summary:
     @classmethod
     def of(cls, history: Sequence[Timeline], *, mtbf_s: float, interval_s: float | None) -> _Summary:
         """Sums up a history; without an interval it is the measured one."""
-        completed = [timeline for timeline in history if timeline.error is None and timeline.rows]
-        saves = [timeline for timeline in completed if timeline.kind == "save"]
-        restores = [timeline for timeline in completed if timeline.kind == "restore"]
+        saves: list[Timeline] = []
+        restores: list[Timeline] = []
+        num_failed = 0
+        for timeline in history:
+            if timeline.error is not None:
+                num_failed += 1
+            elif timeline.rows:
+                operations = saves if timeline.kind == "save" else restores
+                operations.append(timeline)
         stalls_s = [save.blocked_s for save in saves if save.blocked_s is not None]
         saves_s = [save.total_s for save in saves]
         loads_s = [restore.total_s for restore in restores]
@@ -206,7 +212,7 @@ class _Summary:
             stalls_s=stalls_s,
             saves_s=saves_s,
             loads_s=loads_s,
-            num_failed=sum(timeline.error is not None for timeline in history),
+            num_failed=num_failed,
             is_interval_given=interval_s is not None,
             ettr_times=ettr_times,
         )
