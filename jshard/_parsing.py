@@ -51,7 +51,7 @@ def parse_json(raw: bytes | str) -> Any:
         raise FormError(_TOO_DEEP) from None
     except ValueError as error:
         raise FormError(f"it is not JSON: {_reason(error)}") from error
-    # Counting brackets is fast, and most texts have few.
+    # Counting brackets is fast, and most texts have few. (Brackets in strings only cause a needless walk.)
     if text.count("[") + text.count("{") > _MOST_LEVELS:
         _check_levels(value)
     return value
@@ -90,11 +90,11 @@ def _reason(error: ValueError) -> str:
     return str(error)
 
 
-def _check_levels(value: Any) -> None:
+def _check_levels(value: object) -> None:
     """Raises a FormError for a value that is nested too deeply; by itself it needs no stack."""
     containers = [value]
     for _ in range(_MOST_LEVELS):
-        inner: list[Any] = []
+        inner: list[object] = []
         for container in containers:
             inner += _inner_containers(container)
         if not inner:
@@ -103,7 +103,7 @@ def _check_levels(value: Any) -> None:
     raise FormError(_TOO_DEEP)
 
 
-def _inner_containers(value: Any) -> list[Any]:
+def _inner_containers(value: object) -> list[object]:
     if isinstance(value, dict):
         items = value.values()
     elif isinstance(value, list):
@@ -135,7 +135,7 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
     return value
 
 
-def check_writable_values(value: Any, *, finite: bool) -> None:
+def check_writable_values(value: object, *, finite: bool) -> None:
     """Checks what a value is made of, wherever it is: parts of it whose form is not known will be written, too.
 
     Args:
@@ -175,17 +175,17 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: object) -> bool:
     """Returns whether a value is an integer of 64 bits, and no bool."""
     return type(value) is int and value.bit_length() <= _INT_BITS
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Returns whether a value is an integer of 64 bits or a finite float."""
     return is_int(value) or (type(value) is float and math.isfinite(value))
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Returns whether a value is a text that can be written to a file, and name one.
 
     It has no zeros, which end a file's name, and no halves of surrogate pairs, which UTF-8 cannot encode.
@@ -195,15 +195,15 @@ def is_text(value: Any) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_null(value: Any) -> bool:
+def _is_null(value: object) -> bool:
     return value is None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns a value of a file for a message: short, and without characters that a terminal would obey."""
     if isinstance(value, dict):
         return f"a table of {len(value)}"
@@ -224,7 +224,7 @@ def shown(value: Any) -> str:
 class _PlainKind:
     """How a plain type is checked, and what an error calls it."""
 
-    fits: Callable[[Any], bool]
+    fits: Callable[[object], bool]
     name: str
 
 
@@ -237,7 +237,7 @@ _PLAIN_KINDS: Mapping[Any, _PlainKind] = {
 }
 
 
-def _fault(value: Any, kind: Any, where: str) -> str | None:
+def _fault(value: object, kind: Any, where: str) -> str | None:
     """Returns the first fault of a value, and its place; None if it has the form of a type."""
     if kind is Any:
         return None
@@ -251,7 +251,7 @@ def _fault(value: Any, kind: Any, where: str) -> str | None:
     return _fault_of_generic(value, typing.get_origin(kind), typing.get_args(kind), where)
 
 
-def _fault_of_generic(value: Any, origin: Any, args: Sequence[Any], where: str) -> str | None:
+def _fault_of_generic(value: object, origin: Any, args: Sequence[Any], where: str) -> str | None:
     if origin in (typing.Union, types.UnionType):
         return _fault_of_union(value, args, where)
     if origin is Literal:
@@ -265,7 +265,7 @@ def _fault_of_generic(value: Any, origin: Any, args: Sequence[Any], where: str) 
     return _fault_of_tuple(value, args, where)
 
 
-def _fault_of_union(value: Any, kinds: Sequence[Any], where: str) -> str | None:
+def _fault_of_union(value: object, kinds: Sequence[Any], where: str) -> str | None:
     faults = [_fault(value, kind, where) for kind in kinds]
     if None in faults:
         return None
@@ -273,14 +273,14 @@ def _fault_of_union(value: Any, kinds: Sequence[Any], where: str) -> str | None:
     return faults[0]
 
 
-def _fault_of_choice(value: Any, choices: Sequence[Any], where: str) -> str | None:
+def _fault_of_choice(value: object, choices: Sequence[Any], where: str) -> str | None:
     for choice in choices:
         if type(value) is type(choice) and value == choice:  # True is not 1 here
             return None
     return _mismatch(value, where, f"one of {', '.join(map(repr, choices))}")
 
 
-def _fault_of_table(value: Any, kind: Any, where: str) -> str | None:
+def _fault_of_table(value: object, kind: Any, where: str) -> str | None:
     """Returns the fault of a table that stays a dict: it may have further keys."""
     if not isinstance(value, dict):
         return _mismatch(value, where, "a table")
@@ -295,7 +295,7 @@ def _fault_of_table(value: Any, kind: Any, where: str) -> str | None:
     return None
 
 
-def _fault_of_fields(value: Any, kind: Any, where: str) -> str | None:
+def _fault_of_fields(value: object, kind: Any, where: str) -> str | None:
     """Returns the fault of a table that is to become a dataclass: unlike a TypedDict it has no further keys."""
     if not isinstance(value, dict):
         return _mismatch(value, where, "a table")
@@ -323,7 +323,7 @@ def _hints(kind: Any) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _fault_of_mapping(value: Any, kind: Any, where: str) -> str | None:
+def _fault_of_mapping(value: object, kind: Any, where: str) -> str | None:
     if not isinstance(value, dict):
         return _mismatch(value, where, "a table")
     for key, item in value.items():
@@ -335,7 +335,7 @@ def _fault_of_mapping(value: Any, kind: Any, where: str) -> str | None:
     return None
 
 
-def _fault_of_items(value: Any, kind: Any, where: str) -> str | None:
+def _fault_of_items(value: object, kind: Any, where: str) -> str | None:
     if not isinstance(value, list):
         return _mismatch(value, where, "a list")
     for position, item in enumerate(value):
@@ -345,7 +345,7 @@ def _fault_of_items(value: Any, kind: Any, where: str) -> str | None:
     return None
 
 
-def _fault_of_tuple(value: Any, kinds: Sequence[Any], where: str) -> str | None:
+def _fault_of_tuple(value: object, kinds: Sequence[Any], where: str) -> str | None:
     if not isinstance(value, list) or len(value) != len(kinds):
         return _mismatch(value, where, f"a list of {len(kinds)}")
     for position, (item, kind) in enumerate(zip(value, kinds, strict=True)):
@@ -355,7 +355,7 @@ def _fault_of_tuple(value: Any, kinds: Sequence[Any], where: str) -> str | None:
     return None
 
 
-def _mismatch(value: Any, where: str, expected: str) -> str:
+def _mismatch(value: object, where: str, expected: str) -> str:
     return f"{where or 'it'} is {shown(value)}, not {expected}"
 
 

@@ -33,7 +33,7 @@ def gather_texts(text: str) -> list[str]:
     return exchange("texts", text)
 
 
-def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
+def exchange(topic: str, value: object, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
     """Every process passes a value and receives those of all; waits until all have called.
 
     Args:
@@ -70,7 +70,7 @@ def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S, left: list[s
 
 def all_or_none(
     topic: str,
-    value: Any,
+    value: object,
     error: Exception | None,
     *,
     failed: Callable[[Mapping[int, Mapping[str, Any]]], FourPartError],

@@ -33,7 +33,7 @@ def three_digits(value: float) -> str:
     """Returns a positive number as text, to three significant digits, at most as many after the point."""
     if not 0 < value < math.inf:
         return f"{value:.0f}"
-    magnitude = math.floor(math.log10(value))
+    magnitude = math.floor(math.log10(value))  # 0 for 1 to 9.99, 1 for 10 to 99.9
     digits = min(3, max(0, 2 - magnitude))
     return f"{value:.{digits}f}"
 
@@ -104,6 +104,7 @@ def name_pattern(name: str) -> tuple[str, int | None]:
 
     A name without a number, or of several units joined by `+`, is its own pattern, with None.
     """
+    # The last one: layers are the innermost loop of `stages/1/blocks/3/mlp`.
     numbers = list(_NUMBER_IN_PATH.finditer(name))
     if not numbers or "+" in name:
         return name, None

@@ -29,6 +29,7 @@ Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 Options = Literal["fastest", "memory", "none"]
 Extra = Literal["error", "ignore"]  # as in jshard.checkpoint, which imports jax
 Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as in jshard.data.files, which imports numpy
+# Repeatable; each use adds one.
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
 
 
@@ -84,14 +85,14 @@ def _parsed(cls: type[T], argv: Sequence[str], command: str) -> T:
         with (
             wide_messages(not asks_for_help),
             contextlib.redirect_stdout(sys.stdout or printed),  # None if it is closed, which tyro does not expect
-            contextlib.redirect_stderr(printed),
+            contextlib.redirect_stderr(printed),  # what is wrong, in a box; `refusal` takes it out
         ):
             return tyro.cli(
                 cls,
                 prog=command,
                 description=description_of(cls),
                 args=argv,
-                config=(tyro.conf.FlagCreatePairsOff,),
+                config=(tyro.conf.FlagCreatePairsOff,),  # no --no-json beside --json
             )
     except SystemExit as stop:
         if not stop.code:  # after the help
@@ -130,18 +131,21 @@ def _is_usable(value: object) -> bool:
 
 def _with_paths_expanded(args: T) -> T:
     """Returns arguments whose paths have the home folder for `~`, which a shell leaves in `--out=~/runs`."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(cast(Any, args)):
-        value = getattr(args, field.name)
-        if isinstance(value, Path):
-            changed[field.name] = expanded(value)
-        elif isinstance(value, tuple) and any(isinstance(item, Path) for item in value):
-            changed[field.name] = tuple(expanded(item) if isinstance(item, Path) else item for item in value)
-    return dataclasses.replace(cast(Any, args), **changed)
+    values: dict[str, Any] = {name: _expanded(value) for name, value in vars(args).items()}
+    return dataclasses.replace(cast(Any, args), **values)
+
+
+def _expanded(value: object) -> object:
+    if isinstance(value, Path):
+        return expanded(value)
+    if isinstance(value, tuple):
+        return tuple(map(_expanded, value))
+    return value
 
 
 def parse_steps(text: str, *, option: str) -> range:
     """Returns the step numbers in `A:B`: those after step A, up to and including step B."""
+    # 18 digits fit into 64 bits.
     match = re.fullmatch(r"\s*([0-9]{1,18})\s*:\s*([0-9]{1,18})\s*", text)
     if match is None:
         raise _invalid_steps(
@@ -286,9 +290,10 @@ class TrainArgs(RecipeArgs):
             # What the file sets is not repeated as an option.
             defaults = parse(type(self), [str(self.model), "--config", str(self.config)], command="jshard train")
             words += ["--config", str(self.config)]
-        for field in dataclasses.fields(args)[1:]:
+        for field in dataclasses.fields(args)[1:]:  # the first is the model
             value = getattr(args, field.name)
             if field.name in ("set", "unit"):
+                # All of them, also those of a file: a single --unit on the command line replaces the file's.
                 for setting in value:
                     words += [option_of(field.name), setting]
             elif field.name != "config" and value != getattr(defaults, field.name):
@@ -296,7 +301,7 @@ class TrainArgs(RecipeArgs):
         return words
 
 
-def _value_words(value: Any) -> list[str]:
+def _value_words(value: object) -> list[str]:
     """Returns the words after an option that give it a value; none after a flag."""
     if value is True:
         return []

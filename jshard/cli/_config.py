@@ -39,7 +39,7 @@ def with_config(argv: Sequence[str], options: Collection[str], *, known: Collect
     config = read_config(expanded(path))
     keys = {*_OPTION_OF_KEY, "recipe", "versions", *known} - (NOT_IN_FILES - {"recipe"})
     check_keys(config, keys, where)
-    used = {word.partition("=")[0].replace("_", "-") for word in argv}
+    used = {word.partition("=")[0].replace("_", "-") for word in argv}  # tyro takes --held_out, too
     words: list[str] = []
     for key, value in config.items():
         name = _OPTION_OF_KEY.get(key, key)
@@ -67,7 +67,7 @@ def _config_path(argv: Sequence[str]) -> str | None:
     return None
 
 
-def _words(option: str, value: Any, where: str) -> list[str]:
+def _words(option: str, value: object, where: str) -> list[str]:
     """Returns the words that give an option a value of a file."""
     if value is None:
         return []
@@ -92,6 +92,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         raw = read_named(path)
         config = parse_toml(raw) if path.suffix == ".toml" else parse_json(raw)
+        # Its texts name files, and stand in the record of the run. Numbers are checked where they are used.
         check_writable_values(config, finite=False)
     except UnsafeFileError:
         raise
@@ -124,9 +125,9 @@ def check_keys(keys: Collection[str], known: Collection[str], where: str) -> Non
     )
 
 
-def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(node: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Returns the values of a tree, by dotted keys."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key, value in node.items():
         if isinstance(value, Mapping):
             values |= leaves(value, f"{prefix}{key}.")
@@ -135,13 +136,13 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def as_setting(key: str, value: Any) -> str:
+def as_setting(key: str, value: object) -> str:
     """Returns a value in the form of `--set`."""
     items = value if isinstance(value, list) else [value]
     return f"{key}={','.join(map(_item_text, items))}"
 
 
-def _item_text(item: Any) -> str:
+def _item_text(item: object) -> str:
     if item is None or isinstance(item, bool):
         return str(item).lower()
     return str(item)

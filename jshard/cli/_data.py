@@ -58,9 +58,9 @@ def data_of(
         sequence_length=recipe.sequence_length,
         tokenizer=tokenizer_of(tokenizer),
         held_out=held_out,
-        text_key=text_key or "text",
+        text_key=text_key or "text",  # None in the arguments: so it is seen whether the option is used
         dtype=dtype,
-        vocab_size=getattr(recipe.model, "vocab_size", None),
+        vocab_size=getattr(recipe.model, "vocab_size", None),  # by convention; a config may not have it
     )
 
 

@@ -81,7 +81,9 @@ def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
     """
     import jax
 
+    # Both ways of JAX to set the number.
     is_set_by_user = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
     is_unset = jax.config.values["jax_num_cpu_devices"] == -1
     if is_unset and not is_set_by_user:
-        jax.config.update("jax_num_cpu_devices", math.ceil(num_devices(sizes) / processes))
+        num_here = math.ceil(num_devices(sizes) / processes)  # JAX joins those of all processes
+        jax.config.update("jax_num_cpu_devices", num_here)

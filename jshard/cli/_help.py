@@ -26,7 +26,8 @@ def description_of(cls: type) -> str:
     columns = shutil.get_terminal_size().columns
     wrapper = textwrap.TextWrapper(columns, initial_indent=" ", subsequent_indent=" ")
     paragraphs = (cls.__doc__ or "").split("\n\n")
-    return "\n".join(wrapper.fill(" ".join(paragraph.split())) for paragraph in paragraphs)
+    filled = [wrapper.fill(" ".join(paragraph.split())) for paragraph in paragraphs]
+    return "\n".join(filled)
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def prepare_help(cls: type) -> dict[str, Any]:
 def _option_texts(cls: type) -> dict[str, str]:
     """Returns the docstrings of fields, each in one line: tyro leaves the line breaks of the source in the help."""
     texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
+    for base in reversed(cls.__mro__):  # the text of a subclass replaces that of its base
         if not dataclasses.is_dataclass(base):
             continue
         (class_def,) = ast.parse(inspect.getsource(base)).body

@@ -33,6 +33,7 @@ def answer(report: Report, *, json: bool) -> None:
 
 def remark(line: str) -> None:
     """Prints a line on stderr, separate from the answer."""
+    # A remark may contain names from files that anyone may have written.
     print(fitted(printable(line, keep="\n\t"), sys.stderr), file=sys.stderr)
 
 

@@ -53,7 +53,7 @@ class RecipeRequest:
 
 def recipe_request_of(args: RecipeArgs) -> RecipeRequest:
     """Reads the model file, and applies the options to its recipe."""
-    check_given_once(args)
+    check_given_once(args)  # before the config: its values give way to an option, those of --set do not
     model_file = load_model_file(args.model)
     args = without_config(args, model_file)
     name, recipe = model_file.recipe(args.recipe)
@@ -144,7 +144,7 @@ def stored_settings(model_file: ModelFile, recipe: Recipe, path: Path) -> list[s
     settings = []
     for name, value in settings_of(path, model_file.hf_types).items():
         key = f"model.{name}"
-        if key in keys:
+        if key in keys:  # a config of the user's own may have only some of the fields
             settings.append(as_setting(key, value))
     return settings
 
@@ -159,6 +159,7 @@ def abstract(request: RecipeRequest, mesh: AnyMesh, data: Data | None) -> Iterat
     recipe = request.recipe
     check_batch(recipe, mesh)
     if data is not None:
+        # The shapes of a batch are those of its data; reading these again may take minutes.
         model_file = dataclasses.replace(model_file, data=lambda recipe: data)
     batch = batch_of(model_file, recipe, recipe.batch_size // recipe.accumulate)
     try:

@@ -120,6 +120,7 @@ def _with_variant(args: TrainArgs, variant: Variant) -> TrainArgs:
         args,
         mesh=variant.mesh_text,
         auto=False,
+        # Merged: a resumed run must not have a setting twice, as requested and as chosen.
         set=merged_settings(args.set, variant.settings),
         unit=merged_settings(args.unit, units),
     )
@@ -129,6 +130,7 @@ def request_of(args: TrainArgs) -> Request:
     """Reads the model file, and the record of a resumed run."""
     _check(args)
     model_file = load_model_file(args.model)
+    # The command that continues the run has what was given: a resumed run inherits the rest from its record.
     given = without_config(args, model_file)
     args = given
     out = args.out
@@ -191,6 +193,7 @@ def _check_vacant(args: TrainArgs, model_file: ModelFile, out: Path | None) -> N
 
 def _initial_weights(args: TrainArgs, out: Path | None) -> Path | None:
     """Returns the weights that a run starts from; None if they are new, or it continues from its own checkpoint."""
+    # With a checkpoint of its own a run continues even if the weights are gone.
     if args.init_from is None or _has_checkpoints(out, args.checkpoints):
         return None
     if not place_of(args.init_from).exists():
@@ -291,7 +294,7 @@ def _is_given(args: TrainArgs, name: str) -> bool:
     return getattr(args, name) not in (None, ())
 
 
-def _from_record(name: str, value: Any) -> Any:
+def _from_record(name: str, value: Any) -> object:
     """Returns an option's value, from its JSON form in the record of a run."""
     if name in ("data", "held_out"):
         return tuple(map(Path, value))

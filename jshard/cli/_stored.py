@@ -76,6 +76,7 @@ class RunArgs:
         """Returns the mesh over the present devices. Call it before anything asks JAX for devices."""
         sizes = parse_mesh(self.mesh)
         cluster = launch.detect()
+        # In this order: JAX reads the number when it opens its devices, and joins the other processes before that.
         simulate_devices(sizes, processes=1 if cluster is None else cluster.num_processes)
         if launch.is_worker():
             launch.start_worker()
@@ -154,6 +155,7 @@ class StoredRun:
 
     def restored_model(self, mesh: Mesh, *, extra: Extra = "error") -> tuple[HeldModel, int]:
         """Returns the model of the newest checkpoint, and its number of steps. All processes call it."""
+        # Without the optimizer's state, which is not used, and mostly larger.
         like = {"model": abstract_model(self.model_file, self.recipe, mesh), "step": 0}
         path = self.options.get("checkpoints") or self.path
         try:

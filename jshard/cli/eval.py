@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     stored = StoredRun.read(args.path, model=args.model, is_trusted=args.trust, command=command)
     data = _data(args, stored)
     check_vocabulary(stored.recipe, data.tokenizer)
-    mesh = args.open_mesh()
+    mesh = args.open_mesh()  # after all that can be refused without devices
     check_batch(stored.recipe, mesh)
     model, step = stored.restored_model(mesh, extra=args.extra)
     scalars = evaluated(stored.model_file, stored.recipe, model, data)
@@ -83,6 +83,7 @@ def _data(args: EvalArgs, stored: StoredRun) -> Data:
         text_key=options.get("text_key"),
         dtype=options.get("dtype"),
     )
+    # A loss over other samples looks the same, and could not be compared with the run's.
     if not args.data and data.fingerprint != stored.data["fingerprint"]:
         raise ShardingError(
             "The data are not those of the run.",

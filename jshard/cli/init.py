@@ -36,12 +36,12 @@ def run(argv: Sequence[str]) -> int:
     args = parse(InitArgs, argv, command="jshard init")
     models = shipped_models()
     if args.model not in models:
-        near = difflib.get_close_matches(args.model, models, n=1)
+        nearest, *_ = [*difflib.get_close_matches(args.model, models, n=1), "gpt"]
         raise ShardingError(
             f"No model {args.model!r} is included in jshard.",
             where=f"jshard init {args.model}",
             why=f"the models are {', '.join(models)}.",
-            do=_command(near[0] if near else "gpt", args.out),
+            do=_command(nearest, args.out),
         )
     out = args.out or Path(f"{args.model}.py")
     neighbours = {out.with_name(file.name): file for file in _neighbours(models[args.model])}
@@ -145,7 +145,7 @@ def _write(copies: Mapping[Path, Path]) -> None:
 def _neighbours(file: Path) -> list[Path]:
     """Returns the files beside a model file that it imports, and those that they import."""
     files = [file]
-    for importer in files:  # grows
+    for importer in files:  # grows while it is walked: also what a neighbour imports is copied
         for module in _imported_modules(importer):
             path = importer.with_name(f"{module}.py")
             if path.is_file() and path not in files:
@@ -159,5 +159,5 @@ def _imported_modules(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name.partition(".")[0]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:  # model files have no package
             yield node.module.partition(".")[0]

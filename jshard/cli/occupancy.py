@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
     _check(args)
     gpus = [gpu(args.gpu)] if args.gpu else list(GPUS.values())
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", OccupancyWarning)
+        warnings.simplefilter("always", OccupancyWarning)  # also where the user's filters turn it into an error
         reports = [_report(args, facts) for facts in gpus]
     for line in dict.fromkeys(str(warning.message) for warning in caught):  # once, not for each GPU
         remark(line)
@@ -161,12 +161,12 @@ def _named_kernels(names: Sequence[str]) -> tuple[ShippedKernel, ...]:
     if unknown:
         known = list(dict.fromkeys(kernel.name for kernel in SHIPPED))
         families = [name.split("_")[0] for name in known]
-        near = difflib.get_close_matches(unknown[0], [*known, *families], n=1)
+        nearest, *_ = [*difflib.get_close_matches(unknown[0], [*known, *families], n=1), known[0]]
         raise OccupancyError(
             "The kernel is not known.",
             where=[f"--kernel {name}" for name in unknown],
             why=f"the kernels are {', '.join(known)}.",
-            do=f"--kernel {near[0] if near else known[0]}  # or any by its numbers: --block 128,90,90176",
+            do=f"--kernel {nearest}  # or any by its numbers: --block 128,90,90176",
         )
     return tuple(kernel for kernel in SHIPPED if any(kernel.is_called(name) for name in names))
 
@@ -214,7 +214,7 @@ class OccupancyReport(Printed):
         parts.append(Text(_LEGEND))
         return Group(*parts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the whole report with its sources, as JSON values."""
         # `asdict` copies deeply, which the mapping of sources does not allow.
         facts = dataclasses.asdict(dataclasses.replace(self.gpu, sources={})) | {"sources": dict(self.gpu.sources)}
@@ -224,12 +224,12 @@ class OccupancyReport(Printed):
             "kernels": [self._kernel_dict(kernel) for kernel in self.kernels],
         }
 
-    def _kernel_dict(self, kernel: ShippedKernel) -> dict[str, Any]:
-        values: dict[str, Any] = {"kernel": kernel.label, **dataclasses.asdict(kernel)}
+    def _kernel_dict(self, kernel: ShippedKernel) -> dict[str, object]:
+        values: dict[str, object] = {"kernel": kernel.label, **dataclasses.asdict(kernel)}
         reasons = refusals(self.gpu, kernel.block)
         if reasons:
             return values | {"refusals": reasons}
-        beside: dict[str, Any] = {}
+        beside: dict[str, object] = {}
         for comm in self.footprints:
             ways = self._plans(kernel, comm)
             drained = _unchanged(ways).drain
@@ -253,12 +253,12 @@ class OccupancyReport(Printed):
             return ["-", "cannot run", "-", "-"]
         blocks_by_limit = limits(self.gpu, kernel.block)
         bound_by = min(blocks_by_limit, key=lambda name: blocks_by_limit[name])
-        best, *_ = ways = self._plans(kernel, comm)
+        ways = self._plans(kernel, comm)
         return [
             str(blocks_by_limit[bound_by]),
             _SHORT.get(bound_by, bound_by),
             _drain_text(_unchanged(ways)),
-            _plan_text(best),
+            _plan_text(ways[0]),  # the best comes first
         ]
 
     def _plans(self, kernel: ShippedKernel, comm: CommFootprint) -> tuple[Plan, ...]:
@@ -322,6 +322,7 @@ def write_png(report: OccupancyReport, path: Path) -> None:
 
     Kernels with the same curves share a panel. Those where nothing changes are named below.
     """
+    # Not pyplot, which would choose a backend for the screen, and keep the figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -331,8 +332,10 @@ def write_png(report: OccupancyReport, path: Path) -> None:
         if refusals(report.gpu, kernel.block):
             continue
         panel = _panel(report, kernel)
-        labels = flat_labels if panel.is_flat else panels.setdefault(panel, [])
-        labels.append(kernel.label)
+        if panel.is_flat:
+            flat_labels.append(kernel.label)
+        else:
+            panels.setdefault(panel, []).append(kernel.label)
     num_columns = min(3, len(panels)) or 1
     num_rows = math.ceil(len(panels) / num_columns) or 1
     figure = Figure(figsize=(4.5 * num_columns, 0.8 + 2.6 * num_rows), layout="constrained")

@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jshard._live import at_work
@@ -68,7 +68,7 @@ class PlanReport(Printed):
         return self.plan.fits if self.chosen is None else self.chosen.fits
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [self.plan]
+        parts: list[RenderableType] = [self.plan]
         if self.tried is not None:
             parts += [Text(), Text(_advice(self.tried), style="bold")]
         for part in (self.comparison, self.chosen):
@@ -79,7 +79,7 @@ class PlanReport(Printed):
     def to_json(self) -> str:
         """Returns everything as JSON text."""
         command, train = self.commands
-        values: dict[str, Any] = {"command": command, "train_command": train, **self.plan.to_dict()}
+        values: dict[str, object] = {"command": command, "train_command": train, **self.plan.to_dict()}
         if self.tried is not None:
             values["suggestions"] = [row.to_dict() for row in self.tried if row.fits]
         if self.comparison is not None:
@@ -209,30 +209,37 @@ def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) ->
     commands = (command_line(compile_request, assume=args.assume), train_command(compile_request))
     requested = Compared(variant=Variant(name="as asked", mesh=sizes), command=commands[0], plan=plan)
     compiler = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
-    comparison = None
-    tried = None
-    chosen = None
+    report = PlanReport(plan=plan, commands=commands)
     try:
         if variants:
-            comparison = Comparison(rows=(requested, *compare(compile_request, variants, compiler).rows))
+            rows = compare(compile_request, variants, compiler).rows
+            report = dataclasses.replace(report, comparison=Comparison(rows=(requested, *rows)))
         if args.auto:
             chosen = choose(costs, compile_request, sizes, plan=plan, bench=compiler)
+            report = dataclasses.replace(report, chosen=chosen)
         elif not plan.fits:
             peak_bytes = plan.step.memory.peak_bytes
             tried = suggestions(costs, compile_request, sizes, peak_bytes=peak_bytes, bench=compiler)
+            report = dataclasses.replace(report, tried=tried)
     except KeyboardInterrupt:  # each step took minutes to compile: the results so far are shown
-        if compiler.rows:
-            comparison = Comparison(rows=(requested, *compiler.rows))
+        comparison = Comparison(rows=(requested, *compiler.rows)) if compiler.rows else None
         answer(PlanReport(plan=plan, comparison=comparison), json=args.json)
         raise
-    report = PlanReport(plan=plan, commands=commands, comparison=comparison, tried=tried, chosen=chosen)
     if args.html is not None:
-        compared = [] if comparison is None else [row for row in comparison.ranked if row is not requested]
-        plans = [row.plan for row in compared if row.plan is not None]
-        write(args.html, plan.to_html(str(report), plans))
-        write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace(plans))
+        _write_page(report, args.html)
     answer(report, json=args.json)
     return 0 if report.fits else 1
+
+
+def _write_page(report: PlanReport, path: Path) -> None:
+    """Writes the report with its timelines as a page, and the timelines beside it for other viewers."""
+    compared = [] if report.comparison is None else report.comparison.ranked
+    plans: list[ClusterPlan] = []
+    for row in compared:
+        if row.plan is not None and row.plan is not report.plan:  # which comes first in any case
+            plans.append(row.plan)
+    write(path, report.plan.to_html(str(report), plans))
+    write(path.with_suffix(".trace.json"), report.plan.to_chrome_trace(plans))
 
 
 def _variants(args: PlanArgs, costs: Costs, sizes: dict[str, int], topology: Topology) -> tuple[Variant, ...]:

@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     stored = StoredRun.read(args.path, model=args.model, is_trusted=args.trust, command=command)
     tokenizer = stored.tokenizer(args.tokenizer)
     prompt = _prompt_tokens(args.prompt, tokenizer)
-    mesh = args.open_mesh()
+    mesh = args.open_mesh()  # after all that can be refused without devices
     model, _ = stored.restored_model(mesh, extra=args.extra)
     if not is_decoder(stored.model_file, model.model):
         raise ShardingError(
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         num_ids=tokenizer.vocab_size,
         draw=draw,
     )
-    tokens = sampler.continued(prompt, args.tokens)
+    tokens = sampler.continued(prompt, args.tokens)  # all processes call it; one prints
     if jax.process_index() == 0:
         print(printable_text(tokenizer.decode(np.asarray(tokens))))
     return 0

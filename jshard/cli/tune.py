@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
 def _device(args: TuneArgs) -> tuple[Device, bool]:
     """Returns the GPU to tune for, and whether it is here to measure on."""
     device = device_named(args.gpu or None)
-    is_measured = not args.gpu and device.platform == "gpu"
+    is_measured = not args.gpu and device.platform == "gpu"  # a named GPU may be another than the present one
     if not args.gpu and not is_measured:
         device = device_named(_ASSUMED)
     if device.why_unshaped or device.gpu is None:

@@ -104,7 +104,7 @@ class _DiffRow:
     def cells(self) -> list[str]:
         """Returns a cell for each of `_COLUMNS`."""
         (name,) = folded_names(leaf.path for leaf in self.leaves)
-        norms = [""] * len(dataclasses.fields(Norms))
+        norms = [""] * len(dataclasses.fields(Norms))  # a column of `_COLUMNS` for each
         if self.largest is not None:
             norms = [f"{norm:.3g}" for norm in dataclasses.astuple(self.largest)]
         first = self.leaves[0]

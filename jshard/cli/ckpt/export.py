@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
     checkpoint = own_checkpoint(checkpoint_at(args.path))
     if not args.no_verify:
         _check_good(checkpoint)
-    source: ArraySource
+    source: ArraySource  # reads arrays when they are written: they need not fit into memory together
     if model is None:
         source = part_of(checkpoint, args.part)
     else:
@@ -167,7 +167,7 @@ def _model_of_run(folder: Path, args: ExportArgs, argv: Sequence[str]) -> Model:
     command = ["jshard", "ckpt", "export", *argv]
     stored = StoredRun.read(folder, model=args.model, is_trusted=args.trust, command=command)
     model = Model(stored.model_file, stored.recipe, stored)
-    model.names()  # raises if there are none
+    model.names()  # raises if there are none, which the caller turns into a remark
     return model
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeAlias
 
 import tyro
 from rich.console import Group
@@ -25,6 +25,8 @@ from jshard.errors import ShardingError, printable
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 from jshard.recipes.hf_config import Reading, config_file, load, read
 from jshard.recipes.hf_families import FAMILIES, HARMLESS
+
+_Tree: TypeAlias = "dict[str, StoredLeaf | _Tree]"
 
 _MOST_ROWS = 3000  # a table takes some milliseconds for each
 
@@ -87,8 +89,8 @@ def _requested_leaves(opened: Opened, args: InspectArgs) -> dict[str, StoredLeaf
     return dict(leaves)
 
 
-def _to_dict(opened: Opened, leaves: Mapping[str, StoredLeaf]) -> dict[str, Any]:
-    values: dict[str, Any] = {"path": str(opened.path)}
+def _to_dict(opened: Opened, leaves: Mapping[str, StoredLeaf]) -> dict[str, object]:
+    values: dict[str, object] = {"path": str(opened.path)}
     if opened.manifest is not None:
         values |= dataclasses.asdict(dataclasses.replace(opened.manifest, leaves={}, files={}))
     values["is_sealed"] = opened.manifest is not None
@@ -136,7 +138,7 @@ def _config_report(reading: Reading) -> Group:
 def _leaf_report(opened: Opened, leaves: Mapping[str, StoredLeaf], depth: int | None) -> Group:
     table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
     rows = _rows(_tree(leaves), depth)
-    for row in itertools.islice(rows, _MOST_ROWS):
+    for row in itertools.islice(rows, _MOST_ROWS):  # `rows` is an iterator: what follows counts the rest
         add_row(table, *row.cells())
     lines = [printable(line) for line in _head(opened)]
     num_left_out = sum(1 for _ in rows)
@@ -172,7 +174,7 @@ class _TreeRow:
     """
 
     name: str
-    node: StoredLeaf | Mapping[str, Any]
+    node: StoredLeaf | _Tree
     level: int
     count: int
 
@@ -193,23 +195,24 @@ class _TreeRow:
         return [shape_text(leaf.shape), leaf.kind, size, leaf.spec or "", chunk]
 
 
-def _rows(tree: Mapping[str, Any], depth: int | None, level: int = 0, count: int = 1) -> Iterator[_TreeRow]:
+def _rows(tree: _Tree, depth: int | None, level: int = 0, count: int = 1) -> Iterator[_TreeRow]:
     """Yields the rows of a tree which `count` equal folders have; those of a folder follow its own."""
     for keys in _equal_layers(tree):
         name = keys[0] if len(keys) == 1 else f"{keys[0]}..{keys[-1]}"
         node = tree[keys[0]]
         row = _TreeRow(name, node, level, count * len(keys))
         yield row
-        if isinstance(node, Mapping) and (depth is None or level + 1 < depth):
+        if isinstance(node, dict) and (depth is None or level + 1 < depth):
             yield from _rows(node, depth, level + 1, row.count)
 
 
-def _equal_layers(tree: Mapping[str, Any]) -> list[list[str]]:
+def _equal_layers(tree: _Tree) -> list[list[str]]:
     """Returns the keys of a folder in runs: adjacent layers whose leaves are alike are in one."""
     runs: list[list[str]] = []
     for key in sorted(tree, key=_order):
         previous = runs[-1][-1] if runs else ""
         is_next_layer = is_layer(key) and is_layer(previous) and int(key) == int(previous) + 1
+        # Forms are equal transitively, so the previous layer stands for its run.
         if is_next_layer and _form(tree[previous]) == _form(tree[key]):
             runs[-1].append(key)
         else:
@@ -223,7 +226,7 @@ def _order(key: str) -> tuple[bool, int, str]:
     return is_layer(key), number, key
 
 
-def _form(node: StoredLeaf | Mapping[str, Any]) -> Any:
+def _form(node: StoredLeaf | _Tree) -> object:
     """Returns what equal layers have in common: everything but the sums of their values."""
     if isinstance(node, StoredLeaf):
         return dataclasses.replace(node, sums=None)
@@ -237,9 +240,9 @@ def _num_bytes(leaves: Iterable[StoredLeaf]) -> int:
 # Paths as a tree.
 
 
-def _tree(leaves: Mapping[str, StoredLeaf]) -> dict[str, Any]:
+def _tree(leaves: Mapping[str, StoredLeaf]) -> _Tree:
     """Returns leaves by path as nested dicts; unlike `leaves.nested` for any paths, as another program may store."""
-    tree: dict[str, Any] = {}
+    tree: _Tree = {}
     for path, leaf in leaves.items():
         *folders, last = path.split("/", _MOST_LEVELS)
         node = tree
@@ -252,11 +255,11 @@ def _tree(leaves: Mapping[str, StoredLeaf]) -> dict[str, Any]:
     return tree
 
 
-def _folder(node: dict[str, Any], key: str) -> dict[str, Any]:
+def _folder(node: _Tree, key: str) -> _Tree:
     """Returns the folder of this name; a leaf of the same name is moved into it, without a name."""
     child = node.get(key)
     if isinstance(child, dict):
         return child
-    folder = {} if child is None else {"": child}
+    folder: _Tree = {} if child is None else {"": child}
     node[key] = folder
     return folder

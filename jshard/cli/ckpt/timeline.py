@@ -7,7 +7,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Group
@@ -192,7 +192,7 @@ class _Summary:
         for timeline in history:
             if timeline.error is not None:
                 num_failed += 1
-            elif timeline.rows:
+            elif timeline.rows:  # none: the record has no process's times
                 operations = saves if timeline.kind == "save" else restores
                 operations.append(timeline)
         stalls_s = [save.blocked_s for save in saves if save.blocked_s is not None]
@@ -240,19 +240,20 @@ class _Summary:
         if times is None:
             why = "one save has no interval: --interval SECONDS" if self.saves_s else "no save was measured"
             return [f"ETTR: not known, as {why}."]
-        interval = f"{duration(times.interval_s)} between saves ({'given' if self.is_interval_given else 'measured'})"
-        stall = f"{duration(times.stall_s)} stall (measured)"
-        save = f"{duration(times.save_s)} save (measured)"
-        measured = "measured" if self.loads_s else "no restore was measured: taken as 0"
-        load = f"{duration(times.load_s)} load ({measured})"
-        mtbf = f"{duration(times.mtbf_s)} between failures (assumed, --mtbf)"
+        interval_from = "given" if self.is_interval_given else "measured"
+        load_from = "measured" if self.loads_s else "no restore was measured: taken as 0"
+        interval = f"I = {duration(times.interval_s)} between saves ({interval_from})"
+        stall = f"B = {duration(times.stall_s)} stall (measured)"
+        save = f"S = {duration(times.save_s)} save (measured)"
+        load = f"L = {duration(times.load_s)} load ({load_from})"
+        mtbf = f"M = {duration(times.mtbf_s)} between failures (assumed, --mtbf)"
         return [
             f"{_FORMULA} = {ettr(**dataclasses.asdict(times)):.4f}",
-            f"  I = {interval}, B = {stall}, S = {save},",
-            f"  L = {load}, M = {mtbf}; medians",
+            f"  {interval}, {stall}, {save},",
+            f"  {load}, {mtbf}; medians",
         ]
 
-    def ettr_dict(self) -> dict[str, Any] | None:
+    def ettr_dict(self) -> dict[str, object] | None:
         """Returns the ETTR with what it is computed from, as values of JSON; None if it is not known."""
         if self.ettr_times is None:
             return None
@@ -343,7 +344,7 @@ class _Report(Printed):
             add_row(table, str(row.process), row.host, f"+{row.began_s:.3f}", *times, f"{mib:.1f}", rate)
         return table
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the report as values of JSON."""
         slow = self.shown.slowest
         return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tyro
 
@@ -73,5 +72,5 @@ def _report(verdict: Verdict) -> str | FittedTable:
     return f"{verdict.path}: good, all files are there and all sums are those of the save ({amount}, {files})."
 
 
-def _to_dict(verdict: Verdict) -> dict[str, Any]:
+def _to_dict(verdict: Verdict) -> dict[str, object]:
     return dataclasses.asdict(verdict) | {"path": str(verdict.path), "is_good": verdict.is_good}
