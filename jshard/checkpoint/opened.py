@@ -176,11 +176,13 @@ class PackedCheckpoint(Opened):
                 each()
         return slab.boxes[0]
 
-    def load(self, wanted: Mapping[str, Any], together: Together | None = None, *, map: bool = False) -> dict[str, Any]:
+    def load(
+        self, wanted: Mapping[str, Any], together: Together | None = None, *, mmap: bool = False
+    ) -> dict[str, Any]:
         """See `Opened.load`; one batch is read while the previous one is copied to the devices."""
         arrays = self._in_order(wanted)
         found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
-        batches, pieces = list(_batches(arrays)), self.pieces if map else None
+        batches, pieces = list(_batches(arrays)), self.pieces if mmap else None
         load = lambda name: _Loading(arrays[name], self.leaves[name], self._numbers[name], pieces)
         if together is not None:
             facts = [(name, arrays[name].shape) for name in arrays]

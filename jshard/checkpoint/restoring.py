@@ -47,7 +47,7 @@ def restore(
     extra: Extra = "error",
     names: Names | None = None,
     read_once: bool = False,
-    map: bool = False,
+    mmap: bool = False,
     verify: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> T:
@@ -75,7 +75,7 @@ def restore(
         read_once: whether values held by several processes (HSDP) are read once, a part by each, and exchanged between
             their devices: for storage that is slower than the network. On one machine it is slower. Only for packed
             checkpoints; others are read by every process.
-        map: whether arrays on CPU devices are memory-mapped files, where the checkpoint's pieces match the shards of
+        mmap: whether arrays on CPU devices are memory-mapped files, where the checkpoint's pieces match the shards of
             `like`: nothing is copied, and processes of one machine share the memory. The files must not change while
             the arrays exist. Deleting them is safe, and frees the disk when the arrays are gone. But a truncated file
             ends the program with SIGBUS, and an overwritten one changes the arrays; a program cannot be protected from
@@ -93,7 +93,7 @@ def restore(
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
-    options = {"only": only, "rename": rename, "missing": missing, "extra": extra, "read_once": read_once, "map": map}
+    options = {"only": only, "rename": rename, "missing": missing, "extra": extra, "read_once": read_once, "mmap": mmap}
     found = checkpoint_at(path)
     if found != place_of(path):  # all processes read the same step of a series, whichever each of them sees
         step = exchange(f"newest of {found.parent.name}", found.name, timeout_s=timeout_s)[0]
@@ -180,12 +180,12 @@ class Restoring:
         missing: Missing = "error",
         extra: Extra = "error",
         read_once: bool = False,
-        map: bool = False,
+        mmap: bool = False,
     ) -> None:
         self.opened = opened
         self._like = like
         self._read_once = read_once
-        self._map = map
+        self._mmap = mmap
         self.phases = Phases()
         with self.phases("plan"):
             _check_policies(missing, extra)
@@ -315,7 +315,7 @@ class Restoring:
     def _members(self) -> tuple[int, ...]:
         """The processes that each read a part of the values that all of them need; empty if nothing is shared."""
         can_share = jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
-        return sharers(self.reads.values()) if self._read_once and not self._map and can_share else ()
+        return sharers(self.reads.values()) if self._read_once and not self._mmap and can_share else ()
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the types in `like`; a `RunError` names the damage."""
@@ -363,7 +363,7 @@ class Restoring:
         self._warn(verify)
         with self.phases("read"):
             if isinstance(self.opened, PackedCheckpoint):
-                found = self.opened.load(self.reads, together, map=self._map)
+                found = self.opened.load(self.reads, together, mmap=self._mmap)
             else:
                 found = self.opened.load(self.reads)
             jax.block_until_ready(found)
@@ -438,7 +438,7 @@ class Restoring:
         notes += _list(f"leaf of a dict-like node is {in_order}", f"leaves of dict-like nodes are {in_order}", lines)
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no checksums to check: jshard did not write it.")
-        if self._map and (why := self._unmapped()):
+        if self._mmap and (why := self._unmapped()):
             notes.append(f"it was read, not mapped: {why}.")
         if self._read_once and jax.process_count() > 1 and not isinstance(self.opened, PackedCheckpoint):
             notes.append("read_once is for packed checkpoints: here every process read all that it needs.")

@@ -11,7 +11,7 @@ import tyro
 
 from jshard.cli._arguments import parse, parse_steps
 from jshard.cli._output import answer, check_writable, write
-from jshard.inspect.profile import trace
+from jshard.inspect.profile import read_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     args = parse(TraceArgs, argv, command="jshard trace")
     check_writable(args.html, option="--html")
     steps = parse_steps(args.steps, option="--steps") if args.steps else None
-    report = trace(args.path, steps=steps)
+    report = read_profile(args.path, steps=steps)
     if args.html is not None:
         write(args.html, report.to_html())
         write(args.html.with_suffix(".trace.json"), report.to_chrome_trace())

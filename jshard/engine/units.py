@@ -111,10 +111,10 @@ def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], l
     """The body of a call, with its arguments and results in the dtypes of a policy."""
 
     def body(params: list[Any], inputs: list[Any]) -> list[Any]:
-        dtype = precision.param if precision.cast_inputs else None
+        dtype = precision.param_dtype if precision.cast_inputs else None
         arguments = [_cast(x, dtype) for x in inputs[call.num_state :]]
         outs, state = call.body(params, [*inputs[: call.num_state], *arguments])
-        return [*(_cast(x, precision.output) for x in outs), *state]
+        return [*(_cast(x, precision.output_dtype) for x in outs), *state]
 
     return body
 

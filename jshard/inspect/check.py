@@ -168,7 +168,7 @@ class _CheckedCall:
     def keeps_dtypes(self) -> bool:
         """Whether results have the dtypes of plain Flax: no policy of the model sets another."""
         precisions = [unit.policy.mixed_precision for unit in self.units]
-        return not any(precision.param or precision.output for precision in precisions)
+        return not any(precision.param_dtype or precision.output_dtype for precision in precisions)
 
 
 def _nnx_call(

@@ -41,7 +41,7 @@ def explain(
     model_or_plan: nnx.Module | nn.Module | ShardPlan,
     *,
     optimizer: Any = None,
-    loss: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     batch: Any = None,
     wrt: Any = nnx.Param,
     leaves: bool = False,
@@ -55,8 +55,8 @@ def explain(
     Args:
         model_or_plan: an annotated model, concrete or abstract, or its plan.
         optimizer: an `nnx.Optimizer` or an Optax transformation, to count its state; AdamW by default.
-        loss: function of the model and the batch. With it and `batch`, activations of a model are estimated.
-        batch: the global batch, abstract or real; a tuple is passed as several arguments of `loss`.
+        loss_fn: function of the model and the batch. With it and `batch`, activations of a model are estimated.
+        batch: the global batch, abstract or real; a tuple is passed as several arguments of `loss_fn`.
         wrt: the parameters of a model that are trained, as in `js.plan`.
         leaves: also list every parameter.
 
@@ -70,10 +70,10 @@ def explain(
         >>> print(js.explain(model, optimizer=optax.adamw(3e-4)))
     """
     plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else make_plan(model_or_plan, wrt=wrt)
-    if loss is not None and annotation_of(model_or_plan) is not None:
+    if loss_fn is not None and annotation_of(model_or_plan) is not None:
         raise AnnotationError(
             "The activations of a Linen model are not estimated.",
-            where=f"explain({type(model_or_plan).__name__}, loss=...)",
+            where=f"explain({type(model_or_plan).__name__}, loss_fn=...)",
             why="the estimate calls the loss with an nnx model.",
             do="print(js.audit(jax.jit(step).lower(state, batch).compile(), model=model))  # the compiler's figures",
         )
@@ -84,8 +84,8 @@ def explain(
         return Explanation(plan, memory, traffic_of(plan), leaves, mixing=mixing)
 
     model = model_or_plan
-    if loss is not None and batch is not None:
-        memory = memory.with_activations(activations(model, loss, batch, wrt=wrt))
+    if loss_fn is not None and batch is not None:
+        memory = memory.with_activations(activations(model, loss_fn, batch, wrt=wrt))
     return Explanation(
         plan,
         memory,

@@ -183,7 +183,7 @@ def memory_table(memory: Memory) -> FittedTable:
     row("gathered ahead of its use", memory.prefetched_bytes, "estimate: by prefetch")
     row("largest gradient of a unit, not yet reduced", memory.largest_gradient_bytes, "estimate")
     if memory.activations_bytes is None:
-        add_row(table, "activations", "not estimated", "pass loss= and batch=")
+        add_row(table, "activations", "not estimated", "pass loss_fn= and batch=")
         step = "in a step, without activations"
         origin = "estimate"
     else:

@@ -15,8 +15,8 @@ from jshard._parsing import FormError, checked, parse_json
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.mesh import FSDP, hosts_along
-from jshard.plans.placement import Entry, Placement, ShardPlacement, place, stored_as
-from jshard.plans.policies import MixedPrecision
+from jshard.plans.placement import Entry, Placement, PlacementPolicy, place, stored_as
+from jshard.plans.policies import COMPILER, MixedPrecision
 from jshard.plans.units import (
     ORDINARY_STATE,
     Path,
@@ -325,7 +325,7 @@ def as_stored(leaf: LeafPlan, dtype: Any, units: Callable[[], Mapping[Path, Unit
 
 def _hosts_of(unit: Unit) -> int:
     """Returns the number of hosts along `fsdp` that the sum of a gradient distinguishes."""
-    return hosts_along(unit.mesh, FSDP) if unit.policy.mixed_precision.wire else 1
+    return hosts_along(unit.mesh, FSDP) if unit.policy.mixed_precision.wire_dtype else 1
 
 
 def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
@@ -350,8 +350,9 @@ def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
         kind=unit.kind,
         reshard_after_forward=resharded(unit, is_root=not path),
         remat=policy.remat if isinstance(policy.remat, str) else getattr(policy.remat, "__name__", repr(policy.remat)),
-        mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}{keep}",
-        prefetch="compiler" if policy.prefetch is None else str(policy.prefetch),
+        mixed_precision=f"param={precision.param_dtype}, reduce={precision.reduce_dtype},"
+        f" output={precision.output_dtype}{keep}",
+        prefetch=COMPILER if policy.prefetch is None else str(policy.prefetch),
         gathered=unit.placement.gathered,
     )
 
@@ -432,7 +433,7 @@ def _trained_others(model: nnx.Module, is_trained: Callable[[Path, Any], bool], 
         value = variable.get_raw_value()
         is_float = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(value.dtype, jnp.inexact)
         if is_float and is_trained(path, variable):
-            kept = ShardPlacement()
+            kept = PlacementPolicy()
             whole = place(
                 dotted(path), value.shape, value.dtype, (), dict(root.mesh.shape), kept, MixedPrecision(), ignored=True
             )

@@ -50,78 +50,91 @@ class MixedPrecision:
     gathered and computed with in their own dtype.
 
     Args:
-        param: dtype of the gathered copy, and so of the all-gather; None keeps the stored dtype.
-        reduce: dtype of the gradient's reduce-scatter and all-reduce; None uses the dtype of `param`.
-        output: dtype to which the unit's outputs are cast; None leaves them.
-        cast_inputs: cast the unit's inputs to `param` before the call.
+        param_dtype: of the gathered copy, and so of the all-gather; None keeps the stored dtype.
+        reduce_dtype: of the gradient's reduce-scatter and all-reduce; None uses `param_dtype`.
+        output_dtype: to which the unit's outputs are cast; None leaves them.
+        gather_dtype: an 8-bit dtype, "float8_e4m3fn" or "float8_e5m2", in which matrices are sent when they are
+            gathered: each row of the sharded dim is divided by a scale (its largest value over the dtype's largest),
+            which is sent along in float32. The copy used for computation has the `param_dtype`. Gradients ignore the
+            rounding. Vectors, parameters in `keep` and those that are not sharded are not rounded.
+        wire_dtype: a narrower dtype than `reduce_dtype`, such as "bfloat16", in which the parts of gradients are sent:
+            by an all-to-all, summed on arrival in `reduce_dtype`. Each part is rounded once. The sum over replicas,
+            which involves only the shards, is unchanged.
+        cast_inputs: cast the unit's inputs to `param_dtype` before the call.
         keep: path patterns of parameters that are gathered, and so computed with, in their stored dtype, such as
             `("norm/*", "router/*")`; matched against the end of the path from the unit.
-        gather: an 8-bit dtype, "float8_e4m3fn" or "float8_e5m2", in which matrices are sent when they are gathered:
-            each row of the sharded dim is divided by a scale (its largest value over the dtype's largest), which is
-            sent along in float32. The copy used for computation has the dtype of `param`. Gradients ignore the
-            rounding. Vectors, parameters in `keep` and those that are not sharded are not rounded.
-        wire: a narrower dtype than that of `reduce`, such as "bfloat16", in which the parts of gradients are sent: by
-            an all-to-all, summed on arrival in the dtype of `reduce`. Each part is rounded once. The sum over replicas,
-            which involves only the shards, is unchanged.
 
     Raises:
         AnnotationError: a dtype is not of the kind that its field needs.
 
     Example:
-        >>> half = js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn", wire="bfloat16")
-        >>> half.gather, half.wire
-        ('float8_e4m3fn', 'bfloat16')
+        >>> half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
+        >>> model = js.fully_shard(MLP(nnx.Rngs(0)), mesh=mesh, mixed_precision=half)
     """
 
-    param: str | None = None
-    reduce: str | None = None
-    output: str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    gather_dtype: str | None = None
+    wire_dtype: str | None = None
     cast_inputs: bool = True
     keep: tuple[str, ...] = ()
-    gather: str | None = None
-    wire: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
-        for field in ("param", "reduce", "output", "gather", "wire"):
-            if (value := getattr(self, field)) is not None:
-                object.__setattr__(self, field, self._dtype(field, value))
-        reduce = self.reduce or self.param
-        if self.wire is not None and reduce is not None and jnp.dtype(self.wire).itemsize >= jnp.dtype(reduce).itemsize:
+        patterns = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
+        object.__setattr__(self, "keep", patterns)
+        for field in _DTYPE_FIELDS:
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(self, field, _checked_dtype(field, value))
+        self._check_wire_is_narrower()
+
+    def _check_wire_is_narrower(self) -> None:
+        reduced = self.reduce_dtype or self.param_dtype
+        if self.wire_dtype is None or reduced is None:
+            return
+        if jnp.dtype(self.wire_dtype).itemsize >= jnp.dtype(reduced).itemsize:
             raise AnnotationError(
                 "The wire dtype of gradients is not narrower than their reduce dtype.",
-                where=f"MixedPrecision(reduce={self.reduce!r}, wire={self.wire!r})",
-                why=f"they are summed in {reduce}: an exchange would send as much as a reduce-scatter.",
-                do='js.MixedPrecision(param="bfloat16", reduce="float32", wire="bfloat16")',
+                where=f"MixedPrecision(reduce_dtype={self.reduce_dtype!r}, wire_dtype={self.wire_dtype!r})",
+                why=f"they are summed in {reduced}: an exchange would send as much as a reduce-scatter.",
+                do='js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", wire_dtype="bfloat16")',
             )
-
-    def _dtype(self, field: str, value: Any) -> str:
-        """The name of a dtype that is valid for a field."""
-        try:
-            dtype = jnp.dtype(value)
-        except TypeError:
-            dtype = jnp.dtype(bool)
-        bits = 8 * dtype.itemsize if jnp.issubdtype(dtype, jnp.floating) else 0
-        if dtype.name in _GATHERED_BY_SCALE if field == "gather" else bits >= 16:
-            return dtype.name
-        if field == "gather":
-            raise AnnotationError(
-                "Parameters cannot be gathered with scales in this dtype.",
-                where=f"MixedPrecision(gather={value!r})",
-                why=f"it must be one of {', '.join(_GATHERED_BY_SCALE)}; for a gather in 16 bits use `param`.",
-                do='js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn")',
-            )
-        in_8_bits = f', gather="{dtype.name}"' if field == "param" and dtype.name in _GATHERED_BY_SCALE else ""
-        raise AnnotationError(
-            "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
-            where=f"MixedPrecision({field}={value!r})",
-            why="it must be a floating dtype of 16 bits or more: a cast has no scale, which fp8 needs.",
-            do=f'js.MixedPrecision(param="bfloat16", reduce="float32"{in_8_bits})',
-        )
 
     def keeps(self, path: str) -> bool:
-        """Whether the parameter at a path stays in its stored dtype."""
+        """Returns whether the parameter at a path stays in its stored dtype."""
         return any(fnmatch.fnmatch(f"/{path}", f"*/{pattern}") for pattern in self.keep)
+
+
+_DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "gather_dtype", "wire_dtype")
+
+
+def _checked_dtype(field: str, value: Any) -> str:
+    """Returns the name of a dtype that is valid for a field of `MixedPrecision`; raises AnnotationError for others."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = jnp.dtype(bool)  # no dtype at all: refused below like any dtype that is not floating
+    if field == "gather_dtype":
+        if dtype.name in _GATHERED_BY_SCALE:
+            return dtype.name
+        raise AnnotationError(
+            "Parameters cannot be gathered with scales in this dtype.",
+            where=f"MixedPrecision(gather_dtype={value!r})",
+            why=f"it must be one of {', '.join(_GATHERED_BY_SCALE)}; for a gather in 16 bits use `param_dtype`.",
+            do='js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn")',
+        )
+    if is_real_float(dtype):
+        return dtype.name
+    in_8_bits = ""
+    if field == "param_dtype" and dtype.name in _GATHERED_BY_SCALE:
+        in_8_bits = f', gather_dtype="{dtype.name}"'
+    raise AnnotationError(
+        "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
+        where=f"MixedPrecision({field}={value!r})",
+        why="it must be a floating dtype of 16 bits or more: a cast has no scale, which fp8 needs.",
+        do=f'js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32"{in_8_bits})',
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,27 +164,38 @@ class Prefetch:
         return distance <= (self.units or 0)
 
     @classmethod
-    def parse(cls, value: int | str | None) -> "Prefetch | None":
-        """Reads `1`, `"512MiB"` or None, which leaves the order to the compiler."""
-        if value is None:
+    def parse(cls, value: int | str) -> "Prefetch | None":
+        """Reads `1`, `"512MiB"` or `"compiler"`; None stands for the last, which leaves the order to the compiler."""
+        if value == COMPILER:
             return None
         if type(value) is int and value >= 0:
             return cls(units=value)
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
-        if found is None or found.group(2) not in _BYTES:
+        budget = re.fullmatch(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[KMGT]?i?B)", str(value))
+        if not isinstance(value, str) or budget is None or budget["unit"] not in _BYTES:
             raise AnnotationError(
                 "The prefetch setting is not valid.",
                 where=f"prefetch={value!r}",
                 why="it must be a number of units (0: gather a unit when it is needed), a budget in bytes such as"
-                ' "512MiB", or None (the compiler chooses).',
+                f' "512MiB", or "{COMPILER}", which leaves the order to it.',
                 do="js.fully_shard(block, mesh=mesh, prefetch=1)",
             )
-        return cls(budget_bytes=int(float(found.group(1)) * _BYTES[found.group(2)]))
+        return cls(budget_bytes=int(float(budget["number"]) * _BYTES[budget["unit"]]))
 
 
-_BYTES = {"B": 1} | {
-    f"{k}{end}": base ** (i + 1) for i, k in enumerate("KMGT") for end, base in (("iB", 1024), ("B", 1000))
-}
+COMPILER = "compiler"
+"""The setting of `prefetch` that leaves the order of gathers to the compiler, without a bound."""
+
+
+def _byte_units() -> dict[str, int]:
+    """Returns the bytes of each unit: B, and kB to TB by powers of 1000, KiB to TiB by powers of 1024."""
+    units = {"B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units[f"{letter}iB"] = 1024**power
+        units[f"{letter}B"] = 1000**power
+    return units
+
+
+_BYTES = _byte_units()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +205,7 @@ class UnitPolicy:
     reshard_after_forward: bool | int | None = None
     mixed_precision: MixedPrecision = MixedPrecision()
     remat: Remat = "none"
-    prefetch: Prefetch | None = Prefetch(units=1)
+    prefetch: Prefetch | None = Prefetch(units=1)  # None: the compiler's order
     group: int | None = None
     fallback: Fallback = "warn"
 
@@ -198,7 +222,7 @@ class UnitPolicy:
             isinstance(made.mixed_precision, MixedPrecision),
             f"fully_shard(mixed_precision={made.mixed_precision!r})",
             "a js.MixedPrecision",
-            'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param="bfloat16"))',
+            'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param_dtype="bfloat16"))',
         )
         check_setting(
             made.fallback in get_args(Fallback),

@@ -6,7 +6,7 @@
     fit, to_devices, evaluate, Every, StopSignal  the loop
     Tracker, Trackers, Progress, Meter            output and records
 
-Data are in `jshard.data`, float16 in `jshard.api.gradients`, and the rest in the modules of this package and of
+Data are in `js.data`, float16's loss scale is `js.LossScale`, and the rest is in the modules of this package and of
 `jshard.recipes`.
 
 Example:
@@ -17,18 +17,4 @@ Example:
 
 from jshard._lazy import attach as _attach
 
-_MOVED = {
-    "jshard.data": "ByteTokenizer Data DataError HuggingFaceTokenizer Loader Source Tokenizer load_text local_rows",
-    "jshard.api.gradients": "LossScale LossScaleState loss_scale_of scaled_value_and_grad",
-    "jshard.recipes.model_file": "ModelFileError dense_flops next_token_loss",
-    "jshard.recipes.step": "Mfu Peak device_peak",
-    "jshard.recipes.building": "create restore",
-    "jshard.train.records": "Jsonl plot_loss read_metrics",
-    "jshard.train.trackers": "TensorBoard WeightsAndBiases",
-    "jshard.train.loop": "Fitted",
-    "jshard.train.progress": "StepProfile",
-    "jshard.train.run": "Finished",
-    "jshard.train.sampling": "sample_text",
-}
-
-__getattr__, __dir__, __all__ = _attach(__name__, __file__, moved=_MOVED)
+__getattr__, __dir__, __all__ = _attach(__name__, __file__)

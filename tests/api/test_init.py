@@ -45,10 +45,11 @@ def rich() -> Rich:
 
 def annotate_rich(model: Rich, **axes) -> None:
     mesh = js.mesh(**axes)
-    js.fully_shard(model.stack, mesh=mesh, placement=js.ShardPlacement(stacked=1))
+    js.fully_shard(model.stack, mesh=mesh, placement=js.PlacementPolicy(stacked=1))
     js.fully_shard(model, mesh=mesh)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("axes", [{"replica": 2}, wide({}), wide({"replica": -1, "fsdp": 1})], ids=str)
 def test_bitwise_the_plain_initialisation(axes):
     model = js.shard_init(rich, lambda model: annotate_rich(model, **axes))

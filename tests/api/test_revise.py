@@ -15,7 +15,7 @@ from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed,
 from tests.micro_gpt import MODELS, micro
 
 UNTIED = Config(layers=3, tied=False)
-PRECISION = js.MixedPrecision(param="bfloat16", reduce="float32")
+PRECISION = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 
 
 def units(model):
@@ -63,7 +63,10 @@ def test_what_fully_shard_refuses_is_refused(settings):
 def test_the_settings_of_a_command_line():
     texts = "remat=none", "prefetch=512MiB", "reshard_after_forward=False"
     assert parse_units(texts) == {"remat": "none", "prefetch": "512MiB", "reshard_after_forward": False}
-    assert parse_units(["prefetch=none", "reshard_after_forward=4"]) == {"prefetch": None, "reshard_after_forward": 4}
+    assert parse_units(["prefetch=compiler", "reshard_after_forward=4"]) == {
+        "prefetch": "compiler",
+        "reshard_after_forward": 4,
+    }
     for bad in (["remat"], ["remat="], ["mesh=1"], ["remat=full", "remat=dots"], ["reshard_after_forward=x"]):
         with pytest.raises(ShardingError, match="--unit"):
             parse_units(bad)

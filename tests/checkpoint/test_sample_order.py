@@ -211,6 +211,7 @@ print(json.dumps([describe(build()) for both in CHANGED.values() for build in bo
 """
 
 
+@pytest.mark.wide
 def test_a_pipeline_that_is_built_again_in_another_process_is_the_same():
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}

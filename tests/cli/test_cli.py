@@ -84,6 +84,7 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
     assert json.loads((out / "run.json").read_text())["options"]["data"] == [str(folder / "text.txt")]
 
 
+@pytest.mark.wide
 def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys):
     (folder / "runs" / "my_model-micro").mkdir(parents=True)
     what = ["--data", "text.txt", "--seed", "5", "--set", "eval_every=1", "--set", "num_steps=2", *SMALL]
@@ -155,6 +156,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.wide
 def test_dry_run_of_175b_needs_no_devices_and_little_memory(folder):
     arguments = ["--recipe", "gpt3_175b", "--mesh", "replica=4,fsdp=128", "--dry-run"]
     # With a platform that does not exist, asking jax for any device or array ends the process.

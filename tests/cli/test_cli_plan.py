@@ -159,6 +159,7 @@ def test_the_child_touches_no_accelerator_and_gets_no_flags():
     assert unused_flags({"XLA_FLAGS": "--xla_cpu_y=2 --xla_force_host_platform_device_count=8"}) is None
 
 
+@pytest.mark.wide
 def test_the_program_is_that_of_a_run(folder):
     """The child's program, which is made without arrays, is the one that training compiles."""
     model_file, recipe, mesh = load_model_file(MODELS / "gpt.py"), micro(), js.mesh()

@@ -169,6 +169,7 @@ def _step(asked, peak, products):
     return step_of(asked, peak_bytes=int(peak * CAPACITY), products=products)
 
 
+@pytest.mark.wide
 def test_the_quickest_that_fits_of_three_and_what_was_asked_for(monkeypatch):
     """By the estimate of the compiled schedule, which has the last word."""
     found, asked = chosen(monkeypatch, lambda asked: (0.5, 100 * (1 + asked.mesh["fsdp"])), plan_of(0.5, products=3000))

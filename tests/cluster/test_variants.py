@@ -101,7 +101,7 @@ WAY = Variant(
     name="a way",
     mesh={"replica": 2, "fsdp": 4, "tensor": 1},
     accumulate=4,
-    units={"remat": "full", "reshard_after_forward": False, "prefetch": None},
+    units={"remat": "full", "reshard_after_forward": False, "prefetch": "compiler"},
 )
 ASKED = request_of(
     cluster_of("h100:1x8"),
@@ -117,7 +117,7 @@ def test_a_way_goes_before_what_was_asked_for():
     """And each setting is given once: twice would be refused."""
     found = WAY.of(ASKED)
     assert found.settings == ("model.n_layer=4", "accumulate=4")
-    assert found.units == {"remat": "full", "prefetch": None, "reshard_after_forward": False}
+    assert found.units == {"remat": "full", "prefetch": "compiler", "reshard_after_forward": False}
     assert (found.mesh, found.profile, found.recipe) == (WAY.mesh, None, "micro")
     assert override(micro(), found.settings).accumulate == 4
 

@@ -149,7 +149,7 @@ def test_gradients_are_reduced_in_order():
 
 
 def test_without_prefetch_the_order_is_the_compilers():
-    forward, backward = traced(prefetch=None)
+    forward, backward = traced(prefetch="compiler")
     for i in range(LAYERS):
         for gather in forward.find("all_gather", block(i)):
             assert not any(forward.waits_for(gather, forward.find("dot_general", block(k))) for k in range(LAYERS))
@@ -214,7 +214,7 @@ def looped(ahead: int) -> tuple[Any, Any]:
     mesh = js.mesh(replica=2, fsdp=4)
 
     def annotate(model: Looped) -> None:
-        js.fully_shard(model, units=nnx.Linear, mesh=mesh, placement=js.ShardPlacement(min_size=64), prefetch=ahead)
+        js.fully_shard(model, units=nnx.Linear, mesh=mesh, placement=js.PlacementPolicy(min_size=64), prefetch=ahead)
 
     model = js.abstract_init(lambda: Looped(nnx.Rngs(0)), annotate)
     graphdef, params = nnx.split(model)

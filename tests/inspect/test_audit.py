@@ -62,6 +62,7 @@ def test_memory_is_the_compilers(scanned: Audit):
     assert scanned.memory.peak_bytes >= found.argument_size_in_bytes + found.temp_size_in_bytes
 
 
+@pytest.mark.wide
 def test_a_whole_train_step_of_a_model_file():
     """The optimizer's part of the step gathers nothing: its amounts are those of the plan of the model."""
     file = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")
@@ -80,7 +81,11 @@ RIGHT = {
     "unrolled": (Config(tied=False, attends=False), {}, {}),
     "scanned": (Config(scanned=True, attends=False), {}, {}),
     "tied, HSDP": (Config(attends=False), {"replica": 2}, {}),
-    "bfloat16": (Config(attends=False), {}, {"mixed_precision": js.MixedPrecision(param="bfloat16", reduce="float32")}),
+    "bfloat16": (
+        Config(attends=False),
+        {},
+        {"mixed_precision": js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")},
+    ),
 }
 
 
@@ -154,7 +159,7 @@ def windows_of(traffic: tuple[Traffic, ...], change: Callable[[Window], Window |
     return [w for w in map(change, made) if w is not None]
 
 
-PRECISION = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+PRECISION = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
 
 
 def instead(kind: str, /, **fields: object) -> Callable[[Window], Window]:

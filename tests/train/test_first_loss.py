@@ -108,6 +108,7 @@ def line(text):
     return f"{HERE.name}:{number}"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("build", [Model, LinenModel])
 def test_a_token_beyond_the_table_is_named(build, tmp_path):
     rows = samples(token=60, at=5)
@@ -131,6 +132,7 @@ def test_a_position_beyond_the_table_is_named():
     assert "--set model.block_size=12, or --set sequence_length=8" in found
 
 
+@pytest.mark.wide
 def test_a_parameter_that_was_not_finite_before_is_named(tmp_path):
     data = Data(train=samples(), held_out=samples(), description="ids", fingerprint="ids")
     with pytest.raises(RunError) as error:
