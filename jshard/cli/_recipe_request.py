@@ -95,7 +95,7 @@ def setting_key(setting: str) -> str:
 
 def merged_settings(before: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
     """Returns settings, with later ones replacing earlier ones."""
-    later_keys = {setting_key(setting) for setting in later}
+    later_keys = {setting_key(setting) for setting in later}  # `override` refuses a key that is set twice
     return (*without_keys(before, later_keys), *later)
 
 

@@ -58,7 +58,7 @@ class RunArgs:
 
     def started(self, command: str, argv: Sequence[str]) -> int | None:
         """Starts the worker processes and returns their exit code; None in those, or with a single process."""
-        if launch.is_worker():
+        if launch.is_worker():  # started by the call below
             return None
         command_line = shlex.join(["jshard", command, *argv])
         cluster = launch.detect(command=command_line)

@@ -179,7 +179,7 @@ def _plan_annotation(args: PlanArgs, request: RecipeRequest) -> int:
     ):
         explanation = explained(request, mesh)
     answer(explanation, json=args.json)
-    for line in assumed():
+    for line in assumed():  # known once the model is traced
         remark(line)
     return 0
 

@@ -36,7 +36,7 @@ class TraceArgs:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; `argv` are the arguments after `jshard trace`."""
     args = parse(TraceArgs, argv, command="jshard trace")
-    check_writable(args.html, option="--html")
+    check_writable(args.html, option="--html")  # before a large profile is read
     steps = parse_steps(args.steps, option="--steps") if args.steps else None
     report = read_profile(args.path, steps=steps)
     if args.html is not None:

@@ -51,6 +51,7 @@ class ModelArgs:
             file = load_model_file(self.model)
             _, recipe = file.recipe(self.recipe)
             if weights is not None:
+                # Before --set, which is stronger than the weights' own config.
                 recipe = override(recipe, stored_settings(file, recipe, weights))
             return Model(file, override(recipe, self.set))
         if self.recipe is not None or self.set:
@@ -145,7 +146,7 @@ def show_written(out: Path, manifest: Manifest, *, json: bool) -> None:
 def cpu_mesh(text: str) -> Mesh:
     """Returns the mesh of --mesh, over simulated devices. Call it before anything asks JAX for devices."""
     sizes = parse_mesh(text)
-    simulate_devices(sizes)
+    simulate_devices(sizes)  # has no effect on a number that the user has set
     count = num_devices(sizes)
     devices = jax.devices("cpu")
     if count > len(devices):

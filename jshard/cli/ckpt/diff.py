@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _num_bytes(checkpoint: Place) -> int:
-    return listing(checkpoint).entries[0].num_bytes
+    return listing(checkpoint).entries[0].num_bytes  # the only one: a checkpoint, and not a folder of them
 
 
 def _report(a: Place, b: Place, leaves: Sequence[LeafDiff], args: DiffArgs) -> Group:
@@ -126,11 +126,13 @@ def _rows(leaves: Sequence[LeafDiff]) -> list[_DiffRow]:
     for leaf in leaves:
         pattern, _ = name_pattern(leaf.path)
         alike.setdefault((leaf.kind, _types_text(leaf), pattern), []).append(leaf)
+    # In a group all have the same kind and types, so the first one stands for them.
     return [_DiffRow(group) for group in alike.values()]
 
 
 def _types_text(leaf: LeafDiff) -> str:
     """Returns dtype and shape as JAX writes them, float32[3,192]; both, where they differ."""
+    # A leaf that only one checkpoint has, has one side.
     types = [_type_text(side) for side in (leaf.a, leaf.b) if side is not None]
     return " / ".join(dict.fromkeys(types))
 

@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     args = parse(ImportArgs, argv, command="jshard ckpt import")
     model = args.requested_model(args.path)
     mesh = cpu_mesh(args.mesh)
-    checkpoint = _opened(args) if model is None else _opened_as(model, args)
+    checkpoint = _opened(args) if model is None else _opened_as(model, args)  # values are read while it is written
     num_bytes = sum(leaf.nbytes for leaf in checkpoint.arrays.values())
     with progress("import", num_bytes) as note_written:
         manifest = import_leaves(checkpoint, local_path(args.out), mesh, on_written=note_written)

@@ -19,7 +19,7 @@ from jshard.errors import printable
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 _COLUMNS = ("step>", "size>", "leaves>?", "saved>", "mesh", "processes>?", "jshard??", "metrics", "state")
-_MOST_LINES = 10  # on the damage of one checkpoint
+_MOST_LINES = 10  # on the damage of one checkpoint; `jshard ckpt verify` lists all
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,6 +114,7 @@ def _requested(args: TimelineArgs, history: Sequence[Timeline]) -> Timeline:
 
 
 def _draw(report: _Report, path: Path) -> None:
+    # A page and a trace are texts, which `write` reports itself.
     if path.suffix == ".png":
         write_png(path, f"{report.title}\n{report.verdict}", report.bars)
         remark(f"written: {path}")
@@ -270,7 +271,9 @@ def _measured_interval_s(history: Sequence[Timeline]) -> float | None:
     intervals_s: list[float] = []
     for first, second in itertools.pairwise(history):
         are_saves = first.kind == second.kind == "save"
+        # With a restore between them, the time would include a restart.
         if are_saves and first.rows and second.rows:
+            # From the start of one to the start of the next; while the first blocked the step, nothing was trained.
             intervals_s.append(second.began_at - first.began_at - (first.blocked_s or 0.0))
     return statistics.median(intervals_s) if intervals_s else None
 
@@ -309,14 +312,14 @@ class _Report(Printed):
 
     def _longest_phase(self, row: ProcessTimes) -> str:
         phase = max(self.shown.phases, key=row.phase_s)
-        share = row.phase_s(phase) / max(self.shown.total_s, 1e-9)
+        share = row.phase_s(phase) / max(self.shown.total_s, 1e-9)  # phases may all be of no length
         return f"one process: most of it is {phase}, {duration(row.phase_s(phase))} ({share:.0%})"
 
     def _on_slowest(self, slow: Slowest) -> str:
         rows = self.shown.rows
         host = next(row.host for row in rows if row.process == slow.process)
         process = f"slowest: process {slow.process} on {host}"
-        if slow.phase == "late":
+        if slow.phase == "late":  # not a phase of its own work
             return f"{process} began {duration(slow.time_s)} after the first one"
         ratio = f"{slow.time_s / slow.median_s:.1f} times " if slow.median_s > 0 else ""
         peers = "that of the other" if len(rows) == 2 else "the median of the others"
@@ -339,7 +342,7 @@ class _Report(Printed):
         for row in self.shown.rows[:_MOST_ROWS]:
             times = [f"{row.phase_s(phase):.3f}" for phase in phases]
             mib = row.num_bytes / _MIB
-            moved_s = row.phase_s("write", "read")
+            moved_s = row.phase_s("write", "read")  # of a save the one, of a restore the other
             rate = f"{mib / moved_s:.0f}" if moved_s > 0 else ""
             add_row(table, str(row.process), row.host, f"+{row.began_s:.3f}", *times, f"{mib:.1f}", rate)
         return table

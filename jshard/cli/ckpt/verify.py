@@ -38,6 +38,7 @@ class VerifyArgs:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; `argv` are the arguments after `jshard ckpt verify`."""
     args = parse(VerifyArgs, argv, command="jshard ckpt verify")
+    # A listing of one checkpoint has one entry.
     path = args.path if args.all else checkpoint_at(args.path, args.step)
     verdicts: list[Verdict] = []
     for entry in listing(path).entries:
@@ -66,7 +67,7 @@ def _report(verdict: Verdict) -> str | FittedTable:
             add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
         return table
     amount = f"{counted(verdict.num_leaves, 'leaf')}, {human_bytes(verdict.num_bytes, 1)}"
-    if not verdict.num_files:
+    if not verdict.num_files:  # without a manifest there is no list of files, and no sums
         return f"{verdict.path}: all can be read ({amount}). jshard did not write it: it has no sums to compare with."
     files = counted(verdict.num_files, "file")
     return f"{verdict.path}: good, all files are there and all sums are those of the save ({amount}, {files})."
