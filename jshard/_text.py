@@ -141,10 +141,10 @@ def folded_names(names: Iterable[str]) -> list[str]:
 
 def shortened(texts: list[str], most: int, kind: str = "") -> list[str]:
     """Returns the first texts, and how many more there are: `and 3 more lines` for the kind " lines"."""
-    more = len(texts) - most
-    if more <= 0:
+    num_more = len(texts) - most
+    if num_more <= 0:
         return texts
-    return [*texts[:most], f"and {more} more{kind}"]
+    return [*texts[:most], f"and {num_more} more{kind}"]
 
 
 # The names of the kernels of `jshard.kernels` in traced and compiled programs.

@@ -98,8 +98,8 @@ def _advice(tried: Sequence[Compared]) -> str:
         return f"try this, which compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
     ways = "by the estimate, no configuration that keeps less would fit"
     if tried:
-        one, many = "configuration that keeps less was", "configurations that keep less were"
-        ways = f"{counted(len(tried), one, many)} compiled, and none fits"
+        singular, plural = "configuration that keeps less was", "configurations that keep less were"
+        ways = f"{counted(len(tried), singular, plural)} compiled, and none fits"
     return f"{ways}: it needs more devices, or a smaller --set batch_size=N."
 
 

@@ -141,12 +141,12 @@ def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, in
     kept, do not divide the remaining devices.
     """
     devices = math.prod(sizes.values())
-    kept = math.prod(sizes.get(axis, 1) for axis in _KEPT_AXES)
+    kept_degree = math.prod(sizes.get(axis, 1) for axis in _KEPT_AXES)
     remaining = devices // of * processes
-    if devices % of or remaining % kept:
+    if devices % of or remaining % kept_degree:
         return None
     # Divided among `replica` and `fsdp`. The largest `fsdp` comes first: with fewer shards each is larger.
-    data_devices = remaining // kept
+    data_devices = remaining // kept_degree
     for shards in range(sizes.get("fsdp", 1), 0, -1):
         replicas, rest = divmod(data_devices, shards)
         if rest == 0 and replicas <= sizes.get("replica", 1):

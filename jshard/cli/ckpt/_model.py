@@ -111,7 +111,7 @@ class Model:
 
 
 def other_model(
-    args: ModelArgs, path: Path, *, count: int, one: str, many: str, lines: Sequence[str], extra: str = ""
+    args: ModelArgs, path: Path, *, count: int, singular: str, plural: str, lines: Sequence[str], extra: str = ""
 ) -> ShardingError:
     """Returns the error for leaves, a line each, of which one "is missing" or many "are missing".
 
@@ -119,13 +119,13 @@ def other_model(
         args: the options that name the model.
         path: the checkpoint.
         count: how many leaves the model lists.
-        one: what is wrong with one leaf.
-        many: the same with several.
+        singular: what is wrong with one leaf.
+        plural: the same with several.
         lines: the leaves.
         extra: what else may be done.
     """
     return ShardingError(
-        f"The checkpoint is not of this model: {counted(len(lines), f'leaf {one}', f'leaves {many}')}.",
+        f"The checkpoint is not of this model: {counted(len(lines), f'leaf {singular}', f'leaves {plural}')}.",
         where=[str(path), *lines],
         why=f"hf_names of {args.model} lists {counted(count, 'leaf')}.",
         do=f"choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N{extra or '.'}",

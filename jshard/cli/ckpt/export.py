@@ -175,14 +175,14 @@ def _named(part: Part, names: Names, args: ExportArgs) -> ForeignSource:
     """Returns the arrays under another library's names, after checks that these are all."""
     missing = ["/".join(filter(None, (args.part, path))) for path in names if path not in part.leaves]
     if missing:
-        raise other_model(args, args.path, count=len(names), one="is missing", many="are missing", lines=missing)
+        raise other_model(args, args.path, count=len(names), singular="is missing", plural="are missing", lines=missing)
     if part.left_over and args.extra == "error":
         raise other_model(
             args,
             args.path,
             count=len(names),
-            one="is left over",
-            many="are left over",
+            singular="is left over",
+            plural="are left over",
             lines=part.left_over,
             extra=";\n--extra ignore  # leaves out what would not be written",
         )

@@ -102,8 +102,8 @@ def _opened_as(model: Model, args: ImportArgs) -> Opened:
     _check_model(named, args)
     if named.unused:
         arrays = counted(len(named.unused), "array is", "arrays are")
-        more = ", ..." if len(named.unused) > _MOST_NAMES else ""
-        remark(f"{arrays} left out: {', '.join(named.unused[:_MOST_NAMES])}{more}")
+        ellipsis = ", ..." if len(named.unused) > _MOST_NAMES else ""
+        remark(f"{arrays} left out: {', '.join(named.unused[:_MOST_NAMES])}{ellipsis}")
     return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
 
 
@@ -117,4 +117,4 @@ def _check_model(named: NamedSource, args: ImportArgs) -> None:
             extra = ";\n--extra ignore  # leaves them out: another model is then imported"
     if lines:
         count = len(named.leaves) + len(named.absent)
-        raise other_model(args, args.path, count=count, one="differs", many="differ", lines=lines, extra=extra)
+        raise other_model(args, args.path, count=count, singular="differs", plural="differ", lines=lines, extra=extra)

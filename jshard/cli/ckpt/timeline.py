@@ -187,20 +187,13 @@ class _Summary:
     @classmethod
     def of(cls, history: Sequence[Timeline], *, mtbf_s: float, interval_s: float | None) -> _Summary:
         """Sums up a history; without an interval it is the measured one."""
-        saves: list[Timeline] = []
-        restores: list[Timeline] = []
-        num_failed = 0
-        for timeline in history:
-            if timeline.error is not None:
-                num_failed += 1
-            elif timeline.rows:  # none: the record has no process's times
-                operations = saves if timeline.kind == "save" else restores
-                operations.append(timeline)
+        saves = _completed(history, "save")
+        restores = _completed(history, "restore")
         stalls_s = [save.blocked_s for save in saves if save.blocked_s is not None]
         saves_s = [save.total_s for save in saves]
         loads_s = [restore.total_s for restore in restores]
-        period_s = _measured_interval_s(history) if interval_s is None else interval_s
         ettr_times = None
+        period_s = _measured_interval_s(history) if interval_s is None else interval_s
         if saves_s and period_s is not None and period_s > 0:
             ettr_times = _EttrTimes(
                 interval_s=period_s,
@@ -213,7 +206,7 @@ class _Summary:
             stalls_s=stalls_s,
             saves_s=saves_s,
             loads_s=loads_s,
-            num_failed=num_failed,
+            num_failed=sum(timeline.error is not None for timeline in history),
             is_interval_given=interval_s is not None,
             ettr_times=ettr_times,
         )
@@ -260,6 +253,15 @@ class _Summary:
             return None
         times = dataclasses.asdict(self.ettr_times)
         return {"value": ettr(**times), "formula": _FORMULA, **times}
+
+
+def _completed(history: Sequence[Timeline], kind: Literal["save", "restore"]) -> list[Timeline]:
+    """Returns the saves or restores without an error whose times are recorded."""
+    completed: list[Timeline] = []
+    for timeline in history:
+        if timeline.kind == kind and timeline.error is None and timeline.rows:
+            completed.append(timeline)
+    return completed
 
 
 def _median(times_s: Sequence[float]) -> float:
