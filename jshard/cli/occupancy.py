@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import json
-import math
-import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Group
 from rich.text import Text
 
 from jshard.cli._arguments import Count, parse
+from jshard.cli._occupancy_plot import write_png
+from jshard.cli._occupancy_report import OccupancyReport
 from jshard.cli._output import remark
 from jshard.errors import ShardingError
-from jshard.inspect.tables import FittedTable, Printed, add_row, made_table, show
+from jshard.inspect.tables import show
 from jshard.occupancy import (
     ASSUMED_CTAS,
     FOOTPRINTS,
@@ -35,8 +34,6 @@ from jshard.occupancy import (
     footprint,
     gpu,
 )
-from jshard.occupancy.blocks import PAD_UNIT_BYTES, Plan, drain, limits, plans, refusals, resident
-from jshard.occupancy.footprints import SHIPPED_SOURCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
         write_png(reports[0], args.plot)
         remark(f"written: {args.plot}")
     if args.json:
-        print(to_json(reports))
+        print(json.dumps({"gpus": [report.to_dict() for report in reports]}, indent=2))
     else:
         _show(reports)
     return 0
@@ -122,9 +119,6 @@ def _show(reports: Sequence[OccupancyReport]) -> None:
             parts.append(Text())
         parts.append(report)
     show(Group(*parts))
-
-
-# What the options name.
 
 
 def _report(args: OccupancyArgs, facts: GpuFacts) -> OccupancyReport:
@@ -169,210 +163,3 @@ def _named_kernels(names: Sequence[str]) -> tuple[ShippedKernel, ...]:
             do=f"--kernel {nearest}  # or any by its numbers: --block 128,90,90176",
         )
     return tuple(kernel for kernel in SHIPPED if any(kernel.is_called(name) for name in names))
-
-
-# The report.
-
-
-_LEGEND = (
-    "a block: threads x registers, shared memory. per SM: blocks at once. drain: blocks that must end on one SM before"
-    " one of the collective starts there; with a persistent kernel all must (kernel). Only a measurement shows which is"
-    f" fastest. Kernels: {SHIPPED_SOURCE}, so for no other GPU. Assumed: the warps of a block are spread evenly over"
-    " the quarters of an SM, which have the registers."
-)
-_SHORT = {"shared memory": "SMEM"}
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class OccupancyReport(Printed):
-    """Kernels on one GPU beside some collectives, printed as a table.
-
-    Attributes:
-        gpu: the GPU.
-        kernels: as compiled.
-        footprints: what the collectives take.
-
-    Example:
-        >>> print(OccupancyReport(gpu("h200"), SHIPPED, [COPY_ENGINE]))
-    """
-
-    gpu: GpuFacts
-    kernels: tuple[ShippedKernel, ...]
-    footprints: tuple[CommFootprint, ...]
-
-    def __rich__(self) -> Group:
-        smem_kib = self.gpu.smem_per_sm_bytes // 1024
-        parts: list[Text | FittedTable] = []
-        parts.append(Text(f"{self.gpu.title}: {self.gpu.num_sms} SMs of {smem_kib} KiB shared memory"))
-        for comm in self.footprints:
-            parts += [Text(), self._table(comm)]
-        refused: list[str] = []
-        for kernel in self.kernels:
-            refused += [f"{kernel.label}: {why}" for why in refusals(self.gpu, kernel.block)]
-        if refused:
-            parts += [Text("\n".join(refused)), Text()]
-        parts.append(Text(_LEGEND))
-        return Group(*parts)
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns the whole report with its sources, as JSON values."""
-        # `asdict` copies deeply, which the mapping of sources does not allow.
-        facts = dataclasses.asdict(dataclasses.replace(self.gpu, sources={})) | {"sources": dict(self.gpu.sources)}
-        return {
-            "gpu": facts,
-            "footprints": [dataclasses.asdict(footprint) for footprint in self.footprints],
-            "kernels": [self._kernel_dict(kernel) for kernel in self.kernels],
-        }
-
-    def _kernel_dict(self, kernel: ShippedKernel) -> dict[str, object]:
-        values: dict[str, object] = {"kernel": kernel.label, **dataclasses.asdict(kernel)}
-        reasons = refusals(self.gpu, kernel.block)
-        if reasons:
-            return values | {"refusals": reasons}
-        beside: dict[str, object] = {}
-        for comm in self.footprints:
-            ways = self._plans(kernel, comm)
-            drained = _unchanged(ways).drain
-            beside[str(comm)] = {"drain": drained, "plans": [dataclasses.asdict(plan) for plan in ways]}
-        values["blocks_per_sm"] = resident(self.gpu, kernel.block)
-        values["limits"] = limits(self.gpu, kernel.block)
-        values["beside"] = beside
-        return values
-
-    def _table(self, comm: CommFootprint) -> FittedTable:
-        columns = ("kernel", "a block>??", "per SM>", "bound by", "drain>", "best by the model")
-        table = made_table(f"beside {self._footprint_text(comm)}", *columns)
-        for kernel in self.kernels:
-            block = f"{kernel.threads} x {kernel.registers}, {kernel.smem_bytes:,} B"
-            add_row(table, kernel.label, block, *self._fit_cells(kernel, comm))
-        return table
-
-    def _fit_cells(self, kernel: ShippedKernel, comm: CommFootprint) -> list[str]:
-        """Returns the last four cells of a row: how the kernel fits on an SM, and beside a collective."""
-        if refusals(self.gpu, kernel.block):
-            return ["-", "cannot run", "-", "-"]
-        blocks_by_limit = limits(self.gpu, kernel.block)
-        bound_by = min(blocks_by_limit, key=lambda name: blocks_by_limit[name])
-        ways = self._plans(kernel, comm)
-        return [
-            str(blocks_by_limit[bound_by]),
-            _SHORT.get(bound_by, bound_by),
-            _drain_text(_unchanged(ways)),
-            _plan_text(ways[0]),  # the best comes first
-        ]
-
-    def _plans(self, kernel: ShippedKernel, comm: CommFootprint) -> tuple[Plan, ...]:
-        return plans(self.gpu, kernel.block, comm, persistent=kernel.persistent)
-
-    def _footprint_text(self, comm: CommFootprint) -> str:
-        if comm.block is None:
-            return f"{comm}: no SM"
-        block = f"{comm.threads} x {comm.registers}, {comm.smem_bytes:,} B"
-        return f"{comm}: {comm.ctas} blocks of {block}, {resident(self.gpu, comm.block)} on an empty SM"
-
-
-def _unchanged(ways: Sequence[Plan]) -> Plan:
-    """Returns the plan of the kernel as it is, without padding and without reserved SMs."""
-    return next(plan for plan in ways if not plan.smem_pad_bytes and not plan.reserved_sms)
-
-
-def _drain_text(plan: Plan) -> str:
-    return "kernel" if plan.drain is None else str(plan.drain)
-
-
-def _plan_text(plan: Plan) -> str:
-    if plan.reserved_sms:
-        return f"reserve {plan.reserved_sms} SMs"
-    if plan.smem_pad_bytes:
-        return f"pad {plan.smem_pad_bytes:,}: {plan.blocks_per_sm} per SM, drain {_drain_text(plan)}"
-    return "as it is"
-
-
-def to_json(reports: list[OccupancyReport]) -> str:
-    """Returns reports of several GPUs as text."""
-    return json.dumps({"gpus": [report.to_dict() for report in reports]}, indent=2)
-
-
-# The plot.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Curve:
-    """A figure of a kernel against the padding of its blocks."""
-
-    name: str
-    values: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Panel:
-    """The curves of a kernel. Hashable: kernels with equal ones share a panel of the plot."""
-
-    paddings_kib: tuple[float, ...]
-    curves: tuple[_Curve, ...]
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether padding changes nothing."""
-        return all(len(set(curve.values)) <= 1 for curve in self.curves)
-
-
-def write_png(report: OccupancyReport, path: Path) -> None:
-    """Draws blocks on an SM and drain against padding: a panel for each kernel where padding changes either.
-
-    Kernels with the same curves share a panel. Those where nothing changes are named below.
-    """
-    # Not pyplot, which would choose a backend for the screen, and keep the figure.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    panels: dict[_Panel, list[str]] = {}
-    flat_labels: list[str] = []
-    for kernel in report.kernels:
-        if refusals(report.gpu, kernel.block):
-            continue
-        panel = _panel(report, kernel)
-        if panel.is_flat:
-            flat_labels.append(kernel.label)
-        else:
-            panels.setdefault(panel, []).append(kernel.label)
-    num_columns = min(3, len(panels)) or 1
-    num_rows = math.ceil(len(panels) / num_columns) or 1
-    figure = Figure(figsize=(4.5 * num_columns, 0.8 + 2.6 * num_rows), layout="constrained")
-    subplots = figure.subplots(num_rows, num_columns, sharex=True, squeeze=False).ravel()
-    for axes in subplots[len(panels) :]:
-        axes.set_axis_off()
-    for axes, (panel, labels) in zip(subplots, panels.items(), strict=False):
-        _draw(axes, panel, labels)
-    figure.suptitle(report.gpu.title, x=0.01, ha="left", fontsize=10)
-    if flat_labels:
-        caption = f"Padding changes nothing for {', '.join(flat_labels)}."
-        figure.supxlabel("\n".join(textwrap.wrap(caption, 70 * num_columns)), x=0.01, ha="left", fontsize=8)
-    FigureCanvasAgg(figure).print_png(str(path))
-
-
-def _draw(axes: Any, panel: _Panel, labels: Sequence[str]) -> None:
-    """Draws a panel into axes of matplotlib, with the names of its kernels above."""
-    styles = itertools.cycle(("-", "--", ":", "-."))
-    for curve, style in zip(panel.curves, styles, strict=False):
-        axes.step(panel.paddings_kib, curve.values, style, where="post", label=curve.name)
-    axes.set_title("\n".join(textwrap.wrap(", ".join(labels), 60)), loc="left", fontsize=8)
-    axes.set_xlabel("padding of a block, KiB of shared memory", fontsize=8)
-    axes.set_ylim(bottom=0)
-    axes.tick_params(labelbottom=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.legend(loc="upper right", fontsize=7)
-
-
-def _panel(report: OccupancyReport, kernel: ShippedKernel) -> _Panel:
-    """Returns the blocks on an SM, and the drain beside each collective, for all paddings of a kernel's blocks."""
-    gpu = report.gpu
-    paddings = range(0, gpu.smem_per_block_bytes - kernel.smem_bytes + 1, PAD_UNIT_BYTES)
-    blocks = [kernel.block.padded(padding) for padding in paddings]
-    curves = [_Curve("blocks per SM", tuple(resident(gpu, block) for block in blocks))]
-    for comm in report.footprints:
-        # A collective without blocks waits for none, and beside a persistent kernel it waits for all, at any padding.
-        if comm.block is not None and not kernel.persistent:
-            drains = tuple(drain(gpu, block, comm.block) for block in blocks)
-            curves.append(_Curve(f"drain, {comm}", drains))
-    return _Panel(tuple(padding / 1024 for padding in paddings), tuple(curves))

@@ -216,7 +216,7 @@ def test_products_are_measured_once_and_kept(model, tmp_path):
     tuned(model, path, bench=never)
     tuned(model, path, bench=bench, again=True)
     assert len(made) == 4
-    shaped = js.tune_overlap(model, device="h200", loss=loss_fn, batch=BATCH, cache=path)
+    shaped = js.tune_overlap(model, device="h200", loss_fn=loss_fn, batch=BATCH, cache=path)
     assert shaped.occupancy["matmul"].latency_ns == 100_000 and shaped.occupancy["matmul"].reserved_sms == 16
 
 

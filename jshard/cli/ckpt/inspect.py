@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._text import counted, human_bytes, is_layer
-from jshard.checkpoint import leaves as _leaves
+from jshard._text import counted, human_bytes
 from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, open_checkpoint
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt import as_json
-from jshard.cli.ckpt._values import mesh_text, moment, shape_text
+from jshard.cli.ckpt._leaf_tree import num_bytes_of, rows_of, tree_of
+from jshard.cli.ckpt._values import mesh_text, moment
 from jshard.errors import ShardingError, printable
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 from jshard.recipes.hf_config import Reading, config_file, load, read
 from jshard.recipes.hf_families import FAMILIES, HARMLESS
 
-_Tree: TypeAlias = "dict[str, StoredLeaf | _Tree]"
-
 _MOST_ROWS = 3000  # a table takes some milliseconds for each
-
-# Functions that walk the tree take a few frames per level. A deeper leaf has the rest of its path as its name.
-_MOST_LEVELS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +132,14 @@ def _config_report(reading: Reading) -> Group:
 
 def _leaf_report(opened: Opened, leaves: Mapping[str, StoredLeaf], depth: int | None) -> Group:
     table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
-    rows = _rows(_tree(leaves), depth)
+    rows = rows_of(tree_of(leaves), depth)
     for row in itertools.islice(rows, _MOST_ROWS):  # `rows` is an iterator: what follows counts the rest
         add_row(table, *row.cells())
     lines = [printable(line) for line in _head(opened)]
     num_left_out = sum(1 for _ in rows)
     if num_left_out:
         lines.append(f"{counted(num_left_out, 'row')} more: --depth 1, --below PREFIX or --json")
-    sums = f"{counted(len(leaves), 'leaf')}, {human_bytes(_num_bytes(leaves.values()), 1)}"
+    sums = f"{counted(len(leaves), 'leaf')}, {human_bytes(num_bytes_of(leaves.values()), 1)}"
     return Group(whole_line(printable(str(opened.path))), *map(Text, lines), table, Text(sums))
 
 
@@ -160,106 +155,3 @@ def _head(opened: Opened) -> Iterator[str]:
     yield ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
     if manifest.metrics:
         yield ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items())
-
-
-@dataclasses.dataclass(frozen=True)
-class _TreeRow:
-    """A leaf or a folder of the tree.
-
-    Attributes:
-        name: its key, or for equal layers those of the first and the last.
-        node: the leaf, or the folder as a dict.
-        level: how many folders it is in.
-        count: for how many equal ones it stands.
-    """
-
-    name: str
-    node: StoredLeaf | _Tree
-    level: int
-    count: int
-
-    def cells(self) -> list[str]:
-        """Returns a cell for each column of the table."""
-        indented = "  " * self.level + self.name
-        if isinstance(self.node, StoredLeaf):
-            return [indented, *self._leaf_cells(self.node)]
-        leaves = _leaves.flat(self.node).values()
-        size = human_bytes(self.count * _num_bytes(leaves), 1)
-        return [f"{indented}/", counted(self.count * len(leaves), "leaf"), "", size, "", ""]
-
-    def _leaf_cells(self, leaf: StoredLeaf) -> list[str]:
-        chunk = "" if leaf.chunk in (None, leaf.shape) else shape_text(leaf.chunk)
-        if not leaf.is_array:
-            return ["", leaf.kind, "", "", chunk]
-        size = human_bytes(self.count * leaf.nbytes, 1)
-        return [shape_text(leaf.shape), leaf.kind, size, leaf.spec or "", chunk]
-
-
-def _rows(tree: _Tree, depth: int | None, level: int = 0, count: int = 1) -> Iterator[_TreeRow]:
-    """Yields the rows of a tree which `count` equal folders have; those of a folder follow its own."""
-    for keys in _equal_layers(tree):
-        name = keys[0] if len(keys) == 1 else f"{keys[0]}..{keys[-1]}"
-        node = tree[keys[0]]
-        row = _TreeRow(name, node, level, count * len(keys))
-        yield row
-        if isinstance(node, dict) and (depth is None or level + 1 < depth):
-            yield from _rows(node, depth, level + 1, row.count)
-
-
-def _equal_layers(tree: _Tree) -> list[list[str]]:
-    """Returns the keys of a folder in runs: adjacent layers whose leaves are alike are in one."""
-    runs: list[list[str]] = []
-    for key in sorted(tree, key=_order):
-        previous = runs[-1][-1] if runs else ""
-        is_next_layer = is_layer(key) and is_layer(previous) and int(key) == int(previous) + 1
-        # Forms are equal transitively, so the previous layer stands for its run.
-        if is_next_layer and _form(tree[previous]) == _form(tree[key]):
-            runs[-1].append(key)
-        else:
-            runs.append([key])
-    return runs
-
-
-def _order(key: str) -> tuple[bool, int, str]:
-    """Returns the place of a key among others: names by the alphabet, then layers by their numbers."""
-    number = int(key) if is_layer(key) else 0
-    return is_layer(key), number, key
-
-
-def _form(node: StoredLeaf | _Tree) -> object:
-    """Returns what equal layers have in common: everything but the sums of their values."""
-    if isinstance(node, StoredLeaf):
-        return dataclasses.replace(node, sums=None)
-    return {key: _form(child) for key, child in node.items()}
-
-
-def _num_bytes(leaves: Iterable[StoredLeaf]) -> int:
-    return sum(leaf.nbytes for leaf in leaves)
-
-
-# Paths as a tree.
-
-
-def _tree(leaves: Mapping[str, StoredLeaf]) -> _Tree:
-    """Returns leaves by path as nested dicts; unlike `leaves.nested` for any paths, as another program may store."""
-    tree: _Tree = {}
-    for path, leaf in leaves.items():
-        *folders, last = path.split("/", _MOST_LEVELS)
-        node = tree
-        for key in folders:
-            node = _folder(node, key)
-        if last in node:  # a folder has this name: the leaf goes into it, without a name
-            _folder(node, last)[""] = leaf
-        else:
-            node[last] = leaf
-    return tree
-
-
-def _folder(node: _Tree, key: str) -> _Tree:
-    """Returns the folder of this name; a leaf of the same name is moved into it, without a name."""
-    child = node.get(key)
-    if isinstance(child, dict):
-        return child
-    folder: _Tree = {} if child is None else {"": child}
-    node[key] = folder
-    return folder
