@@ -47,7 +47,7 @@ def prepare_help(cls: type) -> dict[str, Any]:
         with_help[name] = Annotated[hint, shown]
     for base in cls.__mro__[:-1]:
         annotations = {}
-        for name, hint in inspect.get_annotations(base).items():
+        for name, hint in inspect.get_annotations(base).items():  # of this class alone
             # `pop`: a field belongs to the first class that has it, and a base's own type of it is not shown.
             annotations[name] = with_help.pop(name, hint)
         base.__annotations__ = annotations
@@ -102,7 +102,7 @@ def _optional_value(hint: Any) -> str | None:
 
 
 def _default(label: str) -> str:
-    if label in ("", "''", "None", "False"):
+    if label in ("", "''", "None", "False"):  # the text of the option says what happens without it
         return ""
     return f"(default: {label})"
 

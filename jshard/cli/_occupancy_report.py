@@ -45,6 +45,7 @@ class OccupancyReport(Printed):
         parts.append(Text(f"{self.gpu.title}: {self.gpu.num_sms} SMs of {smem_kib} KiB shared memory"))
         for comm in self.footprints:
             parts += [Text(), self._table(comm)]
+        # A kernel that cannot run has a row without figures; the reasons are below the tables.
         refused: list[str] = []
         for kernel in self.kernels:
             refused += [f"{kernel.label}: {why}" for why in refusals(self.gpu, kernel.block)]
@@ -91,6 +92,7 @@ class OccupancyReport(Printed):
         if refusals(self.gpu, kernel.block):
             return ["-", "cannot run", "-", "-"]
         blocks_by_limit = limits(self.gpu, kernel.block)
+        # Of registers, shared memory, threads and so on, the scarcest decides.
         bound_by = min(blocks_by_limit, key=lambda name: blocks_by_limit[name])
         ways = self._plans(kernel, comm)
         return [

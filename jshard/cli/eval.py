@@ -72,6 +72,7 @@ def _data(args: EvalArgs, stored: StoredRun) -> Data:
     paths = args.data
     held_out: list[Path] = []
     if not args.data:
+        # Without paths in the record it was trained on the default data, or on those of the model file.
         paths = tuple(map(Path, options.get("data", ())))
         held_out = list(map(Path, options.get("held_out", ())))
     data = data_of(

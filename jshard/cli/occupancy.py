@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -83,19 +83,16 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _OptionProblem:
+    where: str
+    why: str
+    do: str
+
+
 def _check(args: OccupancyArgs) -> None:
     """Raises one error for all that is wrong with the options."""
-    problems: list[_OptionProblem] = []
-    if args.block and args.kernel:
-        why = "a kernel is named or given by its numbers, not both."
-        problems.append(_OptionProblem("--kernel --block", why, "leave out one of them."))
-    if args.plot is not None and not (args.gpu and args.plot.absolute().parent.is_dir()):
-        why = "the plot is of one GPU, in an existing folder."
-        problems.append(_OptionProblem(f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}; --gpu h200"))
-    unknown = [kind for kind in args.footprint if kind not in FOOTPRINTS]
-    if unknown:
-        why = f"the footprints are {', '.join(FOOTPRINTS)}."
-        problems.append(_OptionProblem(f"--footprint {unknown[0]}", why, "--footprint ring"))
+    problems = [*_kernel_problems(args), *_plot_problems(args), *_footprint_problems(args)]
     if problems:
         raise ShardingError(
             "The request cannot be met.",
@@ -105,11 +102,27 @@ def _check(args: OccupancyArgs) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _OptionProblem:
-    where: str
-    why: str
-    do: str
+def _kernel_problems(args: OccupancyArgs) -> Iterator[_OptionProblem]:
+    if args.block and args.kernel:
+        why = "a kernel is named or given by its numbers, not both."
+        yield _OptionProblem("--kernel --block", why, "leave out one of them.")
+
+
+def _plot_problems(args: OccupancyArgs) -> Iterator[_OptionProblem]:
+    if args.plot is None:
+        return
+    has_folder = args.plot.absolute().parent.is_dir()
+    if not args.gpu or not has_folder:
+        why = "the plot is of one GPU, in an existing folder."
+        yield _OptionProblem(f"--plot {args.plot}", why, f"mkdir -p {args.plot.parent}; --gpu h200")
+
+
+def _footprint_problems(args: OccupancyArgs) -> Iterator[_OptionProblem]:
+    for kind in args.footprint:
+        if kind not in FOOTPRINTS:
+            why = f"the footprints are {', '.join(FOOTPRINTS)}."
+            yield _OptionProblem(f"--footprint {kind}", why, "--footprint ring")
+            return  # the others get the same answer
 
 
 def _show(reports: Sequence[OccupancyReport]) -> None:
@@ -153,13 +166,18 @@ def _named_kernels(names: Sequence[str]) -> tuple[ShippedKernel, ...]:
         return tuple(SHIPPED)
     unknown = [name for name in names if not any(kernel.is_called(name) for kernel in SHIPPED)]
     if unknown:
-        known = list(dict.fromkeys(kernel.name for kernel in SHIPPED))
-        families = [name.split("_")[0] for name in known]
-        nearest, *_ = [*difflib.get_close_matches(unknown[0], [*known, *families], n=1), known[0]]
-        raise OccupancyError(
-            "The kernel is not known.",
-            where=[f"--kernel {name}" for name in unknown],
-            why=f"the kernels are {', '.join(known)}.",
-            do=f"--kernel {nearest}  # or any by its numbers: --block 128,90,90176",
-        )
+        raise _unknown_kernels(unknown)
+    # In the order of the tables, whatever the order of the options: a kernel may have several of the names.
     return tuple(kernel for kernel in SHIPPED if any(kernel.is_called(name) for name in names))
+
+
+def _unknown_kernels(names: Sequence[str]) -> OccupancyError:
+    known = list(dict.fromkeys(kernel.name for kernel in SHIPPED))
+    families = [name.split("_")[0] for name in known]  # `--kernel matmul` names all that begin with it
+    nearest, *_ = [*difflib.get_close_matches(names[0], [*known, *families], n=1), known[0]]
+    return OccupancyError(
+        "The kernel is not known.",
+        where=[f"--kernel {name}" for name in names],
+        why=f"the kernels are {', '.join(known)}.",
+        do=f"--kernel {nearest}  # or any by its numbers: --block 128,90,90176",
+    )

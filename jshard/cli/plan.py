@@ -203,6 +203,7 @@ def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) ->
         topology=topology.text,
         profile=None if args.options == "none" else args.options,
         xla_flags=args.xla_flags,
+        # The latency of a collective depends on its size; without "auto" no flag is computed from it.
         unit_bytes=costs.unit_bytes(sizes) if args.xla_flags == "auto" else 0,
     )
     plan = _compiled(args, request, compile_request, cluster)

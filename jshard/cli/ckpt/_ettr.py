@@ -43,7 +43,7 @@ def ettr(*, interval_s: float, stall_s: float, save_s: float, load_s: float, mtb
 
 @dataclasses.dataclass(frozen=True)
 class EttrTimes:
-    """The arguments of `ettr`, by these names."""
+    """The arguments of `ettr`, by these names; also keys of the JSON."""
 
     interval_s: float
     stall_s: float
@@ -147,6 +147,7 @@ def _completed(history: Sequence[Timeline], kind: Literal["save", "restore"]) ->
     """Returns the saves or restores without an error whose times are recorded."""
     completed: list[Timeline] = []
     for timeline in history:
+        # A failed one would tell how long the failure took.
         if timeline.kind == kind and timeline.error is None and timeline.rows:
             completed.append(timeline)
     return completed

@@ -54,6 +54,7 @@ def _report(checkpoints: Listing) -> Group:
     lines: list[str] = []
     for entry in checkpoints.entries:
         add_row(table, *_cells(entry))
+        # Below the table: a reason is a sentence with a path, too long for a cell.
         lines += [printable(f"{entry.path.name}: {line}") for line in entry.damage[:_MOST_LINES]]
     for name in checkpoints.unfinished:
         why = "of a save that was interrupted, or is writing now; the next save of the run removes what is left over."

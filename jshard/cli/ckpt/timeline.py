@@ -81,6 +81,7 @@ def _check(args: TimelineArgs) -> None:
             why="a file ends in .png, .html or .json.",
             do="--out timeline.png timeline.html",
         )
+    # Before the history of many processes is read.
     for path in args.out:
         check_writable(path, option="--out")
     if args.mtbf <= 0 or (args.interval is not None and args.interval <= 0):
