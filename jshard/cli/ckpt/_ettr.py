@@ -147,7 +147,7 @@ def _completed(history: Sequence[Timeline], kind: Literal["save", "restore"]) ->
     """Returns the saves or restores without an error whose times are recorded."""
     completed: list[Timeline] = []
     for timeline in history:
-        # A failed one would tell how long the failure took.
+        # The time of a failed one is that of the failure.
         if timeline.kind == kind and timeline.error is None and timeline.rows:
             completed.append(timeline)
     return completed
