@@ -16,8 +16,11 @@ import jshard as js
 from jshard import launch
 from jshard._processes import exchange
 from jshard._text import counted, loss_text
-from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, simulate_devices
-from jshard.cli._request import Request, data_of, explained, loss_unit, request_of
+from jshard.cli._arguments import TrainArgs
+from jshard.cli._data import data_of, loss_unit
+from jshard.cli._devices import num_devices, open_mesh, simulate_devices
+from jshard.cli._recipe_request import explained
+from jshard.cli._request import Request, request_of
 from jshard.data import Data
 from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch

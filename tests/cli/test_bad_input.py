@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 
 from jshard import cli
-from jshard.cli import _request, _training
+from jshard.cli import _data, _training
 from jshard.cli import train as cli_train
 from jshard.data.text import load_text
 from jshard.train import run
@@ -394,9 +394,7 @@ class Unbegun:
 def test_what_an_error_says_to_do_is_accepted_when_it_is_pasted(words, end, monkeypatch):
     monkeypatch.setattr(run, "TrainingRun", Unbegun)
     monkeypatch.setattr(_training, "explained", lambda *request: "")
-    monkeypatch.setattr(
-        _request, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how)
-    )
+    monkeypatch.setattr(_data, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how))
     monkeypatch.setattr(cli_train.launch, "supervise", lambda *command, **how: 0)
     try:
         code, error = end(shlex.join(words))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from jshard import __version__, cli
-from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse, parse_mesh
+from jshard.cli._arguments import TrainArgs, parse
+from jshard.cli._devices import num_devices, open_mesh, parse_mesh
 from jshard.cli._request import request_of
 from jshard.train.records import read_metrics
 from tests.compiling import environment

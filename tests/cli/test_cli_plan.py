@@ -9,6 +9,10 @@ import pytest
 
 import jshard as js
 from jshard import cli
+from jshard.cli._arguments import TrainArgs, parse
+from jshard.cli._recipe_request import recipe_request_of
+from jshard.cli._request import request_of
+from jshard.cli.plan import PlanArgs
 from jshard.cluster.child_process import CompileError, child_environment, portable
 from jshard.cluster.compile import CompileRequest, TooLargeError, compile_step, unused_flags
 from jshard.cluster.compile_process import compiler_error, lowered_step
@@ -17,6 +21,7 @@ from jshard.cluster.topology import parse_topology
 from jshard.data import load_text
 from jshard.errors import RunError
 from jshard.recipes.building import batch_like, create
+from jshard.recipes.recipe import tree
 from jshard.train import TrainStep, load_model_file
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 from tests.micro_gpt import MODELS, USERS_FILE, micro
@@ -72,6 +77,17 @@ def test_what_a_configuration_changes_is_compiled_and_in_the_command_that_trains
     monkeypatch.setattr("jshard.cli.plan.require_compiler", lambda platform: None)
     assert plan("--config", "run.json", "--steps", "7", "--topology", "h100:1x8") == 1
     assert asked[0].settings == ("batch_size=32", "num_steps=7")
+
+
+def test_plan_and_train_read_a_recipe_alike(folder):
+    (folder / "run.json").write_text('{"recipe": {"batch_size": 32, "num_steps": 5}, "mesh": {"fsdp": 4}}')
+    words = "my_model.py --config run.json --steps 7 --set learning_rate=0.1 --unit remat=full".split()
+    planned = recipe_request_of(parse(PlanArgs, words, command="jshard plan"))
+    trained = request_of(parse(TrainArgs, [*words, "--dry-run"], command="jshard train"))
+    assert planned.settings == trained.settings == ("batch_size=32", "learning_rate=0.1", "num_steps=7")
+    assert planned.name == trained.name and tree(planned.recipe) == tree(trained.recipe)
+    assert planned.sizes == trained.sizes == {"fsdp": 4}
+    assert planned.model_file.units == trained.model_file.units
 
 
 def test_a_key_that_no_command_knows_is_refused(folder, capsys):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli._arguments import parse, parse_mesh
+from jshard.cli._arguments import parse
+from jshard.cli._devices import parse_mesh
 from jshard.cli.plan import PlanArgs
 from jshard.cluster.compile import Variant, command_line
 from jshard.cluster.machine import parse_known

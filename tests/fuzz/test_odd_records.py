@@ -10,7 +10,7 @@ import jshard as js
 from jshard.checkpoint import history, timeline
 from jshard.cli import _request
 from jshard.cli._arguments import TrainArgs
-from jshard.cli.ckpt.timeline import run_timeline
+from jshard.cli.ckpt.timeline import run as run_timeline
 from jshard.errors import RunError, ShardingError
 from jshard.occupancy import measured
 from jshard.plans.placement import Placement
