@@ -14,7 +14,7 @@ import pytest
 from jax.interpreters import mlir
 
 from jshard import _compat
-from jshard.kernels.backend import TracedDevice
+from jshard.kernels.device import TracedDevice
 
 H100 = TracedDevice("gpu", "NVIDIA H100 80GB HBM3", capability=9)
 

@@ -23,7 +23,7 @@ from jshard._paths import expanded
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts, GpuTarget, Rate
-from jshard.kernels.backend import TracedDevice, planned_for
+from jshard.kernels.device import TracedDevice, planned_for
 
 CUDNN = 9, 10
 """The cuDNN version assumed for a GPU that is not present."""

@@ -31,7 +31,8 @@ from jshard.kernels.attention_over_context import (
     with_all_positions,
     with_own_positions,
 )
-from jshard.kernels.backend import KernelError, TracedDevice, check_known, check_shapes, place
+from jshard.kernels.backend import KernelError, check_known, check_shapes
+from jshard.kernels.device import TracedDevice, place
 from jshard.kernels.ring import RingSettings, ring_attention
 from jshard.plans.mesh import CONTEXT
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jshard._text import CONTEXT as SAVED
 from jshard.engine.context import region_mesh
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import TracedDevice, automatic_axes, may_be_split
+from jshard.kernels.device import TracedDevice, automatic_axes, may_be_split
 
 _AMPERE = 8  # compute capability
 _HOPPER = 9

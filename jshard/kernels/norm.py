@@ -212,7 +212,7 @@ def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[ja
         xs: x, or x and the residual, (R, D).
         vectors: the scale, or the scale and the bias, (D,).
     """
-    has_residual = len(xs) > 1
+    has_residual = bool(xs[1:])
 
     def row(*arrays: jax.Array) -> RowResults:
         summands = arrays[: len(xs)]
@@ -225,10 +225,12 @@ def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[ja
         return RowResults([y])
 
     outs, _ = _run_rows(call, f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs))
-    if has_residual:
-        y_RD, h_RD = outs
+    if not has_residual:
+        (y_RD,) = outs
+        (h_RD,) = xs  # the sum is x, and need not be written
         return y_RD, h_RD
-    return outs[0], xs[0]  # without a residual the sum is x, and need not be written
+    y_RD, h_RD = outs
+    return y_RD, h_RD
 
 
 def _forward(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[tuple[jax.Array, jax.Array], tuple]:
@@ -299,10 +301,10 @@ def _check(kind: _Kind, arrays: dict[str, jax.Array], occupancy: Occupancy | Non
 
 def _check_padding(call: KernelRun) -> None:
     """Raises for padding that leaves a block too little shared memory."""
-    if call.knobs.padded_bytes + _OWN_BYTES <= call.here.smem_limit_bytes:
+    if call.knobs.padded_bytes + _OWN_BYTES <= call.device.smem_limit_bytes:
         return
     why = f"smem_pad_bytes={call.knobs.smem_pad_bytes:_} and {_OWN_BYTES:,} bytes of its own exceed what a block"
-    refuse_knobs(call.name, call.knobs, call.here, [f"{why} can have: {call.here.smem_limit_bytes:,}."])
+    refuse_knobs(call.name, call.knobs, call.device, [f"{why} can have: {call.device.smem_limit_bytes:,}."])
 
 
 # ---- rows of outputs from rows of inputs, on Pallas Mosaic GPU: one warpgroup holds a row in its registers
@@ -358,7 +360,7 @@ def _run_rows(
     num_blocks = -(-num_rows // _ROWS_FORWARD)
     if num_sums:
         # Each block writes its part of the sums, which are added afterwards: so they should be few.
-        num_blocks = min(num_rows, _BLOCKS_BACKWARD * call.here.sms)
+        num_blocks = min(num_rows, _BLOCKS_BACKWARD * call.device.sms)
 
     def load(ref: Any, index: Any) -> jax.Array:
         return _compat.pallas_load(ref, index, interpret=call.interpret).astype(jnp.float32)
@@ -401,7 +403,7 @@ def _run_rows(
         return kernel(*arrays)
 
     moved_bytes = (len(xs) + num_out) * num_rows * width * xs[0].dtype.itemsize
-    with stated(call.knobs.latency_ns or traffic_ns(moved_bytes, kind=call.here.kind)):
+    with stated(call.knobs.latency_ns or traffic_ns(moved_bytes, kind=call.device.kind)):
         results = launch(*xs, *vectors)
     # The kernel's own type does not state over which mesh axes its results vary.
     axes = varying_over(*xs, *vectors)

@@ -146,35 +146,35 @@ def _sequence_dim(ndim: int) -> int:
 
 def _on_part(num_devices: int, settings: RingSettings, *arrays: jax.Array) -> list[jax.Array]:
     """Computes the equation on one device, from its part of each operand."""
-    cut: _Cut = _OneChunk()
+    exchange: _ChunkExchange = _OneChunk()
     if settings.is_causal and num_devices > 1:
-        cut = _Zigzag(num_devices)
-    q, k, v = (cut.apart(x) for x in arrays[:3])
+        exchange = _Zigzag(num_devices)
+    q, k, v = (exchange.to_chunks(x) for x in arrays[:3])
     if len(arrays) == 3:
         ys, sums = _attend_around(num_devices, settings, q, k, v)
         ys = [y.astype(x.dtype) for y, x in zip(ys, q, strict=True)]
-        return [cut.together(ys), cut.together(sums)]
+        return [exchange.from_chunks(ys), exchange.from_chunks(sums)]
 
-    y, sums, dy = (cut.apart(x) for x in arrays[3:])
+    y, sums, dy = (exchange.to_chunks(x) for x in arrays[3:])
     gradients = _gradients_around(num_devices, settings, q, k, v, y, sums, dy)
-    return [cut.together(chunks).astype(x.dtype) for chunks, x in zip(gradients, arrays[:3], strict=True)]
+    return [exchange.from_chunks(chunks).astype(x.dtype) for chunks, x in zip(gradients, arrays[:3], strict=True)]
 
 
-class _Cut(Protocol):
+class _ChunkExchange(Protocol):
     """How the positions that a device stores become the chunks that it processes."""
 
-    def apart(self, x: jax.Array) -> Chunks: ...
+    def to_chunks(self, x: jax.Array) -> Chunks: ...
 
-    def together(self, chunks: Chunks) -> jax.Array: ...
+    def from_chunks(self, chunks: Chunks) -> jax.Array: ...
 
 
 class _OneChunk:
     """Each device processes the positions that it stores."""
 
-    def apart(self, x: jax.Array) -> Chunks:
+    def to_chunks(self, x: jax.Array) -> Chunks:
         return [x]
 
-    def together(self, chunks: Chunks) -> jax.Array:
+    def from_chunks(self, chunks: Chunks) -> jax.Array:
         return chunks[0]
 
 
@@ -199,13 +199,13 @@ class _Zigzag:
         # The first route takes the even chunks. Of i and 2N-1-i, the chunks of device i, one is even and one is odd.
         self._is_even_first = lax.axis_index(CONTEXT) % 2 == 0
 
-    def apart(self, x: jax.Array) -> Chunks:
+    def to_chunks(self, x: jax.Array) -> Chunks:
         """Returns the early and the late chunk that this device processes."""
         stored = jnp.split(x, 2, axis=_sequence_dim(x.ndim))
         received = [lax.ppermute(chunk, CONTEXT, route) for chunk, route in zip(stored, self._routes, strict=True)]
         return self._swap_on_odd(received)
 
-    def together(self, chunks: Chunks) -> jax.Array:
+    def from_chunks(self, chunks: Chunks) -> jax.Array:
         """Returns the positions that this device stores."""
         stored = []
         for chunk, route in zip(self._swap_on_odd(chunks), self._routes, strict=True):
