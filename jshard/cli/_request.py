@@ -19,8 +19,9 @@ from jshard.cli._arguments import TrainArgs, parse_mesh, parse_steps
 from jshard.cli._config import NOT_IN_FILES, as_setting, check_keys, leaves, read_config
 from jshard.cluster.compile import Variant, as_text
 from jshard.data import Data, Tokenizer
-from jshard.data.files import Dtype
-from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
+from jshard.data.text import load_text
+from jshard.data.token_files import Dtype
+from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
 from jshard.plans.mesh import AnyMesh

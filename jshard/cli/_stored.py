@@ -19,8 +19,9 @@ from jshard.cli._config import as_setting
 from jshard.cli._request import data_of, tokenizer_of
 from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
-from jshard.data.files import is_tokens, weighted
-from jshard.data.text import transformers_files
+from jshard.data.files import weighted
+from jshard.data.token_files import is_tokens
+from jshard.data.tokenizer import transformers_files
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFile, load_model_file

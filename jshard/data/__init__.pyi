@@ -7,7 +7,7 @@ from jshard.data.loader import Loader as Loader
 from jshard.data.loader import Mixture as Mixture
 from jshard.data.loader import Sample as Sample
 from jshard.data.loader import Source as Source
-from jshard.data.text import ByteTokenizer as ByteTokenizer
-from jshard.data.text import HuggingFaceTokenizer as HuggingFaceTokenizer
-from jshard.data.text import Tokenizer as Tokenizer
 from jshard.data.text import load_text as load_text
+from jshard.data.tokenizer import ByteTokenizer as ByteTokenizer
+from jshard.data.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+from jshard.data.tokenizer import Tokenizer as Tokenizer

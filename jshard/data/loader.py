@@ -22,7 +22,7 @@ from jshard.data.worker_pool import WorkerPool, pickled
 from jshard.errors import FourPartError, RunError, ShardingError
 
 if TYPE_CHECKING:
-    from jshard.data.text import Tokenizer
+    from jshard.data.tokenizer import Tokenizer
 
 Sample = dict[str, np.ndarray]
 Spec = dict[str, str]  # key -> shape and dtype as text

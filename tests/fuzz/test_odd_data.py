@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jshard.data import DataError, files, load_text
-from jshard.data.text import HuggingFaceTokenizer, transformers_files
+from jshard.data.tokenizer import HuggingFaceTokenizer, transformers_files
 from tests.fuzz.odd_inputs import NO_JSON, Input, check, damaged, each_change, every_fifth, json_texts
 
 DOCUMENT = {"text": "document é", "id": 3, "meta": {"a": [1]}}
