@@ -23,7 +23,7 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.position import check_position, from_text, position_text, set_position, to_text
 from jshard.checkpoint.sample_order import agreed, describe, differences
 from jshard.data.batches import GlobalBatches as Batches
-from jshard.data.batches import PackedBatches
+from jshard.data.packed_batches import PackedBatches
 
 FEW = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
