@@ -168,7 +168,7 @@ class _Worker:
 
 
 def pickled(reader: Reader) -> bytes:
-    """Returns the reader, pickled for a worker, with a model file's definitions; raises `ShardingError` if it cannot."""
+    """Returns the reader, pickled for a worker, with a model file's definitions; raises `ShardingError` if not."""
     import cloudpickle  # only needed with workers
 
     # A worker cannot import a model file by name, so its classes and functions are sent by value.
