@@ -63,7 +63,7 @@ def _backward(q, k, v, bias, q_lengths, kv_lengths, *rest, **how):
 
 def trace_for(monkeypatch: pytest.MonkeyPatch, device: TracedDevice) -> None:
     """From here on attention is traced for a device."""
-    monkeypatch.setattr(importlib.import_module("jshard.kernels.attention"), "place", lambda: device)
+    monkeypatch.setattr(importlib.import_module("jshard.kernels.attention"), "device_in_use", lambda: device)
 
 
 @contextlib.contextmanager

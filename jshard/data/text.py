@@ -70,30 +70,26 @@ def load_text(
     """
     files, weights = weighted(paths)
     held_out_files = [Path(path) for path in held_out]
-    has_text = not files or not all(is_tokens(path) for path in files + held_out_files)
+    has_text = not files or _has_text(files + held_out_files)
     # Files of ids alone need no tokenizer; and bytes are only the default, which says nothing of the ids.
     uses_tokenizer = has_text or not isinstance(tokenizer, ByteTokenizer)
     limit = _smallest(vocab_size, tokenizer.vocab_size if uses_tokenizer else None)
     reader = _Reader(tokenizer, text_key, dtype, limit)
 
-    held_out_parts: list[_Part] = []
-    if held_out_files:
-        held_out_parts = reader.read(held_out_files, per_mille=0)
-    parts: list[_Part] = []
+    held_out_parts = reader.read(held_out_files, per_mille=0)
+    per_mille = 0 if held_out_files else _HELD_OUT_PER_MILLE
+    parts: list[_TokenPart] = []
     for group in _groups(files, weights):
-        parts += reader.read(group, per_mille=0 if held_out_files else _HELD_OUT_PER_MILLE)
-    text = _Text(parts, held_out_parts)
+        parts += reader.read(group, per_mille=per_mille)
+    if not files:
+        parts.append(reader.read_library(per_mille=per_mille))
+    text = _TextData(parts, held_out_parts)
 
     source = ", ".join(map(str, paths)) or "the Python standard library"
     held_out_is = ", ".join(map(str, held_out_files)) or text.how_held_out
     unit = _unit(tokenizer) if has_text else "M tokens"
     description = _described(text, source=source, held_out_is=held_out_is, unit=unit)
-    sizes = {"to train on": max(ids.size for ids in text.train)}
-    if weights:  # each file is sampled from by itself
-        sizes = {f"to train on from {path}": ids.size for path, ids in zip(files, text.train, strict=True)}
-    sizes["held out"] = max(ids.size for ids in text.held_out)
-    _check_lengths(sizes, sequence_length, description)
-
+    _check_lengths(_sizes(text, files, weights), sequence_length, description)
     return Data(
         train=_windows(text.train, sequence_length, weights),
         held_out=_windows(text.held_out, sequence_length),
@@ -104,6 +100,10 @@ def load_text(
     )
 
 
+def _has_text(paths: Sequence[Path]) -> bool:
+    return not all(is_tokens(path) for path in paths)
+
+
 def _smallest(*sizes: int | None) -> int | None:
     """Returns the smallest of the vocabularies that are known."""
     return min((size for size in sizes if size is not None), default=None)
@@ -111,14 +111,16 @@ def _smallest(*sizes: int | None) -> int | None:
 
 def _groups(files: list[Path], weights: Sequence[Fraction]) -> list[list[Path]]:
     """Returns the files that are read together: all, or each by itself if each has a weight."""
-    return [[path] for path in files] if weights else [files]
+    if weights:
+        return [[path] for path in files]
+    return [files]
 
 
 # ---- what is read
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _TokenPart:
     """Tokens that belong together.
 
     Attributes:
@@ -137,7 +139,7 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Text:
+class _TextData:
     """All that was read.
 
     Attributes:
@@ -145,8 +147,8 @@ class _Text:
         held_out_parts: of the files that are held out whole; empty if a piece of each part is.
     """
 
-    parts: Sequence[_Part]
-    held_out_parts: Sequence[_Part]
+    parts: Sequence[_TokenPart]
+    held_out_parts: Sequence[_TokenPart]
 
     @property
     def train(self) -> list[Tokens]:
@@ -190,30 +192,32 @@ class _Reader:
     dtype: Dtype | None
     limit: int | None
 
-    def read(self, paths: Sequence[Path], *, per_mille: int) -> list[_Part]:
-        """Returns the text of all files as one part, then a part for each file of ids; no paths: the library's text.
+    def read(self, paths: Sequence[Path], *, per_mille: int) -> list[_TokenPart]:
+        """Returns the text of all files as one part, then a part for each file of ids; nothing without files.
 
         Args:
             paths: files and folders.
             per_mille: how many of a thousand tokens, or files, are held out.
         """
-        id_parts = []
+        parts = []
         text_paths = []
         for path in paths:
             if is_tokens(path):
                 file = token_file(path, self.dtype, self.limit)
-                id_parts.append(_part_of_ids(file, per_mille))
+                parts.append(_part_of_ids(file, per_mille))
             else:
                 text_paths.append(path)
-        if not paths:
-            return [self._part_of_texts(stdlib_texts(), "file", per_mille)]
-        if not text_paths:
-            return id_parts
-        end = b"\0" if isinstance(self.tokenizer, ByteTokenizer) else b""
-        texts, noun = read_texts(text_paths, self.text_key, end=end)
-        return [self._part_of_texts(texts, noun, per_mille), *id_parts]
+        if text_paths:
+            end = b"\0" if isinstance(self.tokenizer, ByteTokenizer) else b""
+            texts, noun = read_texts(text_paths, self.text_key, end=end)
+            parts.insert(0, self._part_of_texts(texts, noun, per_mille))
+        return parts
 
-    def _part_of_texts(self, texts: Mapping[str, bytes], noun: str, per_mille: int) -> _Part:
+    def read_library(self, *, per_mille: int) -> _TokenPart:
+        """Returns the text of the Python standard library."""
+        return self._part_of_texts(stdlib_texts(), "file", per_mille)
+
+    def _part_of_texts(self, texts: Mapping[str, bytes], noun: str, per_mille: int) -> _TokenPart:
         """Encodes texts, and holds out whole ones if there are enough of them, else the end of each."""
         by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
         empty = np.empty(0, np.min_scalar_type(self.tokenizer.vocab_size - 1))
@@ -228,7 +232,7 @@ class _Reader:
             train.append(tokens[:cut])
             held_out.append(tokens[cut:])
         held_out_is = f"by {noun}" if by_file else f"the end of each {noun}"
-        return _Part(np.concatenate(train), np.concatenate(held_out), len(texts), noun, held_out_is)
+        return _TokenPart(np.concatenate(train), np.concatenate(held_out), len(texts), noun, held_out_is)
 
     def _encoded(self, texts: Mapping[str, bytes]) -> dict[str, np.ndarray]:
         """Returns the ids of each text, with the end of a text if the vocabulary has one."""
@@ -239,9 +243,9 @@ class _Reader:
         return {name: np.concatenate([ids, ending]) for name, ids in zip(texts, encoded, strict=True)}
 
 
-def _part_of_ids(file: TokenFile, per_mille: int) -> _Part:
+def _part_of_ids(file: TokenFile, per_mille: int) -> _TokenPart:
     cut = _num_to_train_on(file.size, per_mille)
-    return _Part(file.part(0, cut), file.part(cut, file.size), 1, "file", "the end of each file")
+    return _TokenPart(file.part(0, cut), file.part(cut, file.size), 1, "file", "the end of each file")
 
 
 def _num_to_train_on(num_tokens: int, per_mille: int) -> int:
@@ -255,7 +259,7 @@ def _unit(tokenizer: Tokenizer) -> str:
     return "MB" if isinstance(tokenizer, ByteTokenizer) else f"M tokens ({tokenizer.name})"
 
 
-def _described(text: _Text, *, source: str, held_out_is: str, unit: str) -> str:
+def _described(text: _TextData, *, source: str, held_out_is: str, unit: str) -> str:
     """Returns the line that a run prints of its data."""
     num_train = sum(ids.size for ids in text.train)
     num_held_out = sum(ids.size for ids in text.held_out)
@@ -264,6 +268,18 @@ def _described(text: _Text, *, source: str, held_out_is: str, unit: str) -> str:
         f"{text.counts} of {source}: {num_train / 1e6:.2f} {unit} to train on, "
         f"{num_held_out / 1e6:.2f} {short_unit} held out ({held_out_is})"
     )
+
+
+def _sizes(text: _TextData, files: Sequence[Path], weights: Sequence[Fraction]) -> dict[str, int]:
+    """Returns the numbers of tokens that must suffice for a sample, by their name in a message."""
+    sizes = {}
+    if weights:  # each file is sampled from by itself; otherwise one part with a sample is enough
+        for path, ids in zip(files, text.train, strict=True):
+            sizes[f"to train on from {path}"] = ids.size
+    else:
+        sizes["to train on"] = max(ids.size for ids in text.train)
+    sizes["held out"] = max(ids.size for ids in text.held_out)
+    return sizes
 
 
 def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: str) -> None:
@@ -290,7 +306,7 @@ def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: 
     )
 
 
-def _fingerprint(text: _Text, weights: Sequence[Fraction], tokenizer: Tokenizer, sequence_length: int) -> str:
+def _fingerprint(text: _TextData, weights: Sequence[Fraction], tokenizer: Tokenizer, sequence_length: int) -> str:
     """Returns a text that differs if the samples of a run do."""
     words = ["text"]
     words += [f"{weight}x" for weight in weights]
@@ -299,7 +315,7 @@ def _fingerprint(text: _Text, weights: Sequence[Fraction], tokenizer: Tokenizer,
     return " ".join(words)
 
 
-def _fingerprint_of_part(part: _Part, tokenizer: Tokenizer, sequence_length: int) -> str:
+def _fingerprint_of_part(part: _TokenPart, tokenizer: Tokenizer, sequence_length: int) -> str:
     train = part.train
     held_out = part.held_out
     digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())

@@ -90,7 +90,7 @@ class WorkerPool:
         return self._workers[step % len(self._workers)]
 
 
-class _Reply(NamedTuple):
+class _WorkerReply(NamedTuple):
     """What a worker sends for a request.
 
     Attributes:
@@ -132,13 +132,13 @@ class _Worker:
         except OSError as error:
             raise self._died("") from error
 
-    def receive(self, task: str) -> _Reply:
+    def receive(self, task: str) -> _WorkerReply:
         """Returns the next reply; raises if the worker died. `task` is what it was doing, in words."""
         try:
             # Closing the pipe would suffice, but a child of the worker may hold its other end open.
             if self._pipe not in wait([self._pipe, self.process.sentinel]):
                 raise EOFError
-            return _Reply(*pickle.loads(self._pipe.recv_bytes()))
+            return _WorkerReply(*pickle.loads(self._pipe.recv_bytes()))
         except (EOFError, OSError) as error:
             raise self._died(task) from error
 

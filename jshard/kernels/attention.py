@@ -32,7 +32,7 @@ from jshard.kernels.attention_over_context import (
     with_own_positions,
 )
 from jshard.kernels.backend import KernelError, check_known, check_shapes
-from jshard.kernels.device import TracedDevice, place
+from jshard.kernels.device import TracedDevice, device_in_use
 from jshard.kernels.ring import RingSettings, ring_attention
 from jshard.plans.mesh import CONTEXT
 
@@ -45,7 +45,7 @@ Run = Callable[..., jax.Array]
 """Computes the result from q, k and v."""
 
 
-class _Options(NamedTuple):
+class _AttentionOptions(NamedTuple):
     """Arguments of `attention` beside q, k and v; the docstring there explains them."""
 
     bias: jax.Array | None
@@ -114,7 +114,7 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
-    options = _Options(bias, lengths, is_causal, window, scale, queries_at_once)
+    options = _AttentionOptions(bias, lengths, is_causal, window, scale, queries_at_once)
     _check_window(q, k, options)
     is_split = context_degree() > 1
     goes_round = is_split and _goes_round(over_context, backend, q, k, options)
@@ -144,13 +144,13 @@ def attention(
 # ---- how it runs
 
 
-def _goes_round(over_context: str, backend: str, q: jax.Array, k: jax.Array, options: _Options) -> bool:
+def _goes_round(over_context: str, backend: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -> bool:
     """Returns whether keys and values circulate, for a split sequence; warns if that is a surprise."""
     has_simple_mask = options.bias is None and options.lengths is None and options.window is None
     is_plain = has_simple_mask and backend not in ("cudnn", "splash")
     goes_round = is_ring(over_context, q, k, is_causal=options.is_causal, is_plain=is_plain)
     if goes_round and over_context == "auto" and is_16_bits(q):
-        without_cudnn = cudnn_reasons(place(), q, k, None).of_device
+        without_cudnn = cudnn_reasons(device_in_use(), q, k, None).of_device
         if not without_cudnn:
             _compat.warn_user(
                 f"attention runs as a ring over {CONTEXT}={context_degree()} in plain form, without cuDNN:"
@@ -160,12 +160,12 @@ def _goes_round(over_context: str, backend: str, q: jax.Array, k: jax.Array, opt
     return goes_round
 
 
-def _choose_form(backend: str, q: jax.Array, k: jax.Array, options: _Options) -> str:
+def _choose_form(backend: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -> str:
     """Returns the form to run: the kernel of the device, or "xla", the plain form."""
     check_known("attention", "backend", backend, _BACKENDS)
     if backend == "xla":
         return "xla"
-    device = place()
+    device = device_in_use()
     kernel = backend
     if backend == "auto":
         kernel = "splash" if device.platform == "tpu" else "cudnn"
@@ -195,7 +195,7 @@ def _cannot_run(kernel: str, device: TracedDevice, q: jax.Array, reasons: Kernel
     )
 
 
-def _run_in(form: str, q: jax.Array, k: jax.Array, options: _Options) -> Run:
+def _run_in(form: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -> Run:
     """Returns the function of q, k and v for a form."""
     if form == "splash":
         return splash_attention(options.scale_of(q), is_causal=options.is_causal, lengths=options.lengths)
@@ -219,7 +219,7 @@ def _run_in(form: str, q: jax.Array, k: jax.Array, options: _Options) -> Run:
     return functools.partial(jax.nn.dot_product_attention, **arguments)
 
 
-def _check_window(q: jax.Array, k: jax.Array, options: _Options) -> None:
+def _check_window(q: jax.Array, k: jax.Array, options: _AttentionOptions) -> None:
     """Raises for a window that has no meaning for these arrays."""
     window = options.window
     if window is None:
@@ -230,7 +230,7 @@ def _check_window(q: jax.Array, k: jax.Array, options: _Options) -> None:
     check_shapes("attention", {"q": q, "k": k}, {}, [why])
 
 
-def _check_queries_at_once(q: jax.Array, k: jax.Array, options: _Options) -> None:
+def _check_queries_at_once(q: jax.Array, k: jax.Array, options: _AttentionOptions) -> None:
     """Raises for attention that is not computed in parts."""
     has_only_keys_before = options.is_causal and q.shape[1] == k.shape[1]
     if has_only_keys_before and options.bias is None and options.lengths is None:

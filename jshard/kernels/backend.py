@@ -18,7 +18,7 @@ from jshard._text import scope
 from jshard.engine.context import region_mesh
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
-from jshard.kernels.device import TracedDevice, automatic_axes, may_be_split, place
+from jshard.kernels.device import TracedDevice, automatic_axes, device_in_use, may_be_split
 
 WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take
 LEAST_TILE = 64
@@ -263,7 +263,7 @@ def decide(
         KernelError: it cannot run in the requested form.
     """
     check_known(name, "backend", backend, BACKENDS)
-    device = place()
+    device = device_in_use()
     form = "xla"
     if backend != "xla":
         all_reasons = [*_device_reasons(device, backend), *_array_reasons(arrays), *reasons]

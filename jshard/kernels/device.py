@@ -48,7 +48,7 @@ def planned_for(device: TracedDevice) -> Iterator[None]:
         _planned.reset(token)
 
 
-def place() -> TracedDevice:
+def device_in_use() -> TracedDevice:
     """Returns the device of the mesh that is in use, or of this process.
 
     A mesh made from a description, as for a compile without hardware, has no devices, but it has their kind and their

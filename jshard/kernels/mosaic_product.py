@@ -76,7 +76,7 @@ class Product:
         return m, n, k
 
 
-class Inputs(NamedTuple):
+class ProductInputs(NamedTuple):
     """What a product takes."""
 
     a: jax.Array
@@ -255,7 +255,7 @@ def spread(refs: Refs, first: jax.Array, shape: tuple[int, int], *, interpret: b
 
 
 def _launch(
-    product: Product, body: Callable[..., None], inputs: Inputs, knobs: Occupancy, *, form: str, **settings: Any
+    product: Product, body: Callable[..., None], inputs: ProductInputs, knobs: Occupancy, *, form: str, **settings: Any
 ) -> list[jax.Array]:
     """Runs a body, which takes what `Refs.of` sorts; `settings` are of the grid and its threads."""
     dtype = inputs.a.dtype
@@ -274,7 +274,7 @@ def _launch(
 
 
 def persistent(
-    product: Product, inputs: Inputs, knobs: Occupancy, *, blocks: int, interpret: bool = False
+    product: Product, inputs: ProductInputs, knobs: Occupancy, *, blocks: int, interpret: bool = False
 ) -> list[jax.Array]:
     """Computes the outputs, (m, n) each, of whole tiles: one block on each multiprocessor in use walks over them."""
     m, n, k = product.sizes(inputs.a, inputs.bs[0])
@@ -384,7 +384,7 @@ def _store_half(operands: Operands, refs: Refs, tile: Tile, products: Sequence[j
 # ---- the tiled form
 
 
-def tiled(product: Product, inputs: Inputs, knobs: Occupancy, *, interpret: bool = False) -> list[jax.Array]:
+def tiled(product: Product, inputs: ProductInputs, knobs: Occupancy, *, interpret: bool = False) -> list[jax.Array]:
     """Computes the outputs with one block of one warpgroup per tile: several blocks share a multiprocessor."""
     m, n, k = product.sizes(inputs.a, inputs.bs[0])
     shape = (knobs.tile_m, knobs.tile_n)
@@ -447,14 +447,14 @@ def run(
     m, n, k = product.sizes(a, bs[0])
     knobs = fitted(call.knobs, m, n, k)
     check_fits(product, knobs, a.dtype, call.device)
-    inputs = Inputs(a, bs, vectors)
+    inputs = ProductInputs(a, bs, vectors)
     if call.interpret and not _compat.interpreter_transposes():
         inputs = _transposed_in_memory(product, inputs)
         product = dataclasses.replace(product, a_transposed=False, b_transposed=False)
     inputs = _padded_to_tiles(product, inputs, knobs)
 
     @jax.custom_batching.sequential_vmap  # else all kernels of a batch would run at once, even those that must not run
-    def launch(inputs: Inputs) -> list[jax.Array]:
+    def launch(inputs: ProductInputs) -> list[jax.Array]:
         if knobs.persistent:
             blocks = call.device.sms - knobs.reserved_sms
             return persistent(product, inputs, knobs, blocks=blocks, interpret=call.interpret)
@@ -467,21 +467,21 @@ def run(
     return [checkpoint_name(vary(out[:m, :n], axes), PRODUCT) for out in outs]
 
 
-def _transposed_in_memory(product: Product, inputs: Inputs) -> Inputs:
+def _transposed_in_memory(product: Product, inputs: ProductInputs) -> ProductInputs:
     """Returns the operands as a kernel takes them that transposes none itself."""
     a, bs, vectors = inputs
     if product.a_transposed:
         a = a.T
     if product.b_transposed:
         bs = [b.T for b in bs]
-    return Inputs(a, bs, vectors)
+    return ProductInputs(a, bs, vectors)
 
 
-def _padded_to_tiles(product: Product, inputs: Inputs, knobs: Occupancy) -> Inputs:
+def _padded_to_tiles(product: Product, inputs: ProductInputs, knobs: Occupancy) -> ProductInputs:
     """Adds zeros, which change no sum, up to whole tiles; the outputs are cut to size again."""
     a_tile = (knobs.tile_k, knobs.tile_m) if product.a_transposed else (knobs.tile_m, knobs.tile_k)
     b_tile = (knobs.tile_n, knobs.tile_k) if product.b_transposed else (knobs.tile_k, knobs.tile_n)
-    return Inputs(
+    return ProductInputs(
         a=_padded(inputs.a, a_tile),
         bs=[_padded(b, b_tile) for b in inputs.bs],
         vectors=[_padded(vector, (knobs.tile_n,)) for vector in inputs.vectors],

@@ -151,7 +151,15 @@ def sum_of_rows(dy_MN: jax.Array) -> jax.Array:
 def product(
     call: KernelRun, a: jax.Array, b: jax.Array, bias: jax.Array | None = None, *, kind: str = "nn"
 ) -> jax.Array:
-    """Runs one product on Mosaic GPU; `kind` states whether each operand is stored (n)ormally or (t)ransposed."""
+    """Runs one product on Mosaic GPU.
+
+    Args:
+        call: how the kernel runs.
+        a: first operand.
+        b: second operand.
+        bias: added to every row.
+        kind: whether each operand is stored (n)ormally or (t)ransposed, which the kernel's name states, too.
+    """
     from jshard.kernels.mosaic_product import Product, run  # slow to import, and only where a kernel runs
 
     kernel = Product(
@@ -290,7 +298,7 @@ def _mlp_backward(
     arrays, inputs = residuals
     dtype = dy_MD.dtype
     with call.named():
-        # The hidden layer again, from the activation's inputs.
+        # The hidden layer again, from the activation's inputs, in float32 as in forward.
         wide_inputs = [x_MF.astype(jnp.float32) for x_MF in inputs]
         h_MF, activation_vjp = jax.vjp(functools.partial(_activated, activation), *wide_inputs)
         dh_MF, dw_down = gradients(call, h_MF.astype(dtype), arrays["w_down"], dy_MD)

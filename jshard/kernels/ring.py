@@ -223,7 +223,7 @@ Side = int | jax.Array
 """Which of two chunks: its number, or whether it is the first."""
 
 
-class _Block(NamedTuple):
+class _ScoreBlock(NamedTuple):
     """A chunk of queries and a chunk of keys: a part of the matrix of scores."""
 
     queries: Side
@@ -231,16 +231,16 @@ class _Block(NamedTuple):
     is_diagonal: bool  # whether both are of the same positions, so that the causal mask cuts the block
 
 
-def _blocks(num_devices: int, settings: RingSettings, step: int) -> list[_Block]:
+def _blocks(num_devices: int, settings: RingSettings, step: int) -> list[_ScoreBlock]:
     """Returns the blocks of a step; with a mask, those that have any scores."""
     if num_devices == 1 or not settings.is_causal:
-        return [_Block(0, 0, settings.is_causal)]
+        return [_ScoreBlock(0, 0, settings.is_causal)]
     if step == 0:
-        return [_Block(0, 0, True), _Block(1, 0, False), _Block(1, 1, True)]
+        return [_ScoreBlock(0, 0, True), _ScoreBlock(1, 0, False), _ScoreBlock(1, 1, True)]
     # The keys are those of the device `step` places before. If that device has a lower index, both chunks attend to its
     # early chunk; else the late chunk attends to both of its chunks.
     is_later = lax.axis_index(CONTEXT) >= step
-    return [_Block(1, 0, False), _Block(is_later, is_later, False)]
+    return [_ScoreBlock(1, 0, False), _ScoreBlock(is_later, is_later, False)]
 
 
 def _chunk(chunks: Chunks, side: Side) -> jax.Array:
@@ -396,7 +396,7 @@ def _attend(
     return jnp.concatenate(ys, axis=1), jnp.concatenate(sums, axis=2)
 
 
-class _Gradients(NamedTuple):
+class _BlockGradients(NamedTuple):
     """Contributions of a block to the gradients of queries, keys and values, in float32."""
 
     dq: jax.Array
@@ -414,7 +414,7 @@ def _gradients(
     k_BSGK: jax.Array,
     v_BSGV: jax.Array,
     is_diagonal: bool,
-) -> _Gradients:
+) -> _BlockGradients:
     """Computes the weights of one block again, from the sums over all blocks, and the gradients from them.
 
     Args:
@@ -445,7 +445,7 @@ def _gradients(
         dqs.append(dq_BTGHK.reshape(B, -1, H, K))
         dk_BSGK = dk_BSGK.at[:, keys].add(product("bghts,btghk->bsgk", dscores_BGHTS, q_BTGHK))
         dv_BSGV = dv_BSGV.at[:, keys].add(product("bghts,btghk->bsgk", weights_BGHTS.astype(dy_BTHV.dtype), dy_BTGHV))
-    return _Gradients(jnp.concatenate(dqs, axis=1), dk_BSGK, dv_BSGV)
+    return _BlockGradients(jnp.concatenate(dqs, axis=1), dk_BSGK, dv_BSGV)
 
 
 def _per_score(x_BHT: jax.Array, num_groups: int) -> jax.Array:

@@ -56,7 +56,7 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         )
     where = f"js.parallel.split({plain_class(model).__name__}, ...)"
     params = [(dotted(path), variable) for path, variable in walk(model) if isinstance(variable, nnx.Param)]
-    assignments: list[_Assignment] = []
+    assignments: list[_AxisAssignment] = []
     faults = []
     unused = dict.fromkeys(table)  # a set that keeps its order
     for path, variable in params:
@@ -69,7 +69,7 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         if len(entries) > ndim:
             faults.append(f"{pattern!r}: {entries}, and {path} has {ndim} dims")
         num_leading_dims = ndim - len(entries)
-        assignments.append(_Assignment(variable, (None,) * num_leading_dims + entries))
+        assignments.append(_AxisAssignment(variable, (None,) * num_leading_dims + entries))
     faults += [f"{pattern!r} matches no parameter" for pattern in unused]
     if faults:
         listed = ", ".join(path for path, _ in params[:4])
@@ -88,7 +88,7 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Assignment:
+class _AxisAssignment:
     """The mesh axes of a parameter's dims."""
 
     variable: nnx.Param

@@ -101,7 +101,7 @@ def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
 
 
 @dataclasses.dataclass(frozen=True)
-class _Task:
+class _UpdateTask:
     """Equations that run together, once all variables that they read are known.
 
     Attributes:
@@ -134,7 +134,7 @@ class _OwnedUpdate:
         """Returns the mesh axes over which an array is split."""
         return tuple(axis for entry in spec for axis in axes_of(entry) if self._mesh.shape[axis] > 1)
 
-    def _batched(self, parts: Sequence[MatrixPart]) -> list[_Batch]:
+    def _batched(self, parts: Sequence[MatrixPart]) -> list[_MatrixBatch]:
         """Groups equal parts; the groups that are too small for their devices are left to the compiler."""
         groups: dict[Hashable, list[MatrixPart]] = collections.defaultdict(list)
         for part in parts:
@@ -144,7 +144,7 @@ class _OwnedUpdate:
         for group in groups.values():
             spec = group[0].spec
             assert spec is not None, "parts without one are left out above"
-            batch = _Batch(group, spec, self._axes(spec), self._mesh)
+            batch = _MatrixBatch(group, spec, self._axes(spec), self._mesh)
             if 2 * max(len(group), batch.num_layers) >= batch.num_owners:
                 batches.append(batch)
         return batches
@@ -168,7 +168,7 @@ class _OwnedUpdate:
         results = [value_of(atom, known) for atom in jaxpr.outvars]
         return jax.tree.unflatten(self._result_tree, results)
 
-    def _tasks(self) -> list[_Task]:
+    def _tasks(self) -> list[_UpdateTask]:
         """Returns the equations outside the batches, in their order, and then the batches."""
         in_batches: set[int] = set()
         for batch in self._batches:
@@ -177,10 +177,10 @@ class _OwnedUpdate:
         tasks = []
         for i, eqn in enumerate(self._program.jaxpr.eqns):
             if i not in in_batches:
-                tasks.append(_Task(variables_read(eqn), functools.partial(_run_equation, eqn)))
+                tasks.append(_UpdateTask(variables_read(eqn), functools.partial(_run_equation, eqn)))
         for batch in self._batches:
             needed = [variable for part in batch.parts for variable in part.inputs]
-            tasks.append(_Task(needed, batch.run))
+            tasks.append(_UpdateTask(needed, batch.run))
         return tasks
 
 
@@ -189,7 +189,7 @@ def _run_equation(eqn: JaxprEqn, known: Values) -> Values:
     return dict(zip(eqn.outvars, _compat.bind(eqn, operands), strict=True))
 
 
-class _Batch:
+class _MatrixBatch:
     """Equal parts of several matrices, stacked, of which each owner computes the same number.
 
     Attributes:
