@@ -1,29 +1,24 @@
-"""Finds, checks and reads files of text, and of documents with one text each."""
+"""Finds and checks files of text and documents, and reads them all at once."""
 
 from __future__ import annotations
 
-import difflib
-import gzip
 import os
 import re
 import shlex
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any, TypedDict, TypeVar
+from typing import Any
 
-from jshard import _files
-from jshard._parsing import FormError, checked, parse_json, shown
 from jshard._paths import expanded
+from jshard.data.documents import JSON_LINES, documents_of, is_dataset
 from jshard.data.loader import DataError
-from jshard.errors import FourPartError, MissingExtraError
+from jshard.errors import FourPartError
 
 _SHOWN = 10
-_STRINGS = ("str", "string", "large_string")  # type names in Python and Arrow
-_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 # How to convert unreadable files into readable ones; {} is the file.
 _INSTEAD = {
     ".zst": "zstd -d {}",
@@ -89,28 +84,7 @@ def _weight(text: str) -> Fraction:
         return Fraction(0)
 
 
-# ---- texts, and documents
-
-_MOST_LINE_BYTES = 256 << 20  # of a file of documents; more is one line by mistake, or made to take all memory
-
-
-class _DatasetFile(TypedDict):
-    filename: str
-
-
-class _SavedState(TypedDict):
-    """state.json of a folder written by `save_to_disk`."""
-
-    _data_files: list[_DatasetFile]
-
-
-class _SavedSplits(TypedDict):
-    """dataset_dict.json of such a folder with several splits."""
-
-    splits: list[str]
-
-
-_Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
+# ---- texts
 
 
 def read_texts(paths: Sequence[Path], text_key: str, *, end: bytes = b"") -> tuple[dict[str, bytes], str]:
@@ -169,7 +143,7 @@ def _unusable_error(unusable: Mapping[Path, str]) -> DataError:
     return DataError(
         f"{len(unusable)} of the given files and folders cannot be trained on.",
         where=[f"{path}: {why}" for path, why in unusable.items()],
-        why=f"--data takes text in UTF-8, {', '.join(_JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
+        why=f"--data takes text in UTF-8, {', '.join(JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
         f"Hugging Face datasets; seen from {Path.cwd()}.",
         do="\n".join(commands) or f"correct or remove those paths; {iconv}",
     )
@@ -256,7 +230,7 @@ class _TextReader:
 
 def _texts_of(path: Path, text_key: str) -> list[bytes]:
     """Returns the documents of a file that are not empty; of a file of another kind, its text."""
-    documents = _documents(path, text_key)
+    documents = documents_of(path, text_key)
     if documents is None:
         return [_text_of(path)]
     return [document for document in documents if document]
@@ -270,7 +244,7 @@ def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
     if not numbers:
         return
     do = "--tokenizer tokenizer.json  # its end of text is not a byte; or remove the zero bytes from the texts."
-    if path.name.lower().endswith(_JSON_LINES) and path.suffix.lower() != ".gz":
+    if path.name.lower().endswith(JSON_LINES) and path.suffix.lower() != ".gz":
         clean = shlex.quote(str(path.with_stem(f"{path.stem}-clean")))
         do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
     raise DataError(
@@ -310,171 +284,3 @@ def stdlib_texts() -> dict[str, bytes]:
             if path.suffix == ".py" and name not in _STDLIB_SKIPPED and not is_generated:
                 texts[path.relative_to(root).as_posix()] = path.read_bytes()
     return dict(sorted(texts.items()))
-
-
-def is_dataset(path: Path) -> bool:
-    """Returns whether it is a folder written by Hugging Face's `save_to_disk`."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def _documents(path: Path, text_key: str) -> Iterator[bytes] | None:
-    """Returns the texts of a file or a dataset of documents; None for another file."""
-    if path.name.lower().endswith(_JSON_LINES):
-        return _json_lines(path, text_key)
-    if path.suffix.lower() == ".parquet":
-        return _column(path, _parquet(path, text_key), text_key)
-    if is_dataset(path):
-        return _column(path, _dataset(path), text_key)
-    return None
-
-
-def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
-    """Yields the texts of a file with a JSON object on each line."""
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(_lines(file), 1):
-            if not line.strip():
-                continue
-            entry = _json_object(path, number, line)
-            text = entry.get(text_key)
-            if not isinstance(text, str):
-                kinds = {key: type(value).__name__ for key, value in entry.items()}
-                raise _no_text(f"{path}, line {number}", text_key, kinds)
-            yield text.encode(errors="replace")
-
-
-def _json_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Returns the object on a line."""
-    try:
-        entry = parse_json(line)
-    except FormError as error:
-        raise _no_document(path, number, f"{error}.") from None
-    if not isinstance(entry, dict):
-        raise _no_document(path, number, f"it is not a JSON object, but a {type(entry).__name__}.")
-    return entry
-
-
-def _no_document(path: Path, number: int, why: str) -> DataError:
-    return DataError(
-        "A line cannot be read as a document.",
-        where=f"{path}, line {number}",
-        why=why,
-        do=f"sed -n {number}p {shlex.quote(str(path))}  # shows the line",
-    )
-
-
-def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
-    """Yields the lines of a file; raises for one that is too long, before it takes more memory."""
-    while True:
-        line = file.readline(_MOST_LINE_BYTES + 1)
-        if not line:
-            return
-        if len(line) > _MOST_LINE_BYTES:
-            raise ValueError(f"a line has more than {_MOST_LINE_BYTES >> 20} MiB")
-        yield line
-
-
-def _parquet(path: Path, text_key: str) -> Iterator[Any]:
-    """Yields tables of at most some thousand rows; the first has all columns but no rows."""
-    file = _pyarrow(path).parquet.ParquetFile(path)
-    yield file.schema_arrow.empty_table()
-    yield from file.iter_batches(columns=[text_key])
-
-
-def _dataset(path: Path) -> Iterator[Any]:
-    """Yields the same for a folder written by `save_to_disk`; of several splits, the one to train on."""
-    if (path / "dataset_dict.json").is_file():
-        path = _split_to_train_on(path)
-    names = [file["filename"] for file in _saved(path / "state.json", _SavedState)["_data_files"]]
-    outside = [name for name in names if not _files.is_inside(name)]
-    if outside:
-        raise _damaged(path / "state.json", f"its file {shown(outside[0])} is not in the folder.")
-    pyarrow = _pyarrow(path)
-    for name in names:
-        # Read, and not mapped: the texts are copied anyway, and a mapped file that is cut off ends the process.
-        with pyarrow.OSFile(str(path / name)) as file, pyarrow.ipc.open_stream(file) as stream:
-            yield stream.schema.empty_table()
-            yield from stream
-
-
-def _split_to_train_on(path: Path) -> Path:
-    """Returns the folder of the split `train`."""
-    splits = _saved(path / "dataset_dict.json", _SavedSplits)["splits"]
-    if "train" in splits:
-        return path / "train"
-    do = "datasets.load_from_disk(path)  # shows what it has; save the split to train on by itself"
-    if splits:
-        do = f"--data {shlex.quote(str(path / splits[0]))}"
-    raise DataError(
-        "The dataset has no split to train on.",
-        where=str(path),
-        why=f"its splits are {', '.join(splits) or 'none'}; only 'train' is chosen automatically.",
-        do=do,
-    )
-
-
-def _saved(path: Path, kind: type[_Saved]) -> _Saved:
-    """Returns the contents of a JSON file of a saved dataset."""
-    try:
-        return checked(_files.read_json(path), kind)
-    except OSError as error:
-        raise _damaged(path, f"{(error.strerror or repr(error)).lower()}.") from error
-    except ValueError as error:
-        raise _damaged(path, f"{error}.") from error
-
-
-def _damaged(path: Path, why: str) -> DataError:
-    return DataError(
-        "The dataset cannot be read.",
-        where=str(path),
-        why=why,
-        do="write the dataset again: dataset.save_to_disk(path)",
-    )
-
-
-def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]:
-    """Yields the texts of tables.
-
-    Each is checked first: pyarrow would read beyond the memory of a damaged one.
-    """
-    arrow_error = _pyarrow(path).ArrowException
-    try:
-        for table in tables:
-            names = [field.name for field in table.schema]
-            kinds = {field.name: str(field.type) for field in table.schema}
-            if kinds.get(text_key) not in _STRINGS:
-                raise _no_text(str(path), text_key, kinds)
-            if names.count(text_key) > 1:
-                raise ValueError(f"it has {names.count(text_key)} columns {text_key!r}")
-            table.validate(full=True)
-            for text in table.column(text_key).to_pylist():
-                yield (text or "").encode(errors="replace")
-    except (arrow_error, MemoryError) as error:
-        first = next(iter(str(error).splitlines()), "no reason given")
-        raise ValueError(f"{type(error).__name__}: {first}") from error
-
-
-def _no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
-    """Returns the error for a document without a text; `kinds` are the types of what it has, by key."""
-    strings = [key for key, kind in kinds.items() if kind in _STRINGS]
-    closest = difflib.get_close_matches(text_key, strings, n=1, cutoff=0.0)
-    why = f"it has {', '.join(map(repr, kinds)) or 'nothing'}, but no {text_key!r}."
-    if text_key in kinds:
-        why = f"its {text_key!r} is of type {kinds[text_key]}."
-    do = "write the texts as strings; token ids as .npy or .bin."
-    if closest:
-        do = f"--text-key {shlex.quote(closest[0])}"
-    return DataError("A document has no text of that name.", where=where, why=why, do=do)
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError(
-            "Parquet and Hugging Face datasets need a package that is not installed.",
-            where=str(path),
-            why=f"{error}.",
-            do="pip install 'jshard[arrow]'",
-        ) from error
-    return pyarrow
