@@ -192,7 +192,7 @@ def jshard(asked: dict[str, Any]) -> Operations:
         "copies, read once": lambda: load("copies", read_once=True),
     }
     if "map" in inspect.signature(js.checkpoint.restore).parameters:
-        found["mapped"] = lambda: load("all", map=True)
+        found["mapped"] = lambda: load("all", mmap=True)
     return found
 
 

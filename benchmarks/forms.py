@@ -91,14 +91,16 @@ def annotate(model: Any, mesh: Mesh | AbstractMesh) -> Any:
     low = config.compute_dtype
     # What a loop of Flax's carries keeps its dtype.
     output = "float32" if config.form in ("nnx.scan", "nn.scan") else None
-    precision = None if low == "float32" else js.MixedPrecision(param=low, reduce="float32", output=output)
+    precision = (
+        None if low == "float32" else js.MixedPrecision(param_dtype=low, reduce_dtype="float32", output_dtype=output)
+    )
     if config.form in ("Linen", "nn.scan", "units"):
         units = gpt.Block if config.form == "units" else Layer
         return js.fully_shard(model, mesh=mesh, units=units, remat=config.remat, mixed_precision=precision)
     if config.form != "nnx.scan":
         return gpt.annotate(model, mesh)
     js.fully_shard(
-        model.blocks, mesh=mesh, remat=config.remat, mixed_precision=precision, placement=js.ShardPlacement(stacked=1)
+        model.blocks, mesh=mesh, remat=config.remat, mixed_precision=precision, placement=js.PlacementPolicy(stacked=1)
     )
     js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     return js.fully_shard(model, mesh=mesh, mixed_precision=precision)

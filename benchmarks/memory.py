@@ -175,7 +175,7 @@ def _estimate(case: Case) -> tuple[Memory, Recipe]:
     tokens = jax.ShapeDtypeStruct((recipe.batch_size // recipe.accumulate, recipe.sequence_length), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
     with traced_for_device(parse_topology(case.topology).device):
-        explained = js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch)
+        explained = js.explain(model, optimizer=recipe.optimizer(), loss_fn=model_file.loss_fn, batch=batch)
     return explained.memory, recipe
 
 

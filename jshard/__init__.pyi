@@ -16,12 +16,12 @@ from jshard.errors import ShardingError as ShardingError
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import explain as explain
-from jshard.inspect.profile import trace as trace
-from jshard.occupancy.overlap import overlap as overlap
-from jshard.parallel.owned import owned as owned
+from jshard.inspect.profile import read_profile as read_profile
+from jshard.occupancy.overlap import tune_overlap as tune_overlap
+from jshard.parallel.owned import shard_matrices as shard_matrices
 from jshard.plans.mesh import mesh as mesh
 from jshard.plans.mesh import shard_batch as shard_batch
-from jshard.plans.placement import ShardPlacement as ShardPlacement
+from jshard.plans.placement import PlacementPolicy as PlacementPolicy
 from jshard.plans.plan import ShardPlan as ShardPlan
 from jshard.plans.plan import plan as plan
 from jshard.plans.policies import MixedPrecision as MixedPrecision

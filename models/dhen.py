@@ -207,9 +207,9 @@ def annotate(model: DHEN, mesh: Mesh | AbstractMesh) -> None:
     """Tables are sharded by row and never gathered; each layer is a unit; the root has the rest."""
     precision = None
     if model.config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=model.config.compute_dtype, reduce="float32")
+        precision = js.MixedPrecision(param_dtype=model.config.compute_dtype, reduce_dtype="float32")
     model.tables.mesh = mesh
-    js.fully_shard(model.tables, mesh=mesh, placement=js.ShardPlacement(shard_dim=0, gathered=False))
+    js.fully_shard(model.tables, mesh=mesh, placement=js.PlacementPolicy(shard_dim=0, gathered=False))
     for layer in model.layers:
         js.fully_shard(layer, mesh=mesh, mixed_precision=precision)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)

@@ -52,7 +52,7 @@ class GPTConfig:
     positions: str = "learned"  # or "rotary"
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
-    reserved_sms: int = 0  # multiprocessors that these leave alone; js.overlap says how many
+    reserved_sms: int = 0  # multiprocessors that these leave alone; js.tune_overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     split_sequence: bool = False  # between products, over the `tensor` axis: less memory for activations
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
@@ -263,8 +263,10 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
     param, reduce = (config.compute_dtype, config.reduce_dtype) if config.compute_dtype != "float32" else (None, None)
-    precision = js.MixedPrecision(param=param, reduce=reduce, gather=config.gather_dtype, wire=config.wire_dtype)
-    placement, stacked = (js.ShardPlacement(offload=config.offload, stacked=n) for n in (0, 1))
+    precision = js.MixedPrecision(
+        param_dtype=param, reduce_dtype=reduce, gather_dtype=config.gather_dtype, wire_dtype=config.wire_dtype
+    )
+    placement, stacked = (js.PlacementPolicy(offload=config.offload, stacked=n) for n in (0, 1))
     settings = dict[str, Any](mesh=mesh, mixed_precision=precision, placement=placement)
     if config.scan:
         js.fully_shard(model.blocks, remat=config.remat, **dict[str, Any](settings, placement=stacked))

@@ -63,7 +63,7 @@ class LlamaConfig:
     over_context: str = "auto"  # or "heads", "ring": how it sees a sequence that is split over the context axis
     queries_at_once: int = 1024  # in plain form scores are made for so many positions at a time
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
-    reserved_sms: int = 0  # multiprocessors that these leave alone; js.overlap says how many
+    reserved_sms: int = 0  # multiprocessors that these leave alone; js.tune_overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded Llama computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
@@ -310,9 +310,11 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
         table |= MLP_BIAS
     js.parallel.split(model, table)
     param, reduce = (config.compute_dtype, config.reduce_dtype) if config.compute_dtype != "float32" else (None, None)
-    precision = js.MixedPrecision(param=param, reduce=reduce, gather=config.gather_dtype, wire=config.wire_dtype)
+    precision = js.MixedPrecision(
+        param_dtype=param, reduce_dtype=reduce, gather_dtype=config.gather_dtype, wire_dtype=config.wire_dtype
+    )
     for block in [model.blocks] if config.scan else model.blocks:
-        placement = js.ShardPlacement(stacked=1 if config.scan else 0)
+        placement = js.PlacementPolicy(stacked=1 if config.scan else 0)
         js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=placement)
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)

@@ -296,9 +296,9 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
     )
     precision = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype="float32")
     js.fully_shard(
-        model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=js.ShardPlacement(stacked=1)
+        model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=js.PlacementPolicy(stacked=1)
     )
     if not config.tied:
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)

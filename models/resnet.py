@@ -150,7 +150,7 @@ def annotate(model: ResNet, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     precision = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype="float32")
     for block in model.blocks:
         js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)

@@ -244,17 +244,21 @@ def annotate(model: T5, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     precision = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype="float32")
     units = [model.encoder, model.decoder] if config.scan else [*model.encoder, *model.decoder]
     for unit in units:
         stacked = 1 if config.scan else 0
         js.fully_shard(
-            unit, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=js.ShardPlacement(stacked=stacked)
+            unit,
+            mesh=mesh,
+            mixed_precision=precision,
+            remat=config.remat,
+            placement=js.PlacementPolicy(stacked=stacked),
         )
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     small = ["encoder_bias/*", "decoder_bias/*"]  # a row per bucket: too few to shard over many devices
-    js.fully_shard(model, mesh=mesh, mixed_precision=precision, placement=js.ShardPlacement(allow_replicated=small))
+    js.fully_shard(model, mesh=mesh, mixed_precision=precision, placement=js.PlacementPolicy(allow_replicated=small))
 
 
 def loss_fn(model: T5, batch: Batch) -> js.WeightedMean:

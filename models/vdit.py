@@ -292,7 +292,7 @@ def annotate(model: VDiT, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     precision = outer = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype="float32")
         outer = dataclasses.replace(precision, cast_inputs=False)  # bfloat16 would be too coarse for times
     blocks, stacked = ([model.blocks], 1) if config.scan else (model.blocks, 0)
     for block in blocks:
@@ -301,7 +301,7 @@ def annotate(model: VDiT, mesh: Mesh | AbstractMesh) -> None:
             mesh=mesh,
             mixed_precision=precision,
             remat=config.remat,
-            placement=js.ShardPlacement(stacked=stacked),
+            placement=js.PlacementPolicy(stacked=stacked),
         )
     js.fully_shard(model, mesh=mesh, mixed_precision=outer)
 

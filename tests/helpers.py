@@ -118,10 +118,10 @@ def builder(config: Config = Config(), seed: int = 0) -> Callable[[], Decoder]:
 
 def with_placement(**settings: Any) -> dict[str, Any]:
     """Settings of `fully_shard`, those of a placement as one value; so are those of units that have their own."""
-    fields = {name: settings.pop(name) for name in [*settings] if name in js.ShardPlacement.__dataclass_fields__}
+    fields = {name: settings.pop(name) for name in [*settings] if name in js.PlacementPolicy.__dataclass_fields__}
     if isinstance(units := settings.get("units"), dict):
         settings["units"] = {unit: with_placement(**of_unit) for unit, of_unit in units.items()}
-    return settings | ({"placement": js.ShardPlacement(**fields)} if fields else {})
+    return settings | ({"placement": js.PlacementPolicy(**fields)} if fields else {})
 
 
 def equations_run(jaxpr: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from tests.helpers import with_placement
 
 X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
 KEY = jax.random.key(0)
-NEVER = {"placement": js.ShardPlacement(gathered=False)}
+NEVER = {"placement": js.PlacementPolicy(gathered=False)}
 
 
 class Model(nn.Module):
@@ -115,7 +115,7 @@ def call_in_a_shard_map() -> None:
 def explain_with_a_loss() -> None:
     model = shard()
     jax.eval_shape(model.init, KEY, X)
-    js.explain(model, loss=lambda params, x: 0.0, batch=X)
+    js.explain(model, loss_fn=lambda params, x: 0.0, batch=X)
 
 
 def optax_alone() -> None:

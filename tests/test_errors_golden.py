@@ -143,7 +143,7 @@ def annotated(use: Callable = lambda model, x: model.out(model.inner(x)), **sett
 
 
 def rounded(use: Callable) -> Model:
-    return annotated(use, mixed_precision=js.MixedPrecision(param="bfloat16"))
+    return annotated(use, mixed_precision=js.MixedPrecision(param_dtype="bfloat16"))
 
 
 def call(model: nnx.Module, *args):
@@ -221,7 +221,7 @@ def call_in_a_shard_map():
 def loop_over_padded_layers():
     """The stack of 12 layers is sharded along them, and its loop is outside of a call."""
     make = nnx.split_rngs(splits=12)(nnx.vmap(lambda rngs: nnx.Linear(64, 64, use_bias=False, rngs=rngs)))
-    placement = js.ShardPlacement(shard_dim=0)
+    placement = js.PlacementPolicy(shard_dim=0)
     layers = js.abstract_init(lambda: make(nnx.Rngs(0)), lambda layers: shard(layers, placement=placement))
     run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     nnx.eval_shape(run, X, layers)
@@ -378,7 +378,7 @@ def without_host_memory(mesh: Mesh) -> object:
     """Offload on devices that say that they have memory of their own only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jshard._compat.memory_kinds", lambda device: ["device"])
-        return js.fully_shard(linear(), mesh=mesh, placement=js.ShardPlacement(offload="params"))
+        return js.fully_shard(linear(), mesh=mesh, placement=js.PlacementPolicy(offload="params"))
 
 
 def arrived(folder: str) -> list[tuple[str, str]]:
@@ -432,7 +432,7 @@ ERRORS: dict[str, Callable[[], object]] = {
         remat="full",
         prefetch="512MiB",
         reshard_after_forward=True,
-        mixed_precision=js.MixedPrecision(param="bfloat16"),
+        mixed_precision=js.MixedPrecision(param_dtype="bfloat16"),
     ),
     "ungathered: parameters in host memory": lambda: shard(linear(), gathered=False, offload="params"),
     "ungathered: units inside": lambda: shard(Model(print, nnx.Rngs(0)), units="inner", gathered=False),
@@ -466,7 +466,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "scan_layers: no output": lambda: scan_stacked(collect=True),
     "fully_shard: shard_dim": lambda: shard(nnx.Linear(64, 12, rngs=nnx.Rngs(0)), shard_dim=0, stacked=1),
     "fully_shard: shard_dim that is no dim": lambda: shard(linear(), shard_dim=lambda path, shape: "kernel"),
-    "MixedPrecision: fp8": lambda: js.MixedPrecision(param="float8_e4m3fn"),
+    "MixedPrecision: fp8": lambda: js.MixedPrecision(param_dtype="float8_e4m3fn"),
     "call: keep matches nothing": lambda: call(shard(linear(), mixed_precision=js.MixedPrecision(keep="norm/*"))),
     "fully_shard: mixed_precision as text": lambda: shard(linear(), mixed_precision="bfloat16"),
     "fully_shard: stacked": lambda: shard(linear(), stacked=-1),
@@ -489,10 +489,10 @@ ERRORS: dict[str, Callable[[], object]] = {
     "js.parallel.split: a Linen model": lambda: js.parallel.split(nn.Dense(64), {"kernel": (None, "tensor")}),
     "js.parallel.hold: a data axis": lambda: js.parallel.hold(jnp.zeros((16, 64)), "fsdp", "model"),
     "js.parallel.hold: does not divide": lambda: hold(None, "tensor"),
-    "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
-    "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
-    "MixedPrecision: not in 8 bits": lambda: js.MixedPrecision(gather="bfloat16"),
-    "MixedPrecision: no narrower wire": lambda: js.MixedPrecision(param="bfloat16", wire="bfloat16"),
+    "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param_dtype="bf16"),
+    "MixedPrecision: not floating": lambda: js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="int8"),
+    "MixedPrecision: not in 8 bits": lambda: js.MixedPrecision(gather_dtype="bfloat16"),
+    "MixedPrecision: no narrower wire": lambda: js.MixedPrecision(param_dtype="bfloat16", wire_dtype="bfloat16"),
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
     "optimizer: padded parameters": lambda: nnx.grad(lambda model, x: model(x).mean())(
         shard(Odd(8, nnx.Rngs(0)), shard_dim=0), X[:, :61]

@@ -31,7 +31,7 @@ class Model(nnx.Module):
 
 
 def annotate(model: Model) -> None:
-    js.fully_shard(model, mesh=mesh, remat="full", mixed_precision=js.MixedPrecision(param="bfloat16"))
+    js.fully_shard(model, mesh=mesh, remat="full", mixed_precision=js.MixedPrecision(param_dtype="bfloat16"))
 
 
 model = js.shard_init(lambda: Model(nnx.Rngs(0)), annotate)
@@ -78,7 +78,7 @@ mesh = js.mesh()
 model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 js.mesh(fdsp=8)
 js.fully_shard(model, mesh=mesh, fallback="raise")
-js.ShardPlacement(offload="optimiser")
+js.PlacementPolicy(offload="optimiser")
 js.compiler_options("fast")
 js.checkpoint.save("run/1", model, format="zip")
 """

@@ -113,7 +113,7 @@ def test_no_path_of_a_machine_in_tracked_files():
 
 
 NAMES = """
-    MixedPrecision ShardPlacement ShardPlan ShardingError WeightedMean abstract_init audit check checkpoint
+    MixedPrecision PlacementPolicy ShardPlan ShardingError WeightedMean abstract_init audit check checkpoint
     compiler_options explain fully_shard global_view kernels mesh overlap owned parallel per_example plan scan_layers
     shard_batch shard_init shard_optimizer trace train value_and_grad
 """.split()

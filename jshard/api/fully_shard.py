@@ -19,7 +19,7 @@ from jshard.plans.homes import settle_in
 from jshard.plans.memories import apart, as_array, home_in, placed_apart, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
-from jshard.plans.placement import Placement, ShardPlacement, placement_of, reshard_of
+from jshard.plans.placement import Placement, PlacementPolicy, placement_of, reshard_of
 from jshard.plans.plan import Leaf, make_plan, record_of
 from jshard.plans.policies import Fallback, MixedPrecision, Remat, UnitPolicy
 from jshard.plans.units import (
@@ -54,7 +54,7 @@ def fully_shard(
     mixed_precision: MixedPrecision | None = None,
     remat: Remat = "none",
     prefetch: int | str | None = 1,
-    placement: ShardPlacement | None = None,
+    placement: PlacementPolicy | None = None,
     fallback: Fallback = "warn",
     **old: Any,
 ) -> M:
@@ -95,7 +95,7 @@ def fully_shard(
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
             the same in backward, in reverse order. 0: when it is needed. A budget such as `"512MiB"`: as early as
             the bytes gathered but not yet used stay within it. None: the compiler chooses, without a bound.
-        placement: a `js.ShardPlacement`, to override the default of sharding the largest divisible dim.
+        placement: a `js.PlacementPolicy`, to override the default of sharding the largest divisible dim.
         fallback: how to treat an operation that has no form on one data shard, so that every device computes it for
             the whole batch: `"warn"`, from 1 MiB and 1 % of the parameters' traffic on; or `"error"`. Set on the root.
         **old: deprecated settings, accepted for one more release; a warning gives the replacement.

@@ -38,7 +38,7 @@ def scan_layers(
 
     Args:
         layers: equal layers: a list of modules; or one module whose variables have a leading dim of layers, made by
-            `nnx.vmap` and annotated with `js.ShardPlacement(stacked=1)`.
+            `nnx.vmap` and annotated with `js.PlacementPolicy(stacked=1)`.
         x: the value passed from layer to layer: an array, or a pytree of arrays. Its shapes and dtypes stay the same.
         *args: further arguments, the same for every layer.
         xs: per-layer arguments, such as caches: a pytree of arrays with a leading dim of layers. A layer is then

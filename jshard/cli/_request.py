@@ -457,4 +457,4 @@ def explained(request: Request, mesh: AnyMesh, data: Data | None = None) -> Expl
     model_file = request.model_file
     with abstract(request, mesh, data or own_data(model_file, request.recipe)) as (model, batch):
         optimizer = request.recipe.optimizer()
-        return js.explain(model, optimizer=optimizer, loss=model_file.loss, batch=batch, wrt=model_file.wrt)
+        return js.explain(model, optimizer=optimizer, loss_fn=model_file.loss, batch=batch, wrt=model_file.wrt)

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from jshard.cli._arguments import answer, check_writable, parse, parse_steps, write
-from jshard.inspect.profile import trace
+from jshard.inspect.profile import read_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard trace`."""
     args = parse(TraceArgs, argv, command="jshard trace")
     check_writable(args.html, option="--html")
-    found = trace(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
+    found = read_profile(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
     if args.html is not None:
         write(args.html, found.to_html())
         write(args.html.with_suffix(".trace.json"), found.to_chrome_trace())

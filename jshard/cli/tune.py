@@ -26,7 +26,7 @@ class TuneArgs(RecipeArgs):
     """Measures the matrix products of a model beside a load like its collectives, and stores the best settings.
 
     On a GPU each product of the model's units is timed with XLA's own kernel and with every distinct setting of
-    js.kernels.matmul, alone and beside the load; js.overlap reads the results. Without a GPU, or with --gpu, settings
+    js.kernels.matmul, alone and beside the load; js.tune_overlap reads the results. Without a GPU, or with --gpu, settings
     are ranked by the occupancy model, and nothing is measured. The devices of --mesh need not exist. Exit codes: 0
     done, 1 the work failed, 2 invalid request.
     """

@@ -36,7 +36,7 @@ def note_layers(unit: Unit, rows: Mapping[str, Placement]) -> None:
         return
     _warned.update((key, stack) for stack in large)
     listed = "".join(f"\n  {stack}  {n} bytes, by (root), each layer when it is needed" for stack, n in large.items())
-    setting = "mesh=mesh, placement=js.ShardPlacement(stacked=1)"
+    setting = "mesh=mesh, placement=js.PlacementPolicy(stacked=1)"
     lines = "".join(f"\n  js.fully_shard({_in_python(stack)}, {setting})" for stack in large)
     _compat.warn_user(
         f"{len(large)} stack(s) of layers of {unit.kind} form no unit, and are not gathered ahead of their use:{listed}"

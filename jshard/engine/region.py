@@ -152,7 +152,7 @@ def _refuse_padded_stacks(call: Call) -> None:
             "A loop outside the sharded region runs over layers that are stored padded.",
             where=rows,
             why="the padding consists of layers of zeros, and the loop would also run them.",
-            do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
+            do="js.fully_shard(layers, mesh=mesh, placement=js.PlacementPolicy(stacked=1))",
         )
 
 

@@ -39,7 +39,7 @@ from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, is_padded, warn_of
 from jshard.plans import checks
 from jshard.plans.memories import key_texts
 from jshard.plans.mesh import is_concrete
-from jshard.plans.placement import ShardPlacement, placement_of
+from jshard.plans.placement import PlacementPolicy, placement_of
 from jshard.plans.plan import root_forgotten
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import LogicalOptimizer, Path, Unit, UnitChoice, chosen, dotted
@@ -256,7 +256,7 @@ def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
     return plain
 
 
-def _check(module: nn.Module, placement: ShardPlacement) -> None:
+def _check(module: nn.Module, placement: PlacementPolicy) -> None:
     found = [name for name, child in _modules(module) if annotation_of(child) is not None]
     if found or module.scope is not None:
         raise AnnotationError(
@@ -295,11 +295,11 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
     """The record with the settings of one choice applied."""
     own = {name: value for name, value in settings.items() if name in _OWN_SETTINGS}
     old = {name: value for name, value in settings.items() if name in _OWN_PLACEMENT}
-    inherited = ShardPlacement(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
+    inherited = PlacementPolicy(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
     asked = placement_of(checks.check_placement(own.pop("placement", inherited)), old, '{{"placement": {}}}')
     fields = [field.name for field in dataclasses.fields(asked) if field.name not in _OWN_PLACEMENT]
     unknown = [name for name in settings if name not in (*_OWN_SETTINGS, *_OWN_PLACEMENT)]
-    unknown += [name for name in fields if getattr(asked, name) != getattr(ShardPlacement(), name)]
+    unknown += [name for name in fields if getattr(asked, name) != getattr(PlacementPolicy(), name)]
     if unknown:
         raise AnnotationError(
             "A single unit has no such setting.",

@@ -132,8 +132,8 @@ def _check_around(layout: Layout) -> None:
             where=[f"{layout.root.kind}: {one}" for one in wrong],
             why=f"the call of {', '.join(map(dotted, tables))} runs as written, in global view, and so do the calls"
             " around it: the compiler would decide when to gather these.",
-            do='name units beside it, units={"tables": {"placement": js.ShardPlacement(gathered=False)}, Block: {}};'
-            " move the parameters into a submodule, or replicate them: placement=js.ShardPlacement(ignored=...).",
+            do='name units beside it, units={"tables": {"placement": js.PlacementPolicy(gathered=False)}, Block: {}};'
+            " move the parameters into a submodule, or replicate them: placement=js.PlacementPolicy(ignored=...).",
         )
 
 

@@ -89,7 +89,7 @@ def device_named(name: str | None) -> Device:
             f"The device {name!r} is unknown.",
             where=f"device={name!r}",
             why=f"the devices are {known}; also with a cluster, as in h200:64x8.",
-            do='js.overlap(model, device="h200")',
+            do='js.tune_overlap(model, device="h200")',
         )
     found = gpu(short)
     return Device(found.title, "gpu", found, facts, name if shape and facts else "")

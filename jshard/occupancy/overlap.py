@@ -62,7 +62,7 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Overlap(Printed):
-    """The result of `js.overlap`. `print` it; a notebook displays it; `to_json` is for programs.
+    """The result of `js.tune_overlap`. `print` it; a notebook displays it; `to_json` is for programs.
 
     Attributes:
         device: as text.
@@ -118,13 +118,13 @@ def _reasons_table(title: str, column: str, reasons: Sequence[Reason]) -> Fitted
     return table
 
 
-def overlap(
+def tune_overlap(
     model_or_plan: nnx.Module | nn.Module | ShardPlan,
     *,
     device: str | None = None,
     comm: str | CommFootprint = "ring",
     nccl: str | None = None,
-    loss: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     batch: Any = None,
     cache: str | Path | None = None,
 ) -> Overlap:
@@ -142,9 +142,9 @@ def overlap(
         comm: the collective beside the kernels: "ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine", or a
             `jshard.occupancy.CommFootprint`.
         nccl: version of NCCL, e.g. "2.30.7"; by default the newest whose kernels were read.
-        loss: function of an nnx model and the batch. With it and `batch` the model's products are known, and with them
+        loss_fn: function of an nnx model and the batch. With it and `batch` the model's products are known, and with them
             each unit's computation and the measurements that apply to it.
-        batch: the global batch, abstract or real; a tuple is passed as several arguments of `loss`.
+        batch: the global batch, abstract or real; a tuple is passed as several arguments of `loss_fn`.
         cache: file of `jshard tune`; the user's by default.
 
     Returns:
@@ -156,15 +156,15 @@ def overlap(
         CacheError: the given `cache` cannot be read.
 
     Example:
-        >>> shaped = js.overlap(model, device="h200")
+        >>> shaped = js.tune_overlap(model, device="h200")
         >>> shaped.occupancy["matmul"].reserved_sms
         16
         >>> step = jax.jit(lambda x: x + 1, compiler_options=dict(shaped.compiler_options))
     """
     target, products = device_named(device), None
     plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else plan_of(model_or_plan)
-    if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
-        products = products_of(model_or_plan, loss, batch)
+    if loss_fn is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
+        products = products_of(model_or_plan, loss_fn, batch)
     beside = _footprint(comm, target, nccl)
     kernels = _by_model(target, beside, plan, products)
     measured, notes = _measurements(cache)
@@ -187,7 +187,7 @@ def overlap(
     )
 
 
-_UNKNOWN = "The model's products are unknown, so no measurement was used: pass the nnx model, loss= and batch=."
+_UNKNOWN = "The model's products are unknown, so no measurement was used: pass the nnx model, loss_fn= and batch=."
 
 
 def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> CommFootprint | None:
@@ -203,7 +203,7 @@ def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
     """The measurements of the first process, and a note if the user's own file cannot be read."""
     path = default_path() if cache is None else expanded(cache)
     try:
-        return parsed(of_first(lambda: text_of(load(path)), where="js.overlap"), path), []
+        return parsed(of_first(lambda: text_of(load(path)), where="js.tune_overlap"), path), []
     except (CacheError, RunError) as error:
         if cache is not None:
             raise

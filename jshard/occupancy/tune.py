@@ -300,7 +300,7 @@ def tune(
             "Kernels cannot be tuned while a program is traced.",
             where="tune(...) inside jax.jit, shard_map, grad or scan",
             why="nothing runs there, so nothing can be timed; a measurement would also change the traced program.",
-            do="jshard tune MODEL  # before; js.overlap(model, loss=..., batch=...) reads the measurements",
+            do="jshard tune MODEL  # before; js.tune_overlap(model, loss_fn=..., batch=...) reads the measurements",
         )
     assert device.gpu is not None
     gpu, rows = device.gpu, _rows(model, products_of(model, loss, batch), device)

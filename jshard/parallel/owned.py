@@ -1,4 +1,4 @@
-"""`js.owned`: each device runs an optimizer's whole-matrix computations for the matrices it owns.
+"""`js.shard_matrices`: each device runs an optimizer's whole-matrix computations for the matrices it owns.
 
 Muon multiplies a matrix with itself, Shampoo decomposes it. If every device holds some rows, the compiler sums each
 such product over all devices, and every device repeats the rest. Instead, this module reads the equations of the
@@ -42,12 +42,12 @@ from jshard.plans.mesh import AnyMesh
 from jshard.plans.placement import axes_of
 
 
-def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation in which each whole-matrix computation is done by the device that owns the matrix.
 
     Matrices of one shape and sharding are stacked; one all-to-all brings whole matrices to their owners, the same
     number to each, and one returns the results. The state's sharding and storage are unchanged. If the equal matrices
-    number fewer than half the devices that share one, or an update has no matrix product, it runs as without `owned`.
+    number fewer than half the devices that share one, or an update has no matrix product, it runs as without `shard_matrices`.
     Stacked layers, `(layers, rows, columns)`, are split by layers.
 
     Args:
@@ -63,7 +63,7 @@ def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     Source: owner-computed updates, as in "Muon is Scalable for LLM Training", https://arxiv.org/abs/2502.16982.
 
     Example:
-        >>> optimizer = js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3)))
+        >>> optimizer = js.shard_optimizer(model, js.shard_matrices(optax.contrib.muon(1e-3)))
     """
     plain = optax.with_extra_args_support(tx)
 
@@ -71,11 +71,11 @@ def owned(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
         layout = update_layout.get()
         if layout is None:
             raise CallError(
-                "js.owned does not know where the arrays are.",
-                where="js.owned(tx).update(...)",
+                "js.shard_matrices does not know where the arrays are.",
+                where="js.shard_matrices(tx).update(...)",
                 why="the model has the mesh and the placements, and js.shard_optimizer passes them on.",
-                do="optimizer = js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3)))\n"
-                "Linen: TrainState.create(..., tx=js.shard_optimizer(model, js.owned(optax.contrib.muon(1e-3))))",
+                do="optimizer = js.shard_optimizer(model, js.shard_matrices(optax.contrib.muon(1e-3)))\n"
+                "Linen: TrainState.create(..., tx=js.shard_optimizer(model, js.shard_matrices(optax.contrib.muon(1e-3))))",
             )
         paths_and_leaves, tree = jax.tree.flatten_with_path((grads, state, params, extra))
         leaves = [leaf for _, leaf in paths_and_leaves]

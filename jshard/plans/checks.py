@@ -18,7 +18,7 @@ from jshard.errors import AnnotationError, CallError
 from jshard.plans.memories import check_offload
 from jshard.plans.mesh import EXPERT, FSDP, INNER_AXES, TENSOR, AnyMesh, degree, is_numeric
 from jshard.plans.padding import padding_of
-from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, ShardPlacement, axes_of
+from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, PARAMS, Placement, PlacementPolicy, axes_of
 from jshard.plans.policies import OFFLOADED, MixedPrecision, UnitPolicy, check_setting
 from jshard.plans.units import (
     ORDINARY_STATE,
@@ -56,12 +56,12 @@ def check_modules(modules: list[Any]) -> None:
         )
 
 
-def check_placement(placement: Any) -> ShardPlacement:
+def check_placement(placement: Any) -> PlacementPolicy:
     """The placement; the default one for None. Raises for any other type."""
-    good = placement is None or isinstance(placement, ShardPlacement)
-    line = "js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))"
-    check_setting(good, f"fully_shard(placement={placement!r})", "a js.ShardPlacement", line)
-    return placement or ShardPlacement()
+    good = placement is None or isinstance(placement, PlacementPolicy)
+    line = "js.fully_shard(block, mesh=mesh, placement=js.PlacementPolicy(shard_dim=0))"
+    check_setting(good, f"fully_shard(placement={placement!r})", "a js.PlacementPolicy", line)
+    return placement or PlacementPolicy()
 
 
 def check_not_placed(module: nnx.Module, where: str) -> None:
@@ -162,7 +162,7 @@ def check_unit(unit: Unit) -> None:
             why="its call runs as written, in global view: jshard gathers, keeps, casts, reduces and splits"
             " nothing. It accepts shard_dim, stacked, ignored, allow_replicated, min_size and"
             " offload='optimizer'.",
-            do="js.fully_shard(model.tables, mesh=mesh, placement=js.ShardPlacement(gathered=False, shard_dim=0))",
+            do="js.fully_shard(model.tables, mesh=mesh, placement=js.PlacementPolicy(gathered=False, shard_dim=0))",
         )
 
 
@@ -197,7 +197,7 @@ def check_new_unit(module: nnx.Module, unit: Unit) -> None:
             where=[f"{name}: {dotted(path)}" for path, _ in inner],
             why="its whole call runs as written, including theirs.",
             do="annotate only the part that must not be gathered: js.fully_shard(model.tables, mesh=mesh,"
-            " placement=js.ShardPlacement(gathered=False));"
+            " placement=js.PlacementPolicy(gathered=False));"
             "\nthen the root: js.fully_shard(model, mesh=mesh)",
         )
 
@@ -304,7 +304,7 @@ def _check_once(
             where=[_describe(*one) for one in large.items()],
             why=f"no dim divides by {axes}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
             f" model's {total} bytes.",
-            do=f"accept it: {_accepted(large)},\nor pad it: placement=js.ShardPlacement(shard_dim=0).",
+            do=f"accept it: {_accepted(large)},\nor pad it: placement=js.PlacementPolicy(shard_dim=0).",
         )
     if odd:
         listed = [f"\n  {_describe(*one)}" for one in list(odd.items())[:_LISTED]]
@@ -312,7 +312,7 @@ def _check_once(
         _compat.warn_user(
             f"{len(odd)} parameter(s) of {name} are replicated, because no dim divides by {axes}. Each device holds all"
             f" {held} bytes of them, {held / total:.1%} of the model:{''.join(listed)}\n  To accept it:"
-            f" {_accepted(odd)}. To pad them: placement=js.ShardPlacement(shard_dim=0).",
+            f" {_accepted(odd)}. To pad them: placement=js.PlacementPolicy(shard_dim=0).",
         )
 
 
@@ -320,7 +320,7 @@ def _accepted(named: Iterable[str]) -> str:
     """The line that accepts replicated arrays: by their paths, or with `*` for the indices of many layers."""
     paths = list(named)
     paths = paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))
-    return f"js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(allow_replicated={paths!r}))"
+    return f"js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(allow_replicated={paths!r}))"
 
 
 def _check_kept(name: str, paths: list[str], precision: MixedPrecision) -> None:
@@ -330,7 +330,7 @@ def _check_kept(name: str, paths: list[str], precision: MixedPrecision) -> None:
             "A pattern in keep matches no parameter.",
             where=f"{name}: MixedPrecision(keep={precision.keep!r})",
             why=f"{', '.join(map(repr, unused))}; paths are {', '.join(paths[:4])}{' ...' if paths[4:] else ''}.",
-            do='js.MixedPrecision(param="bfloat16", keep=("norm/*",))',
+            do='js.MixedPrecision(param_dtype="bfloat16", keep=("norm/*",))',
         )
 
 

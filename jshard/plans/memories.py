@@ -18,7 +18,7 @@ from jshard.errors import MeshError
 from jshard.plans.homes import Home, settle_in
 from jshard.plans.mesh import NUMBERS, REPLICA, AnyMesh, is_concrete
 from jshard.plans.padding import Padding, padding_of, store
-from jshard.plans.placement import Placement, ShardPlacement, place
+from jshard.plans.placement import Placement, PlacementPolicy, place
 from jshard.plans.plan import ShardPlan
 from jshard.plans.policies import MixedPrecision
 
@@ -185,7 +185,7 @@ class StatePlaces:
         if parameter is None:
             return PartitionSpec()
         if shape not in (parameter.shape, parameter.stored_shape):
-            other = place("", shape, "float32", (), self._degrees, ShardPlacement(), MixedPrecision(), pads=False)
+            other = place("", shape, "float32", (), self._degrees, PlacementPolicy(), MixedPrecision(), pads=False)
             return other.partition_spec
         if parameter.dim is None and self._over_replica:
             return self._over_replicas(parameter)

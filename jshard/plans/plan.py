@@ -15,7 +15,7 @@ from jshard._parsing import FormError, checked, parse_json
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.mesh import FSDP, hosts_along
-from jshard.plans.placement import Entry, Placement, ShardPlacement, place, stored_as
+from jshard.plans.placement import Entry, Placement, PlacementPolicy, place, stored_as
 from jshard.plans.policies import MixedPrecision
 from jshard.plans.units import (
     ORDINARY_STATE,
@@ -432,7 +432,7 @@ def _trained_others(model: nnx.Module, is_trained: Callable[[Path, Any], bool], 
         value = variable.get_raw_value()
         is_float = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(value.dtype, jnp.inexact)
         if is_float and is_trained(path, variable):
-            kept = ShardPlacement()
+            kept = PlacementPolicy()
             whole = place(
                 dotted(path), value.shape, value.dtype, (), dict(root.mesh.shape), kept, MixedPrecision(), ignored=True
             )

@@ -68,7 +68,7 @@ class MixedPrecision:
         AnnotationError: a dtype is not of the kind that its field needs.
 
     Example:
-        >>> half = js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn", wire="bfloat16")
+        >>> half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn", wire_dtype="bfloat16")
         >>> half.gather, half.wire
         ('float8_e4m3fn', 'bfloat16')
     """
@@ -90,9 +90,9 @@ class MixedPrecision:
         if self.wire is not None and reduce is not None and jnp.dtype(self.wire).itemsize >= jnp.dtype(reduce).itemsize:
             raise AnnotationError(
                 "The wire dtype of gradients is not narrower than their reduce dtype.",
-                where=f"MixedPrecision(reduce={self.reduce!r}, wire={self.wire!r})",
+                where=f"MixedPrecision(reduce_dtype={self.reduce!r}, wire_dtype={self.wire!r})",
                 why=f"they are summed in {reduce}: an exchange would send as much as a reduce-scatter.",
-                do='js.MixedPrecision(param="bfloat16", reduce="float32", wire="bfloat16")',
+                do='js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", wire_dtype="bfloat16")',
             )
 
     def _dtype(self, field: str, value: Any) -> str:
@@ -107,16 +107,16 @@ class MixedPrecision:
         if field == "gather":
             raise AnnotationError(
                 "Parameters cannot be gathered with scales in this dtype.",
-                where=f"MixedPrecision(gather={value!r})",
+                where=f"MixedPrecision(gather_dtype={value!r})",
                 why=f"it must be one of {', '.join(_GATHERED_BY_SCALE)}; for a gather in 16 bits use `param`.",
-                do='js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn")',
+                do='js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn")',
             )
         in_8_bits = f', gather="{dtype.name}"' if field == "param" and dtype.name in _GATHERED_BY_SCALE else ""
         raise AnnotationError(
             "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
             where=f"MixedPrecision({field}={value!r})",
             why="it must be a floating dtype of 16 bits or more: a cast has no scale, which fp8 needs.",
-            do=f'js.MixedPrecision(param="bfloat16", reduce="float32"{in_8_bits})',
+            do=f'js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32"{in_8_bits})',
         )
 
     def keeps(self, path: str) -> bool:
@@ -198,7 +198,7 @@ class UnitPolicy:
             isinstance(made.mixed_precision, MixedPrecision),
             f"fully_shard(mixed_precision={made.mixed_precision!r})",
             "a js.MixedPrecision",
-            'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param="bfloat16"))',
+            'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param_dtype="bfloat16"))',
         )
         check_setting(
             made.fallback in get_args(Fallback),

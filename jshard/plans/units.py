@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import NUMBERS, AnyMesh
-from jshard.plans.placement import ShardPlacement
+from jshard.plans.placement import PlacementPolicy
 from jshard.plans.policies import UnitPolicy
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Unit:
 
     mesh: AnyMesh
     policy: UnitPolicy
-    placement: ShardPlacement  # `ignored` as a filter
+    placement: PlacementPolicy  # `ignored` as a filter
     kind: str = ""  # class of the module
     plan: "ShardPlan | None" = None  # of the parameters under the module; None before they are known
     nested: bool = False  # whether an enclosing unit is known

@@ -225,7 +225,7 @@ class StepProfile:
     Example:
         >>> profile = StepProfile("runs/own", range(11, 16), program=step.compiled.as_text)
         >>> js.train.fit(step, batches, num_steps=100, profile=profile)
-        >>> print(js.trace("runs/own"))
+        >>> print(js.read_profile("runs/own"))
     """
 
     def __init__(

@@ -451,7 +451,7 @@ def test_a_large_replicated_parameter_is_an_error_wherever_the_model_is_first_us
     with pytest.raises(AnnotationError, match="odd  float32"):  # another name does not help
         js.abstract_init(
             Cube,
-            lambda model: js.fully_shard(model, mesh=MESH, placement=js.ShardPlacement(allow_replicated=["even/*"])),
+            lambda model: js.fully_shard(model, mesh=MESH, placement=js.PlacementPolicy(allow_replicated=["even/*"])),
         )
 
 
@@ -474,7 +474,7 @@ def test_a_requested_dim_is_no_shard_where_fsdp_has_degree_one():
     x = np.ones((16, 64), np.float32)
     gradients = nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).mean()))
     expected = flat(gradients(model, x))
-    js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
+    js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(shard_dim=0))
     assert all(leaf.placement.dim is None for leaf in js.plan(model).leaves)
     for path, gradient in flat(gradients(model, x)).items():
         assert worst(gradient, expected[path]) <= GRADIENT_TOLERANCE, path

@@ -12,7 +12,7 @@ import jshard as js
 from jshard.errors import AnnotationError
 
 RULES = {"tp": "tensor", "embed": None}
-BY_RULES = js.ShardPlacement(axis_rules=RULES)
+BY_RULES = js.PlacementPolicy(axis_rules=RULES)
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 normal = jax.nn.initializers.normal(0.1)
 
@@ -91,12 +91,12 @@ def test_a_checkpoint_restores_on_another_mesh(tmp_path):
 def test_a_name_without_a_rule_is_an_error_whose_line_works():
     mesh = js.mesh(fsdp=4, tensor=2)
     with pytest.raises(AnnotationError, match="kernel") as caught:
-        sharded(mesh, js.ShardPlacement(axis_rules={"embed": None}))
+        sharded(mesh, js.PlacementPolicy(axis_rules={"embed": None}))
     assert "axis_rules={'tp': 'tensor'}" in " ".join(str(caught.value).split())
 
 
 def test_two_dims_on_one_axis_and_an_axis_that_is_none_are_errors():
     with pytest.raises(AnnotationError, match="cannot be split over one axis"):
-        sharded(js.mesh(fsdp=4, tensor=2), js.ShardPlacement(axis_rules={"tp": "tensor", "embed": "tensor"}))
+        sharded(js.mesh(fsdp=4, tensor=2), js.PlacementPolicy(axis_rules={"tp": "tensor", "embed": "tensor"}))
     with pytest.raises(AnnotationError, match="axis_rules"):
-        js.ShardPlacement(axis_rules={"tp": "model"})
+        js.PlacementPolicy(axis_rules={"tp": "model"})

@@ -45,7 +45,7 @@ def rich() -> Rich:
 
 def annotate_rich(model: Rich, **axes) -> None:
     mesh = js.mesh(**axes)
-    js.fully_shard(model.stack, mesh=mesh, placement=js.ShardPlacement(stacked=1))
+    js.fully_shard(model.stack, mesh=mesh, placement=js.PlacementPolicy(stacked=1))
     js.fully_shard(model, mesh=mesh)
 
 

@@ -13,7 +13,7 @@ from jshard.errors import AnnotationError, CallError
 from jshard.train import TrainStep
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
-PADDED = js.ShardPlacement(shard_dim=lambda path, shape: 1 if "head" in path else None)
+PADDED = js.PlacementPolicy(shard_dim=lambda path, shape: 1 if "head" in path else None)
 
 
 class Model(nnx.Module):
@@ -30,7 +30,7 @@ def head(classes, seed=1):
 
 
 def annotate(model):
-    placement = js.ShardPlacement(min_size=1, allow_replicated=["*bias"], shard_dim=PADDED.shard_dim)
+    placement = js.PlacementPolicy(min_size=1, allow_replicated=["*bias"], shard_dim=PADDED.shard_dim)
     return js.fully_shard(model, mesh=js.mesh(), placement=placement)
 
 
@@ -94,7 +94,7 @@ def test_the_optimizer_of_a_part_is_refused_with_the_filter_that_selects_it():
 
 def test_the_optimizer_of_a_padded_unit_can_be_printed():
     model = Model()
-    js.fully_shard(model.head, mesh=js.mesh(), placement=js.ShardPlacement(shard_dim=1))
+    js.fully_shard(model.head, mesh=js.mesh(), placement=js.PlacementPolicy(shard_dim=1))
     annotate(model)
     assert str(js.shard_optimizer(model.head, optax.adam(0.1))).startswith("Optimizer(")
 

@@ -26,7 +26,7 @@ def planned(**settings):
 def test_the_warning_prints_the_line_that_gives_the_same_plan():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        new = planned(placement=js.ShardPlacement(**SETTINGS))
+        new = planned(placement=js.PlacementPolicy(**SETTINGS))
     with pytest.warns(FutureWarning, match="have moved") as caught:
         assert planned(**SETTINGS) == new
     (line,) = (line.strip() for line in str(caught[0].message).splitlines() if "js.fully_shard(" in line)
@@ -38,15 +38,15 @@ def test_the_warning_prints_the_line_that_gives_the_same_plan():
 
 
 def test_a_field_beside_the_value_counts():
-    with pytest.warns(FutureWarning, match=r"js.ShardPlacement\(shard_dim=1, min_size=16\)"):
-        found = planned(placement=js.ShardPlacement(shard_dim=1), min_size=16)
-    assert found == planned(placement=js.ShardPlacement(shard_dim=1, min_size=16))
+    with pytest.warns(FutureWarning, match=r"js.PlacementPolicy\(shard_dim=1, min_size=16\)"):
+        found = planned(placement=js.PlacementPolicy(shard_dim=1), min_size=16)
+    assert found == planned(placement=js.PlacementPolicy(shard_dim=1, min_size=16))
 
 
 def test_what_is_no_setting_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         planned(colour="red")
-    with pytest.raises(AnnotationError, match=r"placement=1(.|\n)*js.ShardPlacement\(shard_dim=0\)"):
+    with pytest.raises(AnnotationError, match=r"placement=1(.|\n)*js.PlacementPolicy\(shard_dim=0\)"):
         planned(placement=1)
 
 
@@ -61,13 +61,13 @@ def test_a_unit_of_a_linen_model_takes_it():
         jax.eval_shape(model.init, jax.random.key(0), jnp.ones((8, 128)))
         return js.plan(model)
 
-    new = plan_of({"placement": js.ShardPlacement(shard_dim=1, min_size=16)})
-    with pytest.warns(FutureWarning, match=r'"placement": js.ShardPlacement\(shard_dim=1, min_size=16\)') as caught:
+    new = plan_of({"placement": js.PlacementPolicy(shard_dim=1, min_size=16)})
+    with pytest.warns(FutureWarning, match=r'"placement": js.PlacementPolicy\(shard_dim=1, min_size=16\)') as caught:
         assert plan_of({"shard_dim": 1, "min_size": 16}) == new
     assert caught[0].filename == __file__
     assert (new.leaf("inner/kernel").placement.dim, new.leaf("out/kernel").placement.dim) == (1, 0)
     with pytest.raises(AnnotationError, match="'stacked'; a unit can set"):
-        plan_of({"placement": js.ShardPlacement(stacked=1)})
+        plan_of({"placement": js.PlacementPolicy(stacked=1)})
 
 
 def test_settings_that_are_gone_change_nothing():
@@ -77,7 +77,7 @@ def test_settings_that_are_gone_change_nothing():
     assert gone.startswith(f"{', '.join(OLD)}: these settings of fully_shard no longer have")
     assert all(f"\n  {name}: {GONE[name]}." in gone for name in OLD) and OLD.keys() == GONE.keys()
     assert moved.startswith("min_size: these settings of fully_shard have moved")
-    assert found == planned(placement=js.ShardPlacement(min_size=16))
+    assert found == planned(placement=js.PlacementPolicy(min_size=16))
 
 
 def test_a_strategy_gives_the_layers_their_setting():

@@ -219,7 +219,7 @@ def replica_spec(shape: tuple[int, ...]) -> P:
 def test_zero1_over_the_replicas_of_a_sharded_model():
     """Sharded parameters keep their state beside them; only what is replicated is split over replicas."""
     mesh = js.mesh(replica=2)
-    annotate = lambda model: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(ignored="up/kernel"))
+    annotate = lambda model: js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(ignored="up/kernel"))
     model = placed(plain, annotate)
     optimizer = js.shard_optimizer(model, optax.adamw(1e-3), shard_replicated=True)
     moments = {path: x for path, x in arrays(optimizer).items() if "mu" in path and "kernel" in path}
@@ -232,7 +232,9 @@ def test_zero1_over_the_replicas_of_a_sharded_model():
 def test_the_transformation_of_a_sharded_optimizer_is_refused_on_another_mesh():
     def sharded(degree, tx):
         mesh = js.mesh(fsdp=degree, devices=jax.devices()[:degree])
-        model = js.fully_shard(nnx.Linear(24, 24, rngs=nnx.Rngs(0)), mesh=mesh, placement=js.ShardPlacement(min_size=0))
+        model = js.fully_shard(
+            nnx.Linear(24, 24, rngs=nnx.Rngs(0)), mesh=mesh, placement=js.PlacementPolicy(min_size=0)
+        )
         return js.shard_optimizer(model, tx)
 
     optimizer = sharded(4, optax.sgd(0.1, momentum=0.9))

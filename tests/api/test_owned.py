@@ -1,4 +1,4 @@
-"""`js.owned`: the updates of one device, two all-to-alls for matrices of one shape, each matrix multiplied once."""
+"""`js.shard_matrices`: the updates of one device, two all-to-alls for matrices of one shape, each matrix multiplied once."""
 
 import functools
 import os
@@ -128,7 +128,7 @@ def counted(program: jax.stages.Compiled) -> dict[str, int]:
 )
 def test_the_updates_of_one_device(name, degrees, layers):
     model = sharded(layers, **degrees)
-    optimizer = js.shard_optimizer(model, js.owned(OPTIMIZERS[name]()))
+    optimizer = js.shard_optimizer(model, js.shard_matrices(OPTIMIZERS[name]()))
     plain = nnx.state(js.shard_optimizer(model, OPTIMIZERS[name]()))
     assert_same_places(nnx.state(optimizer), plain)  # state as without, and so in a checkpoint
     start = flat(nnx.state(model, nnx.Param))
@@ -140,7 +140,9 @@ def test_the_updates_of_one_device(name, degrees, layers):
 
 def test_two_exchanges_of_what_a_device_holds():
     layers, devices = 16, 8
-    before, after = (compiled(tx, layers, fsdp=8) for tx in (OPTIMIZERS["muon"](), js.owned(OPTIMIZERS["muon"]())))
+    before, after = (
+        compiled(tx, layers, fsdp=8) for tx in (OPTIMIZERS["muon"](), js.shard_matrices(OPTIMIZERS["muon"]()))
+    )
     alone = compiled(OPTIMIZERS["muon"](), 0, fsdp=8)  # the one matrix of its shape
     assert counted(after).pop("all-to-all") == 2
     assert counted(before)["all-reduce"] - counted(alone)["all-reduce"] >= 5 * layers - 1
@@ -169,10 +171,10 @@ def test_stacked_layers_are_split_by_layers():
         1e-2, muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: by_layer, params)
     )
     mesh, found = js.mesh(), []
-    for change in (lambda tx: tx, js.owned):
+    for change in (lambda tx: tx, js.shard_matrices):
         model = js.shard_init(
             lambda: Stacked(nnx.Rngs(0)),
-            lambda model: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(stacked=1)),
+            lambda model: js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(stacked=1)),
         )
         optimizer = js.shard_optimizer(model, change(tx()))
         program = step.lower(model, optimizer, ROWS).lowered.compile()
@@ -206,7 +208,7 @@ def test_a_linen_model():
     params = plain.init(jax.random.key(0), ROWS)["params"]
     wanted, _, _ = run(plain, OPTIMIZERS["muon"](), params)
     model = js.fully_shard(Net(), mesh=js.mesh())
-    tx = js.shard_optimizer(model, js.owned(OPTIMIZERS["muon"]()))
+    tx = js.shard_optimizer(model, js.shard_matrices(OPTIMIZERS["muon"]()))
     placed = js.shard_init(lambda: model.init(jax.random.key(0), ROWS), model)["params"]
     found, step, state = run(model, tx, placed)
     assert distance(found, wanted) <= 1e-6
@@ -215,7 +217,7 @@ def test_a_linen_model():
 
 def test_a_checkpoint_goes_on_without_it_and_on_another_mesh(tmp_path):
     model = sharded(8, fsdp=8)
-    optimizer = js.shard_optimizer(model, js.owned(OPTIMIZERS["muon"]()))
+    optimizer = js.shard_optimizer(model, js.shard_matrices(OPTIMIZERS["muon"]()))
     trained(model, optimizer, 5)
     js.checkpoint.save(tmp_path / "five", (model, optimizer))
     again = sharded(8, replica=2, fsdp=4)
@@ -226,8 +228,10 @@ def test_a_checkpoint_goes_on_without_it_and_on_another_mesh(tmp_path):
 
 def test_without_shard_optimizer_it_says_what_is_missing():
     model = sharded(2)
-    with pytest.raises(CallError, match=r"(?s)does not know where the arrays are.*js.shard_optimizer\(model, js.owned"):
-        step(model, nnx.Optimizer(model, js.owned(OPTIMIZERS["muon"]()), wrt=nnx.Param), ROWS)
+    with pytest.raises(
+        CallError, match=r"(?s)does not know where the arrays are.*js.shard_optimizer\(model, js.shard_matrices"
+    ):
+        step(model, nnx.Optimizer(model, js.shard_matrices(OPTIMIZERS["muon"]()), wrt=nnx.Param), ROWS)
 
 
 _RECIPE = """
@@ -240,7 +244,7 @@ class WithMuon(Recipe):
     owned: bool = True
     def optimizer(self):
         tx = optax.contrib.muon(1e-3)
-        return js.owned(tx) if self.owned else tx
+        return js.shard_matrices(tx) if self.owned else tx
 
 RECIPES = {"micro": lambda: WithMuon(**{f.name: getattr(_micro(), f.name) for f in dataclasses.fields(Recipe)})}
 """

@@ -20,7 +20,7 @@ WIDTH = 128
 
 
 def record(mesh) -> Unit:
-    return Unit(mesh, UnitPolicy(), js.ShardPlacement(ignored=False), kind="Layer")
+    return Unit(mesh, UnitPolicy(), js.PlacementPolicy(ignored=False), kind="Layer")
 
 
 def test_a_plan_is_made_without_a_model():
@@ -83,7 +83,7 @@ def test_nnx_and_linen_have_one_plan():
             return nn.Dense(33, name="head")(LinenLayer(name="layer")(x))
 
     mesh = js.mesh()
-    settings = {"mesh": mesh, "ignored": "layer/up/bias", "mixed_precision": js.MixedPrecision(param="bfloat16")}
+    settings = {"mesh": mesh, "ignored": "layer/up/bias", "mixed_precision": js.MixedPrecision(param_dtype="bfloat16")}
     one = js.plan(
         js.abstract_init(
             lambda: Model(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Layer, **with_placement(**settings))
@@ -138,7 +138,7 @@ def test_a_plan_is_one_line_in_a_notebook():
 
 
 def test_the_plan_survives_json_and_is_frozen():
-    precision = js.MixedPrecision(param="bfloat16", reduce="float32")
+    precision = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
     plan = js.plan(abstract(Config(), js.mesh(replica=2), mixed_precision=precision))
     assert js.ShardPlan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["mesh"] == [["replica", 2], ["fsdp", 4], ["tensor", 1]]

@@ -15,7 +15,7 @@ from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed,
 from tests.micro_gpt import MODELS, micro
 
 UNTIED = Config(layers=3, tied=False)
-PRECISION = js.MixedPrecision(param="bfloat16", reduce="float32")
+PRECISION = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 
 
 def units(model):

@@ -12,7 +12,7 @@ import jshard as js
 from jshard.train import TrainStep
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
-BOTH = js.ShardPlacement(min_size=1, allow_replicated=["*bias"])
+BOTH = js.PlacementPolicy(min_size=1, allow_replicated=["*bias"])
 
 
 class Target(nnx.Module):

@@ -228,7 +228,7 @@ def test_written_values_are_placed_as_planned_on_other_meshes(axes):
 
 def test_values_written_to_an_offloaded_parameter_return_to_host_memory():
     model = Model(nnx.Rngs(0))
-    js.fully_shard(model, mesh=js.mesh(), placement=js.ShardPlacement(offload="params"))
+    js.fully_shard(model, mesh=js.mesh(), placement=js.PlacementPolicy(offload="params"))
     kinds = jax.tree.map(lambda x: x.sharding.memory_kind, nnx.state(model))
     by_update(model, values(Model(nnx.Rngs(7))))
     assert jax.tree.map(lambda x: x.sharding.memory_kind, nnx.state(model)) == kinds

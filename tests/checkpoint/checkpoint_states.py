@@ -75,8 +75,8 @@ def _modules(layout: str) -> dict[str, Any]:
         for layer in model.layers:
             if mesh.shape["tensor"] > 1:
                 layer.up.kernel.set_metadata(out_sharding=(None, "tensor"), eager_sharding=False)
-            js.fully_shard(layer, mesh=mesh, placement=js.ShardPlacement(min_size=1))
-        js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=-1))
+            js.fully_shard(layer, mesh=mesh, placement=js.PlacementPolicy(min_size=1))
+        js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(shard_dim=-1))
 
     model = js.abstract_init(lambda: Net(nnx.Rngs(0)), annotate)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

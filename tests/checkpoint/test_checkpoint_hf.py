@@ -258,7 +258,7 @@ def test_a_convolution_of_pytorch_gives_the_same_numbers_from_each_format_on_any
     for degrees in ({"fsdp": 8}, {"replica": 2, "fsdp": 4}):
         for dim in (0, 2, 3):
             conv = nnx.Conv(8, 8, (3, 3), use_bias=False, rngs=nnx.Rngs(0))
-            placement = js.ShardPlacement(shard_dim=dim, min_size=1)
+            placement = js.PlacementPolicy(shard_dim=dim, min_size=1)
             js.fully_shard(conv, mesh=js.mesh(**degrees), placement=placement)
             for folder in ("hf", "dcp"):
                 like = {"conv": conv}

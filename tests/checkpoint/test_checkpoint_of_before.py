@@ -39,7 +39,7 @@ def state_on(num_devices: int) -> dict[str, Any]:
     def put(shape: tuple[int, ...], dtype: Any, *spec: str | None) -> jax.Array:
         return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, PartitionSpec(*spec)))
 
-    model = js.fully_shard(Net(nnx.Rngs(0)), mesh=mesh, placement=js.ShardPlacement(shard_dim=-1, min_size=1))
+    model = js.fully_shard(Net(nnx.Rngs(0)), mesh=mesh, placement=js.PlacementPolicy(shard_dim=-1, min_size=1))
     return {
         "params": {
             "kernel": put((8, 6), jnp.bfloat16, "fsdp"),

@@ -57,21 +57,21 @@ def in_file(array):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_arrays_are_the_file_also_when_it_is_deleted(saved, verify):
-    restored = checkpoint.restore(saved, like(), map=True, verify=verify)
+    restored = checkpoint.restore(saved, like(), mmap=True, verify=verify)
     assert in_file(restored["w"])
     shutil.rmtree(saved)
     assert_equal(restored)
 
 
 def test_what_is_cut_otherwise_is_read(saved):
-    restored = checkpoint.restore(saved, like(4), map=True)
+    restored = checkpoint.restore(saved, like(4), mmap=True)
     assert not in_file(restored["w"]) and in_file(restored["n"])
     assert_equal(restored)
 
 
 def test_a_step_that_takes_the_arrays_leaves_the_file_as_it_is(saved):
     before = file_of(saved).read_bytes()
-    restored = checkpoint.restore(saved, like(), map=True)
+    restored = checkpoint.restore(saved, like(), mmap=True)
     step = jax.jit(lambda state: jax.tree.map(lambda x: x.at[...].add(1), state), donate_argnums=0)
     after = step(step(restored))
     np.testing.assert_array_equal(np.asarray(after["w"]), VALUES["w"] + 2)
@@ -84,18 +84,18 @@ def test_a_changed_bit_and_a_file_that_is_cut_are_refused(saved):
     data[300_000] ^= 1
     file.write_bytes(data)
     with pytest.raises(RunError, match="do not match their checksum"):
-        checkpoint.restore(saved, like(), map=True)
-    checkpoint.restore(saved, like(), map=True, verify=False)
+        checkpoint.restore(saved, like(), mmap=True)
+    checkpoint.restore(saved, like(), mmap=True, verify=False)
     file.write_bytes(data[: len(data) // 2])
     for verify in (True, False):
         with pytest.raises(RunError):
-            checkpoint.restore(saved, like(), map=True, verify=verify)
+            checkpoint.restore(saved, like(), mmap=True, verify=verify)
 
 
 def test_on_a_network_it_is_read(saved, monkeypatch):
     monkeypatch.setattr(file_io, "LOCAL", {})
     with pytest.warns(checkpoint.CheckpointWarning, match="it was read, not mapped: it is not on a local disk"):
-        restored = checkpoint.restore(saved, like(), map=True)
+        restored = checkpoint.restore(saved, like(), mmap=True)
     assert not in_file(restored["w"])
     assert_equal(restored)
 
@@ -103,7 +103,7 @@ def test_on_a_network_it_is_read(saved, monkeypatch):
 CUT = """
 import sys, os
 from tests.checkpoint.test_mapped import checkpoint, file_of, jax, like, np, Path
-restored = checkpoint.restore(Path(sys.argv[1]), like(), map=True)
+restored = checkpoint.restore(Path(sys.argv[1]), like(), mmap=True)
 os.truncate(file_of(Path(sys.argv[1])), 0)
 np.asarray(restored["w"].addressable_shards[0].data).sum()
 """

@@ -45,7 +45,7 @@ def build(config, rngs):
     return Model(config, rngs)
 
 def annotate(model, mesh):
-    js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
+    js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(shard_dim=0))
 
 def hf_names(config):
     names = {"tokens": "wte.weight"}

@@ -52,7 +52,7 @@ def run(folder):
 
 def test_the_steps_are_recorded_whole_and_by_their_numbers(run):
     out, _ = run
-    found = js.trace(out)
+    found = js.read_profile(out)
     assert (found.platform, len(found.devices), found.program) == ("cpu", 8, "jit_step")
     assert [step.number for step in found.steps] == [2, 3, 4]
     assert not [note for note in found.notes if "Left out" in note or "counted from 1" in note]
@@ -64,7 +64,7 @@ def test_the_steps_are_recorded_whole_and_by_their_numbers(run):
 def test_units_come_from_the_program_beside_the_profile(run):
     out, _ = run
     audit = js.audit((out / "profile" / "steps-2-4" / "program.txt").read_text())
-    rows = js.trace(out).by_instruction
+    rows = js.read_profile(out).by_instruction
     assert {(r.name, r.kind, r.phase) for r in rows} == {(w.name, w.kind, w.phase) for w in audit.schedule.windows}
     assert {"blocks/0", "(root)"} <= {r.unit for r in rows}
 

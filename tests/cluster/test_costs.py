@@ -35,7 +35,7 @@ def explained(costs: Costs, variant: Variant):
     rows = recipe.batch_size // (variant.accumulate or recipe.accumulate)
     tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
-    return js.explain(model, optimizer=recipe.optimizer(), loss=GPT.loss_fn, batch=batch).memory
+    return js.explain(model, optimizer=recipe.optimizer(), loss_fn=GPT.loss_fn, batch=batch).memory
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
     with fake_cudnn(monkeypatch):
         for degrees in ({"fsdp": 4, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}):
             mesh = js.mesh(**degrees)
-            half = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+            half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
             model = Layer(nnx.Rngs(0))
             js.parallel.split(model, {"[qkv]/kernel": (None, "tensor"), "out/kernel": ("tensor", None)})
             js.fully_shard(model, mesh=mesh, mixed_precision=half)

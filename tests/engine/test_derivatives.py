@@ -175,7 +175,7 @@ def check(
     assert not {name: d for name, d in differences.items() if not d <= tolerance}, differences
 
 
-SMALL = js.ShardPlacement(min_size=1)
+SMALL = js.PlacementPolicy(min_size=1)
 SETTINGS: dict[str, dict[str, Any]] = {
     "parameters kept": {"reshard_after_forward": False},
     "pieces kept": {"reshard_after_forward": 2},
@@ -232,12 +232,12 @@ def test_second_derivatives_of_stacked_layers_equal_one_device():
 
 def stacked(model: Stacked) -> None:
     mesh = js.mesh()
-    js.fully_shard(model.blocks, mesh=mesh, placement=js.ShardPlacement(min_size=1, stacked=1))
+    js.fully_shard(model.blocks, mesh=mesh, placement=js.PlacementPolicy(min_size=1, stacked=1))
     js.fully_shard(model, mesh=mesh, placement=SMALL)
 
 
 def test_derivatives_of_parameters_in_16_bits_have_their_dtypes_and_are_near():
-    policy = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+    policy = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
     check(net, annotator(mixed_precision=policy), FEW, tolerance=0.1)
 
 

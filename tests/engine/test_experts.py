@@ -164,8 +164,8 @@ def build():
 def annotator(mesh, **settings):
     def annotate(model):
         js.parallel.split(model, {"*/up": ("expert", None, None), "*/down": ("expert", None, None)})
-        placement = js.ShardPlacement(shard_dim=lambda path, shape: 0 if shape[0] == 1003 else None, **settings)
-        layers = {"placement": js.ShardPlacement(**settings)}
+        placement = js.PlacementPolicy(shard_dim=lambda path, shape: 0 if shape[0] == 1003 else None, **settings)
+        layers = {"placement": js.PlacementPolicy(**settings)}
         js.fully_shard(model.layers[0], mesh=mesh, reshard_after_forward=mesh.shape["fsdp"], **layers)
         js.fully_shard(model.layers[1], mesh=mesh, **layers)
         js.fully_shard(model, mesh=mesh, placement=placement)

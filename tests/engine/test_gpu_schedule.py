@@ -48,7 +48,9 @@ def compiled(
     config = dataclasses.replace(LARGE, scanned=loop)
     mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h100:8x8")))
     wires = {"gather": "float8_e4m3fn", "wire": "bfloat16"} if half else {}
-    policy = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32" if loop else None, **wires)
+    policy = js.MixedPrecision(
+        param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32" if loop else None, **wires
+    )
 
     def build() -> Decoder:
         return (Scanning if scan else Decoder)(config, nnx.Rngs(0))
@@ -61,7 +63,7 @@ def compiled(
                 mixed_precision=policy,
                 remat="full",
                 prefetch=ahead,
-                placement=js.ShardPlacement(stacked=1 if loop else 0),
+                placement=js.PlacementPolicy(stacked=1 if loop else 0),
             )
         js.fully_shard(model.head, mesh=mesh, mixed_precision=policy, reshard_after_forward=False)
         js.fully_shard(model, mesh=mesh, mixed_precision=policy)

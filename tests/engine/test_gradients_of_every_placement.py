@@ -171,7 +171,7 @@ def nnx_gradients(mesh: Any, mode: str) -> dict[str, np.ndarray]:
     loss_fn = lambda model, x: (model(x) ** 2).mean()
     if mesh is not None:
         how = {"mesh": mesh}
-        placement = js.ShardPlacement(shard_dim=shard_dim, min_size=1, ignored="*ignored_*")
+        placement = js.PlacementPolicy(shard_dim=shard_dim, min_size=1, ignored="*ignored_*")
         of_layers = dataclasses.replace(placement, shard_dim=last_dim_of_layer, stacked=1)
         for cell, settings in zip(model.cells, settings_of_cells(mesh), strict=True):
             js.fully_shard(cell, placement=placement, **how, **settings)
@@ -188,7 +188,7 @@ def linen_gradients(mesh: Any, mode: str) -> dict[str, np.ndarray]:
     """The gradients of the Linen model; on one device if there is no mesh."""
     model = LinenModel()
     if mesh is not None:
-        placement = js.ShardPlacement(shard_dim=linen_shard_dim, min_size=1, ignored="*ignored_*")
+        placement = js.PlacementPolicy(shard_dim=linen_shard_dim, min_size=1, ignored="*ignored_*")
         units: dict[Any, Any] = {f"cell{i}": settings for i, settings in enumerate(settings_of_cells(mesh))}
         model = js.fully_shard(model, mesh=mesh, placement=placement, units=units | {"stack/cell": {}})
         js.shard_optimizer(model, optax.sgd(0.1))

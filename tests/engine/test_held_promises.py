@@ -58,7 +58,7 @@ class Net(nnx.Module):
 
 
 def sharded(model: nnx.Module, mesh: Any = None) -> nnx.Module:
-    placement = js.ShardPlacement(min_size=1)
+    placement = js.PlacementPolicy(min_size=1)
     mesh = js.mesh() if mesh is None else mesh
     return js.fully_shard(model, mesh=mesh, units=Layer, placement=placement)
 

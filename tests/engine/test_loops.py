@@ -268,7 +268,7 @@ def test_outside_a_call_a_layer_is_a_row_of_its_stack(layers, stacked):
         return (run(X, layers) ** 2).mean()
 
     build = lambda: stack(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), layers)
-    placement = js.ShardPlacement(stacked=stacked, min_size=WIDTH)
+    placement = js.PlacementPolicy(stacked=stacked, min_size=WIDTH)
     model = js.shard_init(build, lambda m: js.fully_shard(m, mesh=js.mesh(), placement=placement))
     found, wanted = (flat(nnx.jit(nnx.grad(loss))(layers)) for layers in (model, build()))
     assert max(worst(found[path], x) for path, x in wanted.items()) <= GRADIENT_TOLERANCE
@@ -318,7 +318,7 @@ def step(model, x):
     return nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, x)
 
 
-BFLOAT16 = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+BFLOAT16 = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
 
 
 @pytest.mark.parametrize(

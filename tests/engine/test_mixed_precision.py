@@ -33,7 +33,7 @@ from tests.parity import Trained, flat, worst
 CONFIG = Config(attends=False)
 SMALL = Config(layers=1, attends=False)
 BATCH = token_batch(CONFIG)
-HALF = js.MixedPrecision(param="bfloat16", reduce="float32")
+HALF = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 
 grad = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch))
 
@@ -143,8 +143,8 @@ def on_the_wire(model: nnx.Module) -> dict[str, collections.Counter[str]]:
     [
         (js.MixedPrecision(), "float32", "float32"),
         (HALF, "bfloat16", "float32"),
-        (js.MixedPrecision(param="bfloat16"), "bfloat16", "bfloat16"),
-        (js.MixedPrecision(reduce="bfloat16"), "float32", "bfloat16"),
+        (js.MixedPrecision(param_dtype="bfloat16"), "bfloat16", "bfloat16"),
+        (js.MixedPrecision(reduce_dtype="bfloat16"), "float32", "bfloat16"),
     ],
     ids=str,
 )
@@ -158,7 +158,7 @@ def test_dtypes_of_the_collectives(precision, gathered, reduced):
     assert sum(n for dtype, n in found["psum"].items() if dtype != reduced) <= 64
 
 
-KEPT = js.MixedPrecision(param="bfloat16", reduce="float32", keep=("mlp_norm/*", "norm/*"))
+KEPT = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("mlp_norm/*", "norm/*"))
 
 
 def test_what_keeps_its_dtype():
@@ -176,9 +176,9 @@ def test_what_keeps_its_dtype():
             seen.update({"/".join(map(str, path)): v.dtype.name for path, v in nnx.to_flat_state(nnx.state(self))})
             return self.linear(x)
 
-    kept_norm = js.MixedPrecision(param="bfloat16", keep="norm/*")
+    kept_norm = js.MixedPrecision(param_dtype="bfloat16", keep="norm/*")
     model = js.fully_shard(
-        Seen(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=kept_norm, placement=js.ShardPlacement(min_size=1)
+        Seen(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=kept_norm, placement=js.PlacementPolicy(min_size=1)
     )
     jax.eval_shape(lambda x: model(x), np.ones((16, 64), np.float32))
     assert seen == {"linear/bias": "bfloat16", "linear/kernel": "bfloat16", "norm/scale": "float32"}
@@ -279,7 +279,9 @@ def test_what_qwix_changed_is_annotated_with_units_and_without():
 
 def test_pieces_are_gathered_in_the_dtype_that_they_are_computed_in():
     """Also behind a parameter that is kept whole, in another dtype: each has its own dtype, not its neighbour's."""
-    precision = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32", keep=("*norm*",))
+    precision = js.MixedPrecision(
+        param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32", keep=("*norm*",)
+    )
     traced = program(Config(layers=3), reshard_after_forward=2, mixed_precision=precision)
     text = traced.lowered.as_text()
     dtypes = set(re.findall(r"all_gather.*-> tensor<[0-9x]*x(\w+)>", text))
@@ -288,7 +290,9 @@ def test_pieces_are_gathered_in_the_dtype_that_they_are_computed_in():
 
 def test_parameters_that_keep_their_dtype_are_not_rounded_in_pieces():
     """Pieces hold what forward gathered, so gradients are those of a second gather, bit for bit."""
-    precision = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32", keep=("*kernel",))
+    precision = js.MixedPrecision(
+        param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32", keep=("*kernel",)
+    )
     config = Config(layers=3, attends=False)
     inputs, targets = token_batch(config, 8, 8)
 

@@ -40,7 +40,7 @@ def annotated(config: Config, mesh: Mesh, make: Any = placed, offload: str | Non
     def annotate(model: Decoder) -> None:
         for block in [model.blocks] if config.scanned else model.blocks:
             js.fully_shard(block, mesh=mesh, **with_placement(stacked=int(config.scanned), offload=offload, **settings))
-        js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(offload=offload))
+        js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(offload=offload))
 
     return make(builder(config), annotate)
 
@@ -175,7 +175,7 @@ def test_activations_go_to_the_host():
     mesh, config = js.mesh(fsdp=8), STACKED
     model = annotated(config, mesh, js.abstract_init, remat="offload")
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)) for x in token_batch(config)]
-    held = js.explain(model, loss=loss_fn, batch=tuple(shapes)).memory
+    held = js.explain(model, loss_fn=loss_fn, batch=tuple(shapes)).memory
     tokens = 16 * 16 // 8
     assert held.host_activations_bytes == config.layers * tokens * config.hidden * 4
 
@@ -189,7 +189,7 @@ UP_BYTES = 1024 * 4096 * 2  # of a layer's first product, for one sequence
 def compiled(offload: str | None = None, remat: Any = "full", *, scanned: bool = False) -> jax.stages.Compiled:
     """A step on 8 GPUs that are not there, a sequence of 1024 tokens on each."""
     mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h200:1x8")))
-    policy = js.MixedPrecision(param="bfloat16", reduce="float32")
+    policy = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
     config = dataclasses.replace(LARGE, scanned=scanned)
     model = annotated(config, mesh, js.abstract_init, offload, remat=remat, mixed_precision=policy)
     shape = jax.ShapeDtypeStruct((8, 1024), jnp.int32, sharding=batch_sharding(mesh))

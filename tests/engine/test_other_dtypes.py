@@ -17,10 +17,15 @@ from jshard.api.gradients import LossScale, scaled_value_and_grad
 from tests.parity import flat
 
 WIDTH = 32
-SMALL = js.ShardPlacement(min_size=1)
+SMALL = js.PlacementPolicy(min_size=1)
 # Everything that a policy can ask for at once; inputs are left alone, so that only parameters can be cast.
 ALL = js.MixedPrecision(
-    param="bfloat16", reduce="float32", gather="float8_e4m3fn", wire="bfloat16", output="float32", cast_inputs=False
+    param_dtype="bfloat16",
+    reduce_dtype="float32",
+    gather_dtype="float8_e4m3fn",
+    wire_dtype="bfloat16",
+    output_dtype="float32",
+    cast_inputs=False,
 )
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
 
@@ -208,7 +213,7 @@ def microbatches_of(*values: float) -> np.ndarray:
 def test_microbatches_are_summed_in_the_reduce_dtype(kind, sync):
     x = microbatches_of(256, 1, -256)  # in bfloat16, 256 + 1 is 256
     settings = {"accumulate": 3, "sync": sync}
-    how = {"mesh": js.mesh(), "placement": SMALL, "mixed_precision": js.MixedPrecision(reduce="float32")}
+    how = {"mesh": js.mesh(), "placement": SMALL, "mixed_precision": js.MixedPrecision(reduce_dtype="float32")}
     if kind == "nnx":
         model = js.fully_shard(Stored(jnp.bfloat16), **how)
         grad_fn = js.value_and_grad(lambda model, x: model(x).sum(-1).mean(), **settings)
@@ -268,7 +273,7 @@ def test_a_model_that_is_cast_after_its_annotation_computes_as_plain_flax(how):
 
 def test_a_policy_still_holds_after_a_cast():
     model = Two()
-    half = js.MixedPrecision(param="bfloat16", reduce="float32", keep=("a/*",))
+    half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("a/*",))
     js.fully_shard(model, mesh=js.mesh(), placement=SMALL, mixed_precision=half)
     cast(model, jnp.float16)
     assert model(X).dtype == jnp.float32  # float16 and bfloat16 together
@@ -362,8 +367,8 @@ def test_the_largest_of_the_batch_in_8_bits():
 @pytest.mark.parametrize("shape", [(0, WIDTH), (WIDTH, 0), (0,)])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_a_parameter_without_elements_is_not_sharded(kind, shape):
-    placement = js.ShardPlacement(min_size=0, shard_dim=0)
-    how = {"mesh": js.mesh(), "placement": placement, "mixed_precision": js.MixedPrecision(reduce="float32")}
+    placement = js.PlacementPolicy(min_size=0, shard_dim=0)
+    how = {"mesh": js.mesh(), "placement": placement, "mixed_precision": js.MixedPrecision(reduce_dtype="float32")}
     if kind == "nnx":
         model = OneOf(shape)
         js.fully_shard(model, **how)

@@ -89,7 +89,7 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     ),
 }
 WITHOUT_FORWARD_MODE = ("custom_vjp",)
-PLACEMENT = js.ShardPlacement(min_size=1, allow_replicated=["shift"])
+PLACEMENT = js.PlacementPolicy(min_size=1, allow_replicated=["shift"])
 
 
 class Layer(nnx.Module):

@@ -65,9 +65,9 @@ def annotate(case: Case, mesh: jax.sharding.Mesh, model: Decoder) -> None:
             block,
             mesh=mesh,
             reshard_after_forward=reshard,
-            placement=js.ShardPlacement(ignored=ignored, stacked=int(model.config.scanned)),
+            placement=js.PlacementPolicy(ignored=ignored, stacked=int(model.config.scanned)),
         )
-    js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(ignored=ignored))
+    js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(ignored=ignored))
 
 
 @functools.cache

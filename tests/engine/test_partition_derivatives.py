@@ -157,7 +157,7 @@ def test_every_primitive_is_differentiated_and_mapped_as_on_one_device(family: s
         for name, case in cases.items():
             model = Body(case.function)
             if annotate:
-                js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(min_size=1))
+                js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(min_size=1))
             results[name] = MODES[mode](Problem(model, args[name]))
         return results
 

@@ -175,6 +175,6 @@ def test_gradients_through_a_branch_that_skips_a_layer():
     x = jnp.ones((16, 32))
     model = Skipping(nnx.Rngs(0))
     expected = nnx.grad(loss)(model, x)
-    js.fully_shard(model, mesh=js.mesh(), placement=js.ShardPlacement(min_size=1))
+    js.fully_shard(model, mesh=js.mesh(), placement=js.PlacementPolicy(min_size=1))
     gradients = nnx.jit(nnx.grad(loss))(model, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, expected)

@@ -112,7 +112,7 @@ def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str
 
     model = NoisyStack(nnx.Rngs(0), loop)
     for layer in model.layers:
-        js.fully_shard(layer, mesh=mesh, remat=remat, placement=js.ShardPlacement(min_size=256))
+        js.fully_shard(layer, mesh=mesh, remat=remat, placement=js.PlacementPolicy(min_size=256))
     js.fully_shard(model, mesh=mesh)
     grad = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param)))
     return [flat(grad(model, *batch)) for _ in range(2)], flat(nnx.state(model, nnx.Not(nnx.Param)))

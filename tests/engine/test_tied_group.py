@@ -60,7 +60,7 @@ def table_of(model: Tied):
 
 
 def test_it_has_the_dtypes_of_the_list():
-    model = grouped(mixed_precision=js.MixedPrecision(param="bfloat16", reduce="float32"))
+    model = grouped(mixed_precision=js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32"))
     leaf = table_of(model)
     assert leaf.unit == "embed+norm+out/head"
     assert (leaf.placement.gathered_dtype, leaf.placement.reduce_dtype) == ("bfloat16", "float32")
@@ -69,20 +69,20 @@ def test_it_has_the_dtypes_of_the_list():
 
 
 def test_it_has_the_placement_of_the_list():
-    columns = js.ShardPlacement(shard_dim=lambda path, shape: 1 if len(shape) == 2 else None)
+    columns = js.PlacementPolicy(shard_dim=lambda path, shape: 1 if len(shape) == 2 else None)
     assert table_of(grouped(placement=columns)).placement.spec == (None, "fsdp")
-    by_alias = js.ShardPlacement(shard_dim=lambda path, shape: None)
+    by_alias = js.PlacementPolicy(shard_dim=lambda path, shape: None)
     assert table_of(grouped(placement=by_alias)).placement.spec == ("fsdp", None)
 
 
 @pytest.mark.parametrize("pattern", ["embedding", "table", "*"])
 def test_it_is_ignored_by_any_of_its_paths(pattern):
-    placement = js.ShardPlacement(ignored=pattern)
+    placement = js.PlacementPolicy(ignored=pattern)
     assert table_of(grouped(placement=placement)).placement.dim is None
 
 
 def test_it_keeps_its_dtype_by_any_of_its_paths():
-    precision = js.MixedPrecision(param="bfloat16", keep=("table",))
+    precision = js.MixedPrecision(param_dtype="bfloat16", keep=("table",))
     assert table_of(grouped(mixed_precision=precision)).placement.gathered_dtype == "float32"
 
 
@@ -130,7 +130,7 @@ def test_the_program_does_as_explain_says():
 
 def test_a_list_that_does_not_have_all_uses_leaves_it_to_the_root():
     model, mesh = Tied(nnx.Rngs(0)), js.mesh()
-    precision = js.MixedPrecision(param="bfloat16")
+    precision = js.MixedPrecision(param_dtype="bfloat16")
     js.fully_shard([model.embed, model.norm], mesh=mesh, mixed_precision=precision)
     js.fully_shard(model, mesh=mesh)
     assert table_of(model).unit == "(root)" and table_of(model).placement.gathered_dtype == "float32"
@@ -138,7 +138,7 @@ def test_a_list_that_does_not_have_all_uses_leaves_it_to_the_root():
 
 def test_a_list_that_is_never_gathered_may_share_it():
     model, mesh = Tied(nnx.Rngs(0)), js.mesh()
-    js.fully_shard([model.embed, model.out.head], mesh=mesh, placement=js.ShardPlacement(gathered=False))
+    js.fully_shard([model.embed, model.out.head], mesh=mesh, placement=js.PlacementPolicy(gathered=False))
     js.fully_shard([model.body, model.norm, model.out.gate], mesh=mesh)
     assert model.embed(IDS).shape == (16, 8, 64)
     np.testing.assert_allclose(model.embed(IDS), Tied(nnx.Rngs(0)).embed(IDS), rtol=1e-6)

@@ -214,7 +214,7 @@ def looped(ahead: int) -> tuple[Any, Any]:
     mesh = js.mesh(replica=2, fsdp=4)
 
     def annotate(model: Looped) -> None:
-        js.fully_shard(model, units=nnx.Linear, mesh=mesh, placement=js.ShardPlacement(min_size=64), prefetch=ahead)
+        js.fully_shard(model, units=nnx.Linear, mesh=mesh, placement=js.PlacementPolicy(min_size=64), prefetch=ahead)
 
     model = js.abstract_init(lambda: Looped(nnx.Rngs(0)), annotate)
     graphdef, params = nnx.split(model)

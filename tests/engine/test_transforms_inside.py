@@ -198,7 +198,7 @@ class Counting(nnx.Module):
 def counting(how: str = "") -> Any:
     def annotate(model: Any) -> None:
         for block in [model.blocks] if how == "scan" else model.blocks:
-            js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(stacked=int(how == "scan")))
+            js.fully_shard(block, mesh=mesh, placement=js.PlacementPolicy(stacked=int(how == "scan")))
         js.fully_shard(model, mesh=mesh)
 
     mesh = js.mesh()

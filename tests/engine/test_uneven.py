@@ -34,7 +34,7 @@ def annotator(mesh, **settings):
         first = lambda path, shape: stacked
         for block in [model.blocks] if stacked else model.blocks:
             js.fully_shard(block, mesh=mesh, **with_placement(shard_dim=first, stacked=stacked, **settings))
-        js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
+        js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(shard_dim=0))
 
     return annotate
 
@@ -274,7 +274,7 @@ def test_calls_checks_and_frozen_padded_parameters_need_no_optimizer():
     np.testing.assert_allclose(model(rows()), Adapted()(rows()), rtol=1e-4, atol=1e-4)
     assert js.check(model, rows()).worst < 1e-4
     loss = lambda model, x: (model(x) ** 2).mean()
-    assert "activations" in str(js.explain(model, loss=loss, batch=rows()))
+    assert "activations" in str(js.explain(model, loss_fn=loss, batch=rows()))
     for grad in (nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)), js.value_and_grad(loss, wrt=nnx.LoRAParam)):
         assert jax.tree.leaves(nnx.jit(lambda model, x, grad=grad: grad(model, x))(model, rows()))
     with pytest.raises(AnnotationError, match="Adapted: table/kernel "):
@@ -308,7 +308,7 @@ def test_the_root_may_name_what_a_unit_would_pad():
             return self.tables[0](x)
 
     root = Root(model)
-    js.fully_shard(root, mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=["tables/0/kernel"]))
+    js.fully_shard(root, mesh=js.mesh(), placement=js.PlacementPolicy(allow_replicated=["tables/0/kernel"]))
     assert js.plan(root).leaf("tables/0/kernel").placement.dim is None
     assert padding_of(root.tables[0].kernel) is None
     np.testing.assert_array_equal(root.tables[0].kernel.get_raw_value(), plain_values())

@@ -204,7 +204,7 @@ def test_keys_are_mapped_and_results_without_examples_are_not():
         keys = jax.random.split(jax.random.key(1), 16)
         return jax.vmap(model, in_axes=(0, 0), out_axes=(0, None))(jnp.asarray(ROWS[:16]), keys)
 
-    annotated = js.fully_shard(Sampler(nnx.Rngs(0)), mesh=js.mesh(), placement=js.ShardPlacement(min_size=1))
+    annotated = js.fully_shard(Sampler(nnx.Rngs(0)), mesh=js.mesh(), placement=js.PlacementPolicy(min_size=1))
     for got, wanted in zip(nnx.jit(run)(annotated), nnx.jit(run)(Sampler(nnx.Rngs(0))), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 

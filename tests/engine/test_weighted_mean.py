@@ -15,7 +15,7 @@ from jshard.api.gradients import LossScale, scaled_value_and_grad
 from jshard.errors import CallError
 
 ROWS, LENGTH, WIDTH = 32, 4, 64
-ALL = js.ShardPlacement(min_size=1)
+ALL = js.PlacementPolicy(min_size=1)
 
 
 class Model(nnx.Module):
@@ -120,7 +120,7 @@ def test_aux_may_be_a_weighted_mean():
 @pytest.mark.parametrize("sync", ["each", "last"])
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 def test_a_masked_mean_in_mixed_precision_is_near_that_of_the_whole_batch(sync, reduce):
-    model = annotated({}, mixed_precision=js.MixedPrecision(param="bfloat16", reduce=reduce))
+    model = annotated({}, mixed_precision=js.MixedPrecision(param_dtype="bfloat16", reduce_dtype=reduce))
     grad_fn = js.value_and_grad(loss_fn, accumulate=4, sync=sync)
     result = nnx.jit(lambda model, *batch: grad_fn(model, *batch))(model, *masked_batch())
     assert_same(result, wanted(), rtol=5e-3)
@@ -128,7 +128,7 @@ def test_a_masked_mean_in_mixed_precision_is_near_that_of_the_whole_batch(sync, 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_scaled_masked_mean_stays_in_the_range_of_float16(steps):
-    model = annotated({}, mixed_precision=js.MixedPrecision(param="float16", reduce="float16"))
+    model = annotated({}, mixed_precision=js.MixedPrecision(param_dtype="float16", reduce_dtype="float16"))
     optimizer = js.shard_optimizer(model, LossScale(initial=2.0**10).around(optax.sgd(1e-3)))
     many = lambda model, x, mask: js.WeightedMean(1e5 * loss_fn(model, x, mask).total, 1e5 * mask.sum())
 

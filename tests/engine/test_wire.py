@@ -20,17 +20,17 @@ from jshard.engine.rules import Shard, Value
 from jshard.errors import AnnotationError
 from jshard.inspect.communication import traffic_of
 from jshard.plans import plan as plans
-from jshard.plans.placement import Placement, ShardPlacement, place
+from jshard.plans.placement import Placement, PlacementPolicy, place
 from tests.helpers import Config, Decoder, Scanning, compile_to_read, fresh, loss_fn, token_batch
 from tests.parity import flat
 
-HALF = js.MixedPrecision(reduce="float32", gather="float8_e4m3fn", wire="bfloat16")
+HALF = js.MixedPrecision(reduce_dtype="float32", gather_dtype="float8_e4m3fn", wire_dtype="bfloat16")
 CONFIG = Config(attends=False)
 BATCH = token_batch(CONFIG)
 
 
 def placement(shape: tuple[int, ...], *, stacked: int = 0, hosts: int = 1, degree: int = 8) -> Placement:
-    asked = ShardPlacement(stacked=stacked, min_size=0)
+    asked = PlacementPolicy(stacked=stacked, min_size=0)
     return place("kernel", shape, "float32", (), {"replica": 1, "fsdp": degree}, asked, HALF, hosts=hosts)
 
 
@@ -79,7 +79,7 @@ def plain(config: Config = CONFIG) -> Any:
 def sharded(precision: js.MixedPrecision, config: Config = CONFIG, **degrees: int) -> Any:
     model, mesh = plain(config), js.mesh(**{"fsdp": 8} | degrees)
     for block in [model.blocks] if config.scanned else model.blocks:
-        stacked = js.ShardPlacement(stacked=int(config.scanned))
+        stacked = js.PlacementPolicy(stacked=int(config.scanned))
         js.fully_shard(block, mesh=mesh, mixed_precision=precision, placement=stacked)
     return js.fully_shard(model, mesh=mesh, mixed_precision=precision)
 
@@ -97,7 +97,7 @@ grads_of = nnx.jit(nnx.value_and_grad(loss_fn))
     ],
 )
 def test_a_model_computes_with_what_was_rounded_and_gradients_are_of_that(config, degrees):
-    model, rounded = sharded(js.MixedPrecision(gather="float8_e4m3fn"), config, **degrees), plain(config)
+    model, rounded = sharded(js.MixedPrecision(gather_dtype="float8_e4m3fn"), config, **degrees), plain(config)
     quantised(rounded, js.plan(model))
     (loss, grads), (wanted, theirs) = grads_of(model, *BATCH), grads_of(rounded, *BATCH)
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
@@ -144,7 +144,7 @@ def test_each_part_of_a_gradient_is_rounded_once_and_the_sum_is_better_than_that
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_gradients_are_those_of_one_device_but_for_one_rounding(monkeypatch, hosts, degrees):
     monkeypatch.setattr(plans, "hosts_along", lambda mesh, axis: hosts)
-    loss, grads = grads_of(sharded(js.MixedPrecision(reduce="float32", wire="bfloat16"), **degrees), *BATCH)
+    loss, grads = grads_of(sharded(js.MixedPrecision(reduce_dtype="float32", wire_dtype="bfloat16"), **degrees), *BATCH)
     exact, theirs = grads_of(plain(), *BATCH)
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
     assert 1e-5 < apart(flat(grads), flat(theirs)) < 4e-3
@@ -164,9 +164,13 @@ def bytes_of(plan: Any, paths: list[str]) -> float:
 def test_four_bytes_of_a_parameter_are_sent_instead_of_eight(monkeypatch, hosts):
     """Counted in the program that was compiled: elements, and the bytes of those that XLA:CPU does not widen."""
     monkeypatch.setattr(plans, "hosts_along", lambda mesh, axis: hosts)
-    model = sharded(js.MixedPrecision(param="bfloat16", reduce="float32", gather="float8_e4m3fn", wire="bfloat16"))
+    model = sharded(
+        js.MixedPrecision(
+            param_dtype="bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn", wire_dtype="bfloat16"
+        )
+    )
     plan = js.plan(model)
-    before = js.plan(sharded(js.MixedPrecision(param="bfloat16", reduce="float32")))
+    before = js.plan(sharded(js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")))
     matrices = [leaf.path for leaf in plan.leaves if leaf.placement.gather_wire and leaf.path.startswith("blocks")]
     assert bytes_of(before, matrices) == 2 + 2 + 4
     scales = 2 * 4 / CONFIG.width  # of rows
@@ -197,7 +201,9 @@ def test_other_dtypes_are_errors(settings, what):
 
 
 def test_vectors_and_what_is_kept_are_not_rounded():
-    model = sharded(js.MixedPrecision(gather="float8_e4m3fn", wire="bfloat16", reduce="float32", keep=("up/*",)))
+    model = sharded(
+        js.MixedPrecision(gather_dtype="float8_e4m3fn", wire_dtype="bfloat16", reduce_dtype="float32", keep=("up/*",))
+    )
     wires = {leaf.path: leaf.placement.gather_wire for leaf in js.plan(model).leaves}
     assert wires["blocks/0/down/kernel"] and not wires["blocks/0/up/kernel"] and not wires["blocks/0/up/bias"]
 
@@ -205,7 +211,7 @@ def test_vectors_and_what_is_kept_are_not_rounded():
 def test_training_goes_on_as_without():
     """Ten steps of AdamW: losses within half a percent."""
     losses = {}
-    for precision in (js.MixedPrecision(reduce="float32"), HALF):
+    for precision in (js.MixedPrecision(reduce_dtype="float32"), HALF):
         model = sharded(precision)
         optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
 
@@ -224,7 +230,7 @@ def test_training_goes_on_as_without():
 @pytest.mark.parametrize("sync", ["each", "last"])
 def test_microbatches_are_summed_before_or_after_what_is_sent(sync):
     grads = nnx.jit(lambda model, *batch: js.value_and_grad(loss_fn, accumulate=2, sync=sync)(model, *batch))
-    loss, found = grads(sharded(js.MixedPrecision(reduce="float32", wire="bfloat16")), *BATCH)
+    loss, found = grads(sharded(js.MixedPrecision(reduce_dtype="float32", wire_dtype="bfloat16")), *BATCH)
     exact, theirs = grads_of(plain(), *BATCH)
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
     assert 1e-5 < apart(flat(found), flat(theirs)) < 4e-3
@@ -244,7 +250,7 @@ def test_a_linen_model_sends_half_as_well():
 
     (loss, grads), (exact, theirs) = (
         outcome(js.fully_shard(Model(), mesh=js.mesh(fsdp=8), mixed_precision=precision))
-        for precision in (js.MixedPrecision(reduce="float32", wire="bfloat16"), None)
+        for precision in (js.MixedPrecision(reduce_dtype="float32", wire_dtype="bfloat16"), None)
     )
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
     assert 1e-5 < apart(*(dict(enumerate(map(np.asarray, jax.tree.leaves(tree)))) for tree in (grads, theirs))) < 4e-3

@@ -81,7 +81,7 @@ SETTINGS = {
     "units": {"units": (nnx.WeightNorm, nnx.SpectralNorm)},
     "kept": {"units": (nnx.WeightNorm, nnx.SpectralNorm), "reshard_after_forward": False},
     "remat": {"remat": "full"},
-    "padded": {"placement": js.ShardPlacement(shard_dim=0, min_size=1)},
+    "padded": {"placement": js.PlacementPolicy(shard_dim=0, min_size=1)},
 }
 
 
@@ -119,7 +119,7 @@ def test_a_call_that_is_not_differentiated_writes_too():
 
 
 def test_a_parameter_that_the_call_has_rounded_is_refused_with_what_helps():
-    half = js.MixedPrecision(param="bfloat16", reduce="float32")
+    half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
     mesh = js.mesh()
     model = js.fully_shard(Weight(nnx.Rngs(0)), mesh=mesh, mixed_precision=half)
     with pytest.raises(js.ShardingError, match="A parameter was written inside the call") as caught:
@@ -130,7 +130,7 @@ def test_a_parameter_that_the_call_has_rounded_is_refused_with_what_helps():
         exec(caught.value.do, {"js": js, "mesh": mesh, "model": type("", (), {"layer": layer})})
     js.fully_shard(model, mesh=mesh, mixed_precision=half)
     trained(model, js.shard_optimizer(model, optax.adam(1e-2)))
-    wire = js.MixedPrecision(gather="float8_e4m3fn")
+    wire = js.MixedPrecision(gather_dtype="float8_e4m3fn")
     model = js.fully_shard(Spectral(nnx.Rngs(0)), mesh=mesh, mixed_precision=wire)
     with pytest.raises(js.ShardingError, match="used as float8_e4m3fn"):
         model(X)

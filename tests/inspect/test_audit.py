@@ -80,7 +80,11 @@ RIGHT = {
     "unrolled": (Config(tied=False, attends=False), {}, {}),
     "scanned": (Config(scanned=True, attends=False), {}, {}),
     "tied, HSDP": (Config(attends=False), {"replica": 2}, {}),
-    "bfloat16": (Config(attends=False), {}, {"mixed_precision": js.MixedPrecision(param="bfloat16", reduce="float32")}),
+    "bfloat16": (
+        Config(attends=False),
+        {},
+        {"mixed_precision": js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")},
+    ),
 }
 
 
@@ -154,7 +158,7 @@ def windows_of(traffic: tuple[Traffic, ...], change: Callable[[Window], Window |
     return [w for w in map(change, made) if w is not None]
 
 
-PRECISION = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+PRECISION = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
 
 
 def instead(kind: str, /, **fields: object) -> Callable[[Window], Window]:

@@ -20,7 +20,7 @@ from jshard.errors import CallError
 from jshard.plans import placement
 
 WIDTH = 32
-SMALL = js.ShardPlacement(min_size=1)
+SMALL = js.PlacementPolicy(min_size=1)
 X = np.random.default_rng(0).normal(size=(24, WIDTH)).astype(np.float32)
 
 
@@ -38,7 +38,7 @@ class OneMatrix(nnx.Module):
 def complex_model(**precision: Any) -> tuple[nnx.Module, dict[str, Any]]:
     w = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH), jnp.complex64)
     model = OneMatrix(w, lambda x, w: jnp.abs(x @ w))
-    annotate(model, js.MixedPrecision(**precision, cast_inputs=False, output="float32"))
+    annotate(model, js.MixedPrecision(**precision, cast_inputs=False, output_dtype="float32"))
     return model, {}
 
 
@@ -52,7 +52,7 @@ def codes_model(**precision: Any) -> tuple[nnx.Module, dict[str, Any]]:
 def half_model() -> tuple[nnx.Module, dict[str, Any]]:
     """Stored in half precision; the gradients of its three microbatches are 256, 1 and -256."""
     model = OneMatrix(jnp.zeros((WIDTH, WIDTH), jnp.bfloat16), lambda x, w: x @ w.astype(jnp.float32))
-    annotate(model, js.MixedPrecision(reduce="float32"))
+    annotate(model, js.MixedPrecision(reduce_dtype="float32"))
     loss_fn = lambda model, x: model(x).sum(-1).mean()
     return model, {"accumulate": 3, "loss_fn": loss_fn, "x": half_batch(), "tolerance": 1e-2}
 
@@ -76,7 +76,10 @@ def linen_complex_model() -> tuple[nn.Module, dict[str, Any]]:
     value = lambda: jax.random.normal(jax.random.key(0), (WIDTH, WIDTH), jnp.complex64)
     plain = LinenMatrix(value, lambda x, w: jnp.abs(x @ w))
     model = js.fully_shard(
-        plain, mesh=js.mesh(), placement=SMALL, mixed_precision=js.MixedPrecision(reduce="float32", wire="bfloat16")
+        plain,
+        mesh=js.mesh(),
+        placement=SMALL,
+        mixed_precision=js.MixedPrecision(reduce_dtype="float32", wire_dtype="bfloat16"),
     )
     return model, {}
 
@@ -84,7 +87,9 @@ def linen_complex_model() -> tuple[nn.Module, dict[str, Any]]:
 def linen_half_model() -> tuple[nn.Module, dict[str, Any]]:
     value = lambda: jnp.zeros((WIDTH, WIDTH), jnp.bfloat16)
     plain = LinenMatrix(value, lambda x, w: (x @ w.astype(jnp.float32)).sum(-1).mean())
-    model = js.fully_shard(plain, mesh=js.mesh(), placement=SMALL, mixed_precision=js.MixedPrecision(reduce="float32"))
+    model = js.fully_shard(
+        plain, mesh=js.mesh(), placement=SMALL, mixed_precision=js.MixedPrecision(reduce_dtype="float32")
+    )
     return model, {"accumulate": 3, "x": half_batch(), "tolerance": 1e-2}
 
 
@@ -103,7 +108,7 @@ def annotate(model: nnx.Module, precision: js.MixedPrecision) -> None:
 def replicas_model() -> tuple[nnx.Module, dict[str, Any]]:
     """On a mesh without sharding, with a dim that is asked for."""
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-    js.fully_shard(model, mesh=js.mesh(replica=8, fsdp=1), placement=js.ShardPlacement(shard_dim=0))
+    js.fully_shard(model, mesh=js.mesh(replica=8, fsdp=1), placement=js.PlacementPolicy(shard_dim=0))
     return model, {}
 
 
@@ -135,7 +140,7 @@ class Layers(nnx.Module):
 def pieces_model() -> tuple[nnx.Module, dict[str, Any]]:
     """Kept in pieces, with kernels that half precision would round."""
     model = Layers()
-    precision = js.MixedPrecision(param="bfloat16", reduce="float32", keep=("*kernel",), cast_inputs=False)
+    precision = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("*kernel",), cast_inputs=False)
     how = {"mesh": js.mesh(), "placement": SMALL, "mixed_precision": precision, "reshard_after_forward": 2}
     for layer in model.layers:
         js.fully_shard(layer, **how)
@@ -308,7 +313,7 @@ def test_another_dtype_is_found_unless_a_policy_asks_for_it():
     model = js.fully_shard(Scale(), mesh=js.mesh())
     with pytest.raises(CallError, match="output output  nan"):
         js.check(model, X, loss_fn=loss_fn)
-    half = js.fully_shard(Scale(), mesh=js.mesh(), mixed_precision=js.MixedPrecision(output="bfloat16"))
+    half = js.fully_shard(Scale(), mesh=js.mesh(), mixed_precision=js.MixedPrecision(output_dtype="bfloat16"))
     assert js.check(half, X, loss_fn=loss_fn).worst < 1e-4
 
 

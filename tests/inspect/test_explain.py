@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "explain.txt"
 
 
 def small_plan() -> js.ShardPlan:
-    precision = js.MixedPrecision(param="bfloat16", reduce="float32")
+    precision = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
     return js.plan(abstract(Config(), js.mesh(replica=2), mixed_precision=precision, remat="full"))
 
 
@@ -84,7 +84,7 @@ def test_arrays_that_are_no_parameters_are_listed_and_state_of_flax_is_not():
 @pytest.mark.parametrize("allowed", [(), ("averages/*",)])
 def test_a_warning_says_so_where_they_are_large(allowed):
     model = js.fully_shard(
-        Averaged(nnx.Rngs(0), 128), mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=allowed)
+        Averaged(nnx.Rngs(0), 128), mesh=js.mesh(), placement=js.PlacementPolicy(allow_replicated=allowed)
     )
     warns = pytest.warns(UserWarning, match="2 float array.* of Averaged are not parameters.*: 131072 bytes")
     with contextlib.nullcontext() if allowed else warns:
@@ -149,11 +149,11 @@ def test_adamw_is_assumed_and_the_text_says_so():
 
 
 def test_activations_are_estimated_only_with_loss_and_batch_and_without_devices_too():
-    assert "not estimated   pass loss= and batch=" in str(explain(abstract(Config(), js.mesh())))
+    assert "not estimated   pass loss_fn= and batch=" in str(explain(abstract(Config(), js.mesh())))
     batch = token_batch(Config())
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch)  # an abstract batch will do
     found = [
-        explain(abstract(Config(), mesh), loss=loss_fn, batch=given).memory.activations_bytes
+        explain(abstract(Config(), mesh), loss_fn=loss_fn, batch=given).memory.activations_bytes
         for mesh, given in ((js.mesh(), batch), (js.mesh(devices=8), shapes))
     ]
     assert found[0] == found[1] > 0
@@ -167,7 +167,7 @@ def test_the_activations_estimate_is_close_to_the_compiled_program(reshard: bool
     for remat in ("none", "full"):
         settings = {"remat": remat, "reshard_after_forward": reshard}
         model = abstract(config, js.mesh(), **settings)
-        estimated[remat] = explain(model, loss=loss_fn, batch=batch).memory.activations_bytes
+        estimated[remat] = explain(model, loss_fn=loss_fn, batch=batch).memory.activations_bytes
         made = program(config, batch=(16, 64), **settings)
         compiled[remat] = made.compiled.memory_analysis().temp_size_in_bytes
     saved = estimated["none"] - estimated["full"]
@@ -220,7 +220,7 @@ def test_activations_of_a_model_that_counts_its_random_numbers():
 
     model = js.abstract_init(lambda: Dropping(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=js.mesh()))
     batch = jax.ShapeDtypeStruct((16, 64), "float32")
-    assert "saved for backward" in str(js.explain(model, loss=lambda model, x: model(x).sum(), batch=batch))
+    assert "saved for backward" in str(js.explain(model, loss_fn=lambda model, x: model(x).sum(), batch=batch))
 
 
 class Real(nnx.Variable):

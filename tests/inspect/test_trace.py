@@ -47,7 +47,7 @@ def test_shares_are_those_of_a_bitmap(seed, tmp_path):
         for begin, length in random.integers(0, (56, 8), (6, 2)).tolist():
             threads[f"worker/{len(threads)}"] = [thunk(name, begin, begin + length + 1, run=1)]
             cover[begin : begin + length + 1] = True
-    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", threads)))
+    found = js.read_profile(write(tmp_path / FILE, plane("/host:CPU", threads)))
     busy, *flights = covered.values()
     at_once = sum(flights).astype(float)
     exposed, both = (at_once > 0) & ~busy, (at_once > 0) & busy
@@ -95,7 +95,7 @@ def gpu_planes(*begins, devices=2, drop=()):
 
 
 def test_gpus_by_streams(tmp_path):
-    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150), marks(11, 12), program=PROGRAM))
+    found = js.read_profile(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150), marks(11, 12), program=PROGRAM))
     assert (found.platform, found.devices, [s.number for s in found.steps]) == ("gpu", ("gpu:0", "gpu:1"), [11, 12])
     for step in found.steps:
         first, second = step.devices
@@ -116,7 +116,7 @@ def test_gpus_by_streams(tmp_path):
 
 
 def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
-    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150, 300)))
+    found = js.read_profile(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150, 300)))
     assert [s.number for s in found.steps] == [1, 2, 3]
     assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 30, 20, 10), (40, 25, 25, 10)}
     assert {(r.kind, r.unit) for r in found.by_unit} == {("all-gather", None), ("reduce-scatter", None)}
@@ -134,7 +134,7 @@ def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
         event("ncclDevKernel_SendRecv", 40, 50),
         event("gemm_without_operation", 30, 35, hlo_module="step"),
     ]
-    found = js.trace(write(tmp_path / FILE, plane("/device:GPU:0", {"Stream #14(Compute)": events})))
+    found = js.read_profile(write(tmp_path / FILE, plane("/device:GPU:0", {"Stream #14(Compute)": events})))
     assert parts(found.shares) == (15, 30, 0, 5)
     assert {r.kind: r.exposed_s for r in found.by_kind} == {
         "all-reduce": pytest.approx(20e-6),
@@ -164,7 +164,9 @@ def tpu_plane(*, runs=((0, 100), (120, 220)), name="/device:TPU:0"):
 
 
 def test_tpus_by_their_lines(tmp_path):
-    found = js.trace(write(tmp_path / "host.xplane.pb", tpu_plane(), tpu_plane(name="/device:TPU:1"), marks(4, 5)))
+    found = js.read_profile(
+        write(tmp_path / "host.xplane.pb", tpu_plane(), tpu_plane(name="/device:TPU:1"), marks(4, 5))
+    )
     assert (found.platform, [s.number for s in found.steps]) == ("tpu", [4, 5])
     # The loop is what it holds: idle are 45..50, 95..100, and 70..75 though memory is copied meanwhile.
     assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 16, 29, 15)}
@@ -187,7 +189,7 @@ def test_cpus_by_operations_of_threads(tmp_path):
     ends = [event("end: big_fusion", 80, 81, _c=99), event("Rendezvous", 30, 45), event("Wait: 3/8", 0, 90)]
     other = [*cpu_run(0, 5, device=2048), thunk("big_fusion", 60, 80, run=5, device=2048)]
     lines = {"worker/1": cpu_run(0, 5), "worker/2": [*pool, *ends], "worker/3": other}
-    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", lines)))
+    found = js.read_profile(write(tmp_path / FILE, plane("/host:CPU", lines)))
     assert found.devices == ("cpu:0", "cpu:1")
     assert {parts(d.shares) for d in found.steps[0].devices} == {(18 + 20, 25, 0, 17)}
     assert "CPU devices are threads" in str(found)
@@ -197,7 +199,7 @@ def test_an_operation_has_ended_when_its_thread_begins_the_next_ones(tmp_path):
     """A CPU's thread says that an operation ended only after what comes next, here a collective that waits."""
     pool = [thunk("dot.1", 0, 1000, run=5, _p=99), event("ThunkExecutor::Execute", 2000, 9000)]
     pool += [thunk("all_gather.1", 2000, 8999, run=5), event("end: dot.1", 9001, 9001, _c=99)]
-    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", {"worker/1": pool})))
+    found = js.read_profile(write(tmp_path / FILE, plane("/host:CPU", {"worker/1": pool})))
     shares = found.steps[0].shares
     assert shares.both_s == 0.0 and shares.computing_s == pytest.approx(shares.step_s * 2 / 9, rel=1e-3)
 
@@ -205,7 +207,7 @@ def test_an_operation_has_ended_when_its_thread_begins_the_next_ones(tmp_path):
 def test_what_other_programs_do_in_a_step_counts_and_bounds_nothing(tmp_path):
     lines = {"worker/1": [*cpu_run(0, 5), thunk("copy.7", 50, 90, run=6, module="other")]}
     lines["worker/1"] += [*cpu_run(200, 7), thunk("copy.7", 245, 250, run=8, module="other")]
-    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", lines), marks(3, 4)))
+    found = js.read_profile(write(tmp_path / FILE, plane("/host:CPU", lines), marks(3, 4)))
     assert found.program == "step"
     assert [parts(s.shares) for s in found.steps] == [(18, 25, 0, 7), (18 + 5, 25, 0, 2)]
 
@@ -220,7 +222,7 @@ def test_collectives_of_a_loop_are_of_their_unit(tmp_path):
     for at in (0, 30, 60):
         events += [thunk("ag.1", at, at + 10, run=1), thunk("dot.1", at + 10, at + 30, run=1)]
     path = write(tmp_path / FILE, plane("/host:CPU", {"worker": events}), program=text)
-    found = js.trace(path)
+    found = js.read_profile(path)
     assert parts(found.shares) == (70, 30, 0, 10)
     (row,) = found.by_unit
     assert (row.unit, row.runs, round(row.exposed_s * 1e6)) == ("blocks/*", 3, 30)
@@ -228,12 +230,12 @@ def test_collectives_of_a_loop_are_of_their_unit(tmp_path):
 
 def test_a_text_of_another_compilation_is_noticed(tmp_path):
     lines = {"worker": [*cpu_run(0, 1), thunk("all-gather-start.1", 50, 60, run=1)]}
-    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", lines), program=PROGRAM))
+    found = js.read_profile(write(tmp_path / FILE, plane("/host:CPU", lines), program=PROGRAM))
     assert any("lacks 2 collectives, such as all_gather.1" in note for note in found.notes)
 
 
 def test_the_timeline_of_a_step(tmp_path):
-    found = js.trace(write(tmp_path / FILE, *gpu_planes(0, 150, 300), marks(1, 2, 3), program=PROGRAM))
+    found = js.read_profile(write(tmp_path / FILE, *gpu_planes(0, 150, 300), marks(1, 2, 3), program=PROGRAM))
     events = json.loads(found.to_chrome_trace())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     drawn = {event["name"]: (lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"}
@@ -273,7 +275,7 @@ def test_collectives_are_known_by_their_names_where_no_text_is(kind, names):
 def test_steps_that_are_cut_off_are_left_out(tmp_path):
     missing = {(0, "all-gather-start.1"), (0, "fusion.1"), (3, "fusion.4")}
     planes = gpu_planes(0, 150, 300, 450, drop=missing)
-    found = js.trace(write(tmp_path / FILE, *planes, marks(1, 2, 3, 4), program=PROGRAM))
+    found = js.read_profile(write(tmp_path / FILE, *planes, marks(1, 2, 3, 4), program=PROGRAM))
     assert [s.number for s in found.steps] == [2, 3]
     assert "Left out, because the profile does not have all of them: 2 steps." in found.notes
     assert found.between_s == pytest.approx(50e-6)
@@ -291,12 +293,12 @@ def test_of_a_run_the_newest_profile_with_the_files_of_all_processes(tmp_path):
         )
     (new / "program.txt").write_text(PROGRAM)
     (tmp_path / "checkpoints").mkdir()
-    found = js.trace(tmp_path)
+    found = js.read_profile(tmp_path)
     assert found.devices == tuple(f"process {p} gpu:{d}" for p in (0, 1) for d in (0, 1))
     assert [s.number for s in found.steps] == [5, 6]
     assert found.has_units
     assert any(note.startswith("The newest of 2 profiles") for note in found.notes)
-    assert js.trace(tmp_path / "profile" / "steps-2-3").devices == ("gpu:0", "gpu:1")
+    assert js.read_profile(tmp_path / "profile" / "steps-2-3").devices == ("gpu:0", "gpu:1")
 
 
 # ---- errors
@@ -332,7 +334,7 @@ GOLDEN = GoldenTexts("trace_errors.txt", MISTAKES)
 def test_text(name, tmp_path):
     path, how = MISTAKES[name](tmp_path)
     with pytest.raises((RunError, ShardingError)) as caught:
-        js.trace(path, **how)
+        js.read_profile(path, **how)
     GOLDEN.check(name, f"{type(caught.value).__name__}: {caught.value}".replace(str(tmp_path), "FOLDER"))
 
 
@@ -340,7 +342,7 @@ def test_a_truncated_file(tmp_path):
     path = write(tmp_path / FILE, *gpu_planes(0))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(RunError, match=f"{path.stat().st_size:,} bytes are not a profile, or only a part of one"):
-        js.trace(path)
+        js.read_profile(path)
 
 
 # ---- a real profile
@@ -385,7 +387,7 @@ def profiled(tmp_path_factory):
 def test_a_real_profile(profiled):
     """The four shares sum to the step; each collective of the program is there, as often as it runs, with its unit."""
     folder, compiled = profiled
-    found = js.trace(folder, program=compiled)
+    found = js.read_profile(folder, program=compiled)
     assert (found.platform, len(found.devices), [s.number for s in found.steps]) == ("cpu", 8, [11, 12, 13])
     for device in (d for step in found.steps for d in step.devices):
         shares = device.shares
@@ -408,7 +410,7 @@ def test_a_real_profile(profiled):
 
 def test_text_and_json_of_a_real_profile(profiled):
     folder, compiled = profiled
-    found = js.trace(folder, program=compiled.as_text(), steps=range(12, 14))
+    found = js.read_profile(folder, program=compiled.as_text(), steps=range(12, 14))
     text = str(found)
     assert re.match(r"Measured: 2 steps \(12\.\.13\) of jit_step on 8 CPU devices, [\d.,]+ ms a step", text)
     assert "both: communication that is hidden" in text

@@ -33,7 +33,7 @@ class Tables(nnx.Module):
 
 
 def annotate(model: Tables) -> None:
-    js.fully_shard(model.table, mesh=js.mesh(), placement=js.ShardPlacement(gathered=False, shard_dim=1))
+    js.fully_shard(model.table, mesh=js.mesh(), placement=js.PlacementPolicy(gathered=False, shard_dim=1))
     js.fully_shard(model, mesh=js.mesh())
 
 

@@ -50,7 +50,7 @@ def test_gradients_in_setup_style():
 def test_units_may_differ_in_their_settings():
     units = {
         "block_0": {"remat": "full", "prefetch": 0},
-        Block: {"reshard_after_forward": False, "placement": js.ShardPlacement(min_size=4096)},
+        Block: {"reshard_after_forward": False, "placement": js.PlacementPolicy(min_size=4096)},
     }
     plan = js.plan(assert_equal(Decoder(depth=3), units=units))
     assert [(u.remat, u.prefetch, u.reshard_after_forward) for u in plan.units[1:3]] == [
@@ -135,7 +135,7 @@ def test_annotations_of_one_jitted_class_do_not_share_traces():
     jitted = nn.jit(Block)
     variables = jax.eval_shape(Decoder(depth=2).init, jax.random.key(0), X)
     for dtype in ("float32", "bfloat16"):
-        dtypes = js.MixedPrecision(param=dtype)
+        dtypes = js.MixedPrecision(param_dtype=dtype)
         model = js.fully_shard(Decoder(depth=2, block=jitted), mesh=js.mesh(), units=Block, mixed_precision=dtypes)
         text = str(jax.make_jaxpr(lambda v, model=model: model.apply(v, X))(variables))
         assert [unit.name for unit in js.plan(model).units] == ["(root)", "block_0", "block_1"]

@@ -168,7 +168,7 @@ def test_in_global_view_a_model_calls_its_own_methods_as_plain_flax_does(width):
     x, rngs = np.ones((16, width), np.float32), {"gen": jax.random.key(1)}
     plain = Sampler(width)
     variables = plain.init({"params": jax.random.key(0), **rngs}, x)
-    placement = js.ShardPlacement(shard_dim=0)
+    placement = js.PlacementPolicy(shard_dim=0)
     model = js.fully_shard(Sampler(width), mesh=js.mesh(), placement=placement)
     params = js.shard_init(lambda: model.init({"params": jax.random.key(0), **rngs}, x), model)
     js.shard_optimizer(model, optax.sgd(0.1))

@@ -178,7 +178,7 @@ FORWARD_ONLY = ("while_loop",)
 def test_a_lifted_transformation_around_units_equals_one_device(name: str):
     plain = MODELS[name]()
     variables = plain.init(jax.random.key(0), X)
-    placement = js.ShardPlacement(min_size=1)
+    placement = js.PlacementPolicy(min_size=1)
     sharded = js.fully_shard(MODELS[name](), mesh=js.mesh(), units=Block, placement=placement)
 
     def run(model: nn.Module) -> Any:

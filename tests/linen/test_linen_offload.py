@@ -42,7 +42,7 @@ def trained(
         plain or Decoder(depth=2),
         mesh=js.mesh(),
         units=units,
-        placement=js.ShardPlacement(offload=offload),
+        placement=js.PlacementPolicy(offload=offload),
         remat=remat,
     )
     state = js.shard_init(creator(model, js.shard_optimizer(model, TX) if offload else TX), model)

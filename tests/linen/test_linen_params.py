@@ -125,7 +125,7 @@ def test_it_trains_as_in_plain_flax_and_is_sharded(form, units):
 def test_a_padded_one_trains_too():
     plain = Model("tuple", 65)
     wanted = trained(plain, plain.init(jax.random.key(0), X)["params"], optax.adam(1e-2))
-    model, params = annotated("tuple", 65, placement=js.ShardPlacement(shard_dim=lambda p, shape: len(shape) - 1))
+    model, params = annotated("tuple", 65, placement=js.PlacementPolicy(shard_dim=lambda p, shape: len(shape) - 1))
     found = trained(model, params, js.shard_optimizer(model, optax.adam(1e-2)))
     logical = [np.asarray(x) for x in jax.tree.leaves(found, is_leaf=lambda x: hasattr(x, "padding"))]
     for x, y in zip(logical, numbers(wanted), strict=True):

@@ -14,7 +14,7 @@ from tests.helpers import equations_run, with_placement
 from tests.linen_models import WIDTH, Block, assert_same, creator
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
-NEVER = {"placement": js.ShardPlacement(gathered=False, shard_dim=0)}
+NEVER = {"placement": js.PlacementPolicy(gathered=False, shard_dim=0)}
 UNITS = {"table": NEVER, Block: {}}
 
 
@@ -130,7 +130,7 @@ def test_regions_that_flax_transforms_gather_for_themselves_with_a_warning():
 
 def test_a_whole_model_may_be_one():
     plain = nn.Embed(ROWS, WIDTH)
-    model = js.fully_shard(plain, mesh=js.mesh(), placement=js.ShardPlacement(gathered=False, shard_dim=0))
+    model = js.fully_shard(plain, mesh=js.mesh(), placement=js.PlacementPolicy(gathered=False, shard_dim=0))
     js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     assert [unit.gathered for unit in js.plan(model).units] == [False]

@@ -196,9 +196,9 @@ ERRORS = {
     "footprint: too old a version": lambda _: footprint("ring", gpu=H200, version="2.18.3"),
     "footprint: blocks and threads": lambda _: footprint("ring", gpu=H200, ctas=65, nccl_nthreads=100),
     "plans: no multiprocessor is left": lambda _: plans(H200, LARGE, ALL_OF_THEM, persistent=True),
-    "overlap: unknown device": lambda plan: js.overlap(plan, device="h20"),
-    "overlap: unknown footprint": lambda plan: js.overlap(plan, device="h200", comm="circle"),
-    "overlap: too old": lambda plan: js.overlap(plan, device="h200", comm="copy-engine", nccl="2.27.1"),
+    "overlap: unknown device": lambda plan: js.tune_overlap(plan, device="h20"),
+    "overlap: unknown footprint": lambda plan: js.tune_overlap(plan, device="h200", comm="circle"),
+    "overlap: too old": lambda plan: js.tune_overlap(plan, device="h200", comm="copy-engine", nccl="2.27.1"),
 }
 LINES = {
     "command: unknown GPU": "occupancy --gpu h201",

@@ -1,4 +1,4 @@
-"""`js.overlap`: what is left to collectives, what the compiler and NCCL are given, and what each choice rests on."""
+"""`js.tune_overlap`: what is left to collectives, what the compiler and NCCL are given, and what each choice rests on."""
 
 import ast
 import dataclasses
@@ -23,7 +23,7 @@ from tests.occupancy.on_h200 import H200 as H200_KIND
 from tests.occupancy.on_h200 import of, on
 
 CONFIG = Config(layers=3, width=256, hidden=1024)
-HALF = js.MixedPrecision(param="bfloat16", reduce="float32")
+HALF = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 H200, NORMS, PRODUCTS = gpu("h200"), ("rms_norm", "layer_norm"), ("matmul", "mlp")
 CHANNELS = "xla_gpu_nccl_collective_max_nchannels"
 SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
@@ -58,22 +58,26 @@ def why(shaped, what):
 
 
 def test_of_a_plan_alone_all_that_a_ring_fills_is_left(plan):
-    shaped = js.overlap(plan, device="h200")
+    shaped = js.tune_overlap(plan, device="h200")
     for name in PRODUCTS:
         assert shaped.occupancy[name] == Occupancy(reserved_sms=16) and why(shaped, name).origin == "model"
     for name in NORMS:
         assert shaped.occupancy[name] == Occupancy(persistent=False)
     assert set(shaped.backends.values()) == {"auto"}
     assert "The 16 blocks of a collective are an assumption" in str(shaped)
-    assert "are an assumption" not in str(js.overlap(plan, device="h200", comm=footprint("ring", gpu=H200, ctas=12)))
+    assert "are an assumption" not in str(
+        js.tune_overlap(plan, device="h200", comm=footprint("ring", gpu=H200, ctas=12))
+    )
     assert shaped.compiler_options[CHANNELS] == 16 and shaped.environment == {} and shaped.exports == ()
     assert any("no measurement was used" in note for note in shaped.notes)
-    assert js.overlap(plan, device="h200", loss=loss_fn, batch=BATCH).notes == shaped.notes  # a plan has no products
+    assert (
+        js.tune_overlap(plan, device="h200", loss_fn=loss_fn, batch=BATCH).notes == shaped.notes
+    )  # a plan has no products
 
 
 @pytest.mark.parametrize("comm", ["ring", "p2p", "symmetric", "copy-engine"])
 def test_every_option_has_its_reason(plan, comm):
-    shaped = js.overlap(plan, device="h200", comm=comm)
+    shaped = js.tune_overlap(plan, device="h200", comm=comm)
     reported = {reason.what: reason.chosen for reason in shaped.reasons}
     settings = {**shaped.compiler_options, **shaped.environment}
     assert {name: reported[name] for name in settings} == {name: str(value) for name, value in settings.items()}
@@ -83,7 +87,7 @@ def test_every_option_has_its_reason(plan, comm):
 
 
 def test_copy_engines_are_left_nothing_and_it_says_so(plan):
-    shaped = js.overlap(plan, device="h200", comm="copy-engine")
+    shaped = js.tune_overlap(plan, device="h200", comm="copy-engine")
     assert (
         not any(knobs.reserved_sms for knobs in shaped.occupancy.values()) and CHANNELS not in shaped.compiler_options
     )
@@ -93,7 +97,7 @@ def test_copy_engines_are_left_nothing_and_it_says_so(plan):
 
 
 def test_fewer_threads_are_a_line_for_the_shell_and_fill_fewer_multiprocessors(plan):
-    shaped = js.overlap(plan, device="h200", comm=footprint("ring", gpu=H200, version="2.28.9", nccl_nthreads=256))
+    shaped = js.tune_overlap(plan, device="h200", comm=footprint("ring", gpu=H200, version="2.28.9", nccl_nthreads=256))
     assert shaped.exports == ("export NCCL_NTHREADS=256",)
     assert shaped.occupancy["matmul"].reserved_sms == 8 and shaped.compiler_options[CHANNELS] == 16
 
@@ -113,11 +117,11 @@ def test_no_more_is_left_than_pays(times, least, most):
 
 
 def test_with_the_loss_the_choice_is_an_estimate(model):
-    shaped = js.overlap(model, device="h200", loss=loss_fn, batch=BATCH)
+    shaped = js.tune_overlap(model, device="h200", loss_fn=loss_fn, batch=BATCH)
     reserved = shaped.occupancy["matmul"].reserved_sms
     assert why(shaped, "matmul").origin == "estimate" and why(shaped, "matmul").why.count(" us") >= 2
     assert shaped.compiler_options.get(CHANNELS, 0) == reserved <= 16  # one block on each
-    slower = js.overlap(model, device="h200:8x1", loss=loss_fn, batch=BATCH)  # by the links of the cluster
+    slower = js.tune_overlap(model, device="h200:8x1", loss_fn=loss_fn, batch=BATCH)  # by the links of the cluster
     assert why(slower, "matmul").why != why(shaped, "matmul").why
 
 
@@ -169,7 +173,7 @@ def test_products_of_kernels_are_those_of_their_plain_forms(device):
     ("device", "comm"), [("a100-80", True), ("b200", True), ("a40", True), ("v5p", False), (None, False)]
 )
 def test_where_the_kernels_do_not_run_nothing_is_left(plan, device, comm):
-    shaped = js.overlap(plan, device=device)
+    shaped = js.tune_overlap(plan, device=device)
     assert not any(knobs.reserved_sms or knobs.smem_pad_bytes for knobs in shaped.occupancy.values())
     assert (shaped.comm is not None) == comm
     assert CHANNELS not in shaped.compiler_options and "not a Hopper GPU" in why(shaped, "mlp").why
@@ -177,7 +181,7 @@ def test_where_the_kernels_do_not_run_nothing_is_left(plan, device, comm):
 
 
 def test_nothing_is_left_where_nothing_is_sent():
-    shaped = js.overlap(abstract(CONFIG, js.mesh(fsdp=1, devices=1)), device="h200")
+    shaped = js.tune_overlap(abstract(CONFIG, js.mesh(fsdp=1, devices=1)), device="h200")
     assert shaped.occupancy["matmul"].reserved_sms == 0 and "nothing is sent on this mesh" in str(shaped)
 
 
@@ -205,7 +209,7 @@ def shaped_with(model, products, tmp_path):
         entries = [make(i, product) for i, product in enumerate(by_shape(products))]
         path = tmp_path / "measured.json"
         measured.store(path, {key: value for each in entries for key, value in each.items()})
-        return js.overlap(model, device="h200", loss=loss_fn, batch=BATCH, cache=path, **settings)
+        return js.tune_overlap(model, device="h200", loss_fn=loss_fn, batch=BATCH, cache=path, **settings)
 
     return shape
 
@@ -242,10 +246,10 @@ def test_a_file_of_the_user_that_cannot_be_read_is_named_once_and_left(plan, cac
     path.parent.mkdir()
     path.write_text('{"format": "other"}')
     with pytest.warns(UserWarning, match="were not used: its format is 'other'") as caught:
-        shaped = js.overlap(plan, device="h200")
+        shaped = js.tune_overlap(plan, device="h200")
     assert len(caught) == 1 and "were not used" in shaped.notes[0] and "other" in path.read_text()
     with pytest.raises(measured.CacheError, match="not a readable record of measurements"):
-        js.overlap(plan, device="h200", cache=path)
+        js.tune_overlap(plan, device="h200", cache=path)
 
 
 def test_in_several_processes_the_first_ones_measurements_count(model, products, tmp_path, monkeypatch):
@@ -254,15 +258,15 @@ def test_in_several_processes_the_first_ones_measurements_count(model, products,
     monkeypatch.setattr(measured, "is_primary", lambda: False)
     monkeypatch.setattr(_processes, "exchange", lambda topic, value, timeout_s, left: heard)
     how = {"device": "h200", "loss": loss_fn, "batch": BATCH, "cache": tmp_path / "no such file"}
-    assert js.overlap(model, **how).occupancy["matmul"].latency_ns == 90
+    assert js.tune_overlap(model, **how).occupancy["matmul"].latency_ns == 90
     failure = {"kind": "CacheError", "is_request": True, "what": "bad", "why": "", "where": [], "do": ""}
     heard[0] = [failure, ""]
     with pytest.raises(RunError, match="CacheError: bad"):
-        js.overlap(model, **how)
+        js.tune_overlap(model, **how)
 
 
 def test_it_prints_itself_and_is_json(model):
-    shaped = js.overlap(model, device="h200", loss=loss_fn, batch=BATCH)
+    shaped = js.tune_overlap(model, device="h200", loss_fn=loss_fn, batch=BATCH)
     text = str(shaped)
     assert text.startswith("NVIDIA H200, beside NCCL 2.32.3 ring: 16 blocks of 544 threads x 96 registers, 120,064 B\n")
     assert "jshard tune" in text and repr(shaped) == text and max(map(len, text.splitlines())) <= 110

@@ -41,7 +41,7 @@ RING = footprint("ring", gpu=H200)
 A, B, C = Occupancy(reserved_sms=8), Occupancy(reserved_sms=16), Occupancy(persistent=False, smem_pad_bytes=2048)
 CONFIG = Config(layers=2, width=256, hidden=1024, attends=False)
 BATCH = 2 * (jax.ShapeDtypeStruct((16, 64), jnp.int32),)
-HALF = js.MixedPrecision(param="bfloat16", reduce="float32")
+HALF = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 GPT = str(Path(__file__).parents[2] / "models" / "gpt.py")
 
 
@@ -216,7 +216,7 @@ def test_products_are_measured_once_and_kept(model, tmp_path):
     tuned(model, path, bench=never)
     tuned(model, path, bench=bench, again=True)
     assert len(made) == 4
-    shaped = js.overlap(model, device="h200", loss=loss_fn, batch=BATCH, cache=path)
+    shaped = js.tune_overlap(model, device="h200", loss=loss_fn, batch=BATCH, cache=path)
     assert shaped.occupancy["matmul"].latency_ns == 100_000 and shaped.occupancy["matmul"].reserved_sms == 16
 
 

@@ -175,7 +175,7 @@ def lost_with_a_report(folder):
     assert re.search(rf"{lost.out}/checkpoints/[48]\n", stderr), stderr
     assert "--resume" in stderr
     assert "Traceback" not in stderr
-    trace = js.trace(lost.out)
+    trace = js.read_profile(lost.out)
     assert trace.devices == tuple(f"process {p} cpu:{d}" for p in range(2) for d in range(2))
     assert ([s.number for s in trace.steps], trace.has_units) == ([4, 5], True)
 

@@ -108,8 +108,8 @@ def test_a_pattern_of_paths_says_it_too(tmp_path):
 def test_explain_counts_state_and_activations_of_what_is_trained():
     mesh = js.mesh(fsdp=8, devices=8)
     model, batch = abstract_model(LORA, RECIPE, mesh), batch_of(LORA, RECIPE, RECIPE.batch_size)
-    whole = js.explain(model, loss=LORA.loss_fn, batch=batch)
-    partly = js.explain(model, loss=LORA.loss_fn, batch=batch, wrt=LORA.wrt)
+    whole = js.explain(model, loss_fn=LORA.loss_fn, batch=batch)
+    partly = js.explain(model, loss_fn=LORA.loss_fn, batch=batch, wrt=LORA.wrt)
     assert "of them are frozen" in str(partly) and "frozen" not in str(whole)
     assert partly.memory.optimizer_bytes < whole.memory.optimizer_bytes / 4
     assert partly.memory.gradients_bytes < whole.memory.gradients_bytes / 4

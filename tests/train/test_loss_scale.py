@@ -27,7 +27,7 @@ from jshard.train import ModelFile, Recipe, run_recipe
 from jshard.train.records import read_metrics
 from tests.helpers import compile_to_read
 
-HALF = js.MixedPrecision(param="float16", reduce="float32")
+HALF = js.MixedPrecision(param_dtype="float16", reduce_dtype="float32")
 START = 2.0**14
 SCALE = LossScale(initial=START, growth_interval=3)
 GOOD = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
@@ -187,7 +187,7 @@ class Bigram(nnx.Module):
 
 def model_file(dtype: str = "float16") -> ModelFile:
     def annotate(model, mesh):
-        js.fully_shard(model, mesh=mesh, mixed_precision=js.MixedPrecision(param=dtype, reduce="float32"))
+        js.fully_shard(model, mesh=mesh, mixed_precision=js.MixedPrecision(param_dtype=dtype, reduce_dtype="float32"))
 
     return ModelFile(path=Path(__file__), recipes={}, build=lambda *args: Bigram(*args), annotate=annotate)
 

@@ -62,7 +62,7 @@ def in_plain_flax(build):
 
 
 def annotate(model):
-    return js.fully_shard(model, mesh=js.mesh(), placement=js.ShardPlacement(min_size=1, allow_replicated=["odd"]))
+    return js.fully_shard(model, mesh=js.mesh(), placement=js.PlacementPolicy(min_size=1, allow_replicated=["odd"]))
 
 
 def trained(build, form):

@@ -67,7 +67,7 @@ def means(loss_fn, batch):
 
 
 def created(mesh):
-    model = js.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=mesh, placement=js.ShardPlacement(min_size=1))
+    model = js.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=mesh, placement=js.PlacementPolicy(min_size=1))
     return model, js.shard_optimizer(model, optax.sgd(0.1))
 
 

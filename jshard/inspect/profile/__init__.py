@@ -1,4 +1,4 @@
-"""`trace`: reads a JAX profile: the time that each step computes and communicates, and how the two overlap.
+"""`read_profile`: reads a JAX profile: the time that each step computes and communicates, and how the two overlap.
 
 Modules, from the bottom up:
 
@@ -7,7 +7,7 @@ Modules, from the bottom up:
     operations   which operation of the program an event is
     runs         which part of a device's time is one run of the program
     measured     the time of one step on one device
-    result       what `trace` returns: tables, JSON and timelines
+    result       what `read_profile` returns: tables, JSON and timelines
     steps        the runs that together are one step
 """
 
@@ -39,7 +39,7 @@ from jshard.inspect.profile.steps import (
 _AGAIN = "record it again, with complete steps: jshard train gpt --profile 10:15"
 
 
-def trace(
+def read_profile(
     path: str | os.PathLike[str],
     *,
     steps: Collection[int] | None = None,
@@ -70,7 +70,7 @@ def trace(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with jax.profiler.trace(folder):
         ...         jax.block_until_ready(step(x))
-        ...     print(js.trace(folder, program=step))
+        ...     print(js.read_profile(folder, program=step))
     """
     files = find_profile(path)
     processes = _read(files)
@@ -206,7 +206,7 @@ def _no_run(files: ProfileFiles, name: str, devices: Sequence[DeviceEvents]) -> 
         "The profile has no run of this program.",
         where=files.paths,
         why=f"the text is of {in_text}; the profile has {in_profile}.",
-        do="js.trace(path, program=compiled)  # the program that was profiled, or its text",
+        do="js.read_profile(path, program=compiled)  # the program that was profiled, or its text",
     )
 
 

@@ -48,7 +48,7 @@ class TraceRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Trace(Printed):
-    """The result of `js.trace`. `print` it; a notebook displays it; `to_json` is for programs."""
+    """The result of `js.read_profile`. `print` it; a notebook displays it; `to_json` is for programs."""
 
     source: tuple[str, ...]  # the files that were read
     program: str  # name of the step's program
