@@ -7,8 +7,9 @@ from pathlib import Path
 
 from jshard.cli._config import option_of
 from jshard.data import Data, Tokenizer
-from jshard.data.files import Dtype
-from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
+from jshard.data.text import load_text
+from jshard.data.token_files import Dtype
+from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jshard.errors import ShardingError
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe

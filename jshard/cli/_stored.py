@@ -20,8 +20,9 @@ from jshard.cli._data import data_of, tokenizer_of
 from jshard.cli._devices import open_mesh, parse_mesh, simulate_devices
 from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
-from jshard.data.files import is_tokens, weighted
-from jshard.data.text import transformers_files
+from jshard.data.files import weighted
+from jshard.data.token_files import is_tokens
+from jshard.data.tokenizer import transformers_files
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFile, load_model_file

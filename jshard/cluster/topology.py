@@ -24,7 +24,7 @@ from jshard.cluster.target_config import CUDNN, target_config_text
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts
-from jshard.kernels.backend import TracedDevice, planned_for
+from jshard.kernels.device import TracedDevice, planned_for
 
 _MOST_DEVICES = 1_000_000  # all lists of devices are in memory
 

@@ -24,7 +24,7 @@ from jshard.checkpoint.position import check_position, position_text, set_positi
 from jshard.checkpoint.sample_order import agreed, describe, differences
 from jshard.checkpoint.state_text import from_text, to_text
 from jshard.data.batches import GlobalBatches as Batches
-from jshard.data.batches import PackedBatches
+from jshard.data.packed_batches import PackedBatches
 
 FEW = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
