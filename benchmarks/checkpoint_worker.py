@@ -220,7 +220,7 @@ def index(asked: dict[str, Any]) -> Operations:
     import dataclasses
 
     from jshard.checkpoint import manifest
-    from jshard.checkpoint.layout import Piece, lay_out_files, num_blocks
+    from jshard.checkpoint.packed.layout import Piece, lay_out_files, num_blocks
     from jshard.checkpoint.readers import own_checkpoint
     from jshard.checkpoint.storage import FOLDER
 

@@ -16,6 +16,6 @@ from jshard.checkpoint.restoring import forecast as forecast
 from jshard.checkpoint.restoring import restore as restore
 from jshard.checkpoint.saving import save as save
 from jshard.checkpoint.saving import save_async as save_async
-from jshard.checkpoint.series import Checkpointer as Checkpointer
-from jshard.checkpoint.series import Keep as Keep
+from jshard.checkpoint.series.checkpointer import Checkpointer as Checkpointer
+from jshard.checkpoint.series.checkpointer import Keep as Keep
 from jshard.checkpoint.verifying import verify as verify

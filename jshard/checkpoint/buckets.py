@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jshard._files import read_bytes
-from jshard.checkpoint.file_io import Parts
+from jshard.checkpoint.packed.file_io import Parts
 from jshard.errors import MissingExtraError, RunError
 
 PART_BYTES = 8 << 20  # of an upload; S3 accepts at most 10,000

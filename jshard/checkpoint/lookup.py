@@ -13,8 +13,8 @@ from jshard._text import counted
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
-from jshard.checkpoint.history import NAME as HISTORY
 from jshard.checkpoint.manifest import NAME as MANIFEST
+from jshard.checkpoint.series.history import NAME as HISTORY
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, COMMIT_MARK, is_committed, is_item
 from jshard.errors import FourPartError, RunError
 

@@ -26,7 +26,7 @@ from jshard._files import METADATA_BYTES, is_inside, write_text
 from jshard._parsing import checked, is_int, parse_json
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, DamagedError
-from jshard.checkpoint.leaf_sums import Sums
+from jshard.checkpoint.state.leaf_sums import Sums
 from jshard.errors import UnsafeFileError
 
 NAME = "jshard.json"

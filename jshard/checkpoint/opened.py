@@ -14,8 +14,8 @@ from jax.sharding import Sharding
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.converting import Leaf, Target
 from jshard.checkpoint.formats.source import Box
-from jshard.checkpoint.layout import Limits, limits, size_of
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.packed.layout import Limits, limits, size_of
 
 
 class Opened:

@@ -20,16 +20,16 @@ from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.converting import Leaf, Target, own_mesh
 from jshard.checkpoint.errors import DamagedError, damaged, reason, unreadable
-from jshard.checkpoint.file_io import FileSource, LocalFolder
-from jshard.checkpoint.file_reads import ChangedError, Read
 from jshard.checkpoint.formats.source import Box, bounds
-from jshard.checkpoint.host_memory import HOST_MEMORY, MappedBoxes, Slab
-from jshard.checkpoint.host_snapshot import HEAD_BYTES
-from jshard.checkpoint.layout import Limits, limits
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened, held_boxes
-from jshard.checkpoint.pieces import PackedFile, Pieces, Want, check_pieces
-from jshard.checkpoint.shared_reads import SharedReads
+from jshard.checkpoint.packed.file_io import FileSource, LocalFolder
+from jshard.checkpoint.packed.file_reads import ChangedError, Read
+from jshard.checkpoint.packed.host_memory import HOST_MEMORY, MappedBoxes, Slab
+from jshard.checkpoint.packed.host_snapshot import HEAD_BYTES
+from jshard.checkpoint.packed.layout import Limits, limits
+from jshard.checkpoint.packed.pieces import PackedFile, Pieces, Want, check_pieces
+from jshard.checkpoint.packed.shared_reads import SharedReads
 from jshard.errors import printable
 
 BATCH_BYTES = 64 << 20  # of arrays that are read at a time

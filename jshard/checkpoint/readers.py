@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard._files import check_regular_files
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
@@ -26,6 +25,7 @@ from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.packed_reader import PackedCheckpoint, is_packed, packed_source
+from jshard.checkpoint.state import leaves as _leaves
 from jshard.errors import FourPartError, RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested

@@ -16,15 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.layout import FileLayout, Piece, device_boxes, lay_out_files
-from jshard.checkpoint.leaf_sums import Sums, add, box_sums
-from jshard.checkpoint.leaf_values import StoredValue
-from jshard.checkpoint.local_arrays import CopyFacts
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.ownership import remove_draft
+from jshard.checkpoint.packed.layout import FileLayout, Piece, device_boxes, lay_out_files
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, SaveOperation
+from jshard.checkpoint.state.leaf_sums import Sums, add, box_sums
+from jshard.checkpoint.state.leaf_values import StoredValue
+from jshard.checkpoint.state.local_arrays import CopyFacts
 from jshard.errors import RunError
 
 Specs = Mapping[str, PartitionSpec]

@@ -16,24 +16,25 @@ import numpy as np
 
 from jshard._processes import all_or_none, is_primary
 from jshard._text import counted, human_bytes
-from jshard.checkpoint import leaf_values, surplus
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
+from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.converting import Leaf, Target, finish, num_overflows, own_mesh, to_read
+from jshard.checkpoint.data_position.position import check_position, is_data_position
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
 from jshard.checkpoint.fitting import check_fits
-from jshard.checkpoint.layout import size_of
-from jshard.checkpoint.leaf_sums import Sums, add, held_parts, sums_of
 from jshard.checkpoint.matching import match, renamed
 from jshard.checkpoint.opened import Opened, boxes_of
+from jshard.checkpoint.packed.layout import size_of
+from jshard.checkpoint.packed.shared_reads import OtherFailedError, SharedReads, read_group
 from jshard.checkpoint.packed_reader import BATCH_BYTES, PackedCheckpoint, is_on_cpu
-from jshard.checkpoint.parameter_paths import parameter_paths, parameter_roots
 from jshard.checkpoint.phases import Phases, mesh_layout
-from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import ForeignCheckpoint, OrbaxCheckpoint
 from jshard.checkpoint.saving import give_memory_back
-from jshard.checkpoint.shared_reads import OtherFailedError, SharedReads, read_group
+from jshard.checkpoint.state import leaf_values
+from jshard.checkpoint.state import leaves as _leaves
+from jshard.checkpoint.state.leaf_sums import Sums, add, held_parts, sums_of
+from jshard.checkpoint.state.parameter_paths import parameter_paths, parameter_roots
 from jshard.errors import RunError, printable
 
 Missing = Literal["error", "init"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from jshard._processes import exchange
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import Names
 from jshard.checkpoint.lookup import checkpoint_at, place_of
@@ -15,6 +14,7 @@ from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, open_checkpoint
 from jshard.checkpoint.restore_operation import Extra, Forecast, Missing, RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S
+from jshard.checkpoint.state import leaves as _leaves
 
 T = TypeVar("T")
 

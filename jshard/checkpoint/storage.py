@@ -22,10 +22,10 @@ import numpy as np
 
 from jshard._compat import set_orbax_deadline
 from jshard.checkpoint.buckets import BucketPath, Place
-from jshard.checkpoint.file_io import flush
-from jshard.checkpoint.leaves import flat, nested
 from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
+from jshard.checkpoint.packed.file_io import flush
+from jshard.checkpoint.state.leaves import flat, nested
 from jshard.errors import causes
 
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it last, then renames the folder

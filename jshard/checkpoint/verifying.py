@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.formats.source import whole
-from jshard.checkpoint.leaf_sums import box_sums
 from jshard.checkpoint.lookup import place_of
 from jshard.checkpoint.packed_reader import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
+from jshard.checkpoint.state.leaf_sums import box_sums
 from jshard.errors import RunError
 
 _BATCH_BYTES = 256 << 20  # of leaves that Orbax reads at a time

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from jax.sharding import Mesh
 
 from jshard._text import counted
-from jshard.checkpoint.position import misfit
-from jshard.checkpoint.sample_order import Description, describe, differences
+from jshard.checkpoint.data_position.position import misfit
+from jshard.checkpoint.data_position.sample_order import Description, describe, differences
 from jshard.data.loader import DataError
 from jshard.errors import RunError, ShardingError
 from jshard.plans.mesh import batch_sharding, data_degree

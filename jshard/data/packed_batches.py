@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import gather_texts
-from jshard.checkpoint.sample_order import Description, describe
-from jshard.checkpoint.state_text import from_text, to_text
+from jshard.checkpoint.data_position.sample_order import Description, describe
+from jshard.checkpoint.data_position.state_text import from_text, to_text
 from jshard.data.batches import ENDLESS, GlobalBatches, check_least
 from jshard.data.loader import read_ahead
 from jshard.errors import RunError, ShardingError

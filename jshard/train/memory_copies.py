@@ -24,13 +24,13 @@ import jax
 from jshard import launch
 from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import reason, unreadable
-from jshard.checkpoint.host_snapshot import Packing
+from jshard.checkpoint.packed.host_snapshot import Packing
 from jshard.checkpoint.packed_reader import opened_parts
 from jshard.checkpoint.restore_operation import RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
+from jshard.checkpoint.state import leaves as _leaves
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.keeper import KeeperClient, KeptPart
 from jshard.launch.peers import hostname

@@ -9,10 +9,10 @@ import pytest
 
 from jshard.checkpoint import buckets
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath
-from jshard.checkpoint.file_io import do_all
-from jshard.checkpoint.file_reads import Range, reads
-from jshard.checkpoint.layout import Piece, lay_out_files, parse_index, parse_tail
-from jshard.checkpoint.packed_writer import write_file
+from jshard.checkpoint.packed.file_io import do_all
+from jshard.checkpoint.packed.file_reads import Range, reads
+from jshard.checkpoint.packed.layout import Piece, lay_out_files, parse_index, parse_tail
+from jshard.checkpoint.packed.writer import write_file
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
 
 pytestmark = pytest.mark.wide

@@ -20,7 +20,7 @@ from jshard import checkpoint
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, saving, storage
 from jshard.checkpoint.ownership import DRAFT_SUFFIX
 from jshard.checkpoint.pending import Pending
-from jshard.checkpoint.series import Keep
+from jshard.checkpoint.series.checkpointer import Keep
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 

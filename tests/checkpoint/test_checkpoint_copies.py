@@ -6,12 +6,12 @@ import jax
 import pytest
 from flax import nnx
 
-from jshard.checkpoint import host_snapshot
-from jshard.checkpoint.host_snapshot import Packing
-from jshard.checkpoint.layout import lay_out_files
+from jshard.checkpoint.packed import host_snapshot
+from jshard.checkpoint.packed.host_snapshot import Packing
+from jshard.checkpoint.packed.layout import lay_out_files
+from jshard.checkpoint.packed.write_assignment import WritePlan
 from jshard.checkpoint.packed_reader import opened_parts
 from jshard.checkpoint.restore_operation import RestoreOperation
-from jshard.checkpoint.write_assignment import WritePlan
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import abstract, differences, filled
 

@@ -11,10 +11,10 @@ from grain.experimental import ElasticIterator, FirstFitPackIterDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jshard.checkpoint import position as position_module
+from jshard.checkpoint.data_position import position as position_module
+from jshard.checkpoint.data_position.position import is_data_position, position_text, set_position
+from jshard.checkpoint.data_position.state_text import from_text, to_text
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.position import is_data_position, position_text, set_position
-from jshard.checkpoint.state_text import from_text, to_text
 from jshard.data import packed_batches as batches_module
 from jshard.data.batches import GlobalBatches, order_of
 from jshard.data.packed_batches import PackedBatches

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jshard.checkpoint import layout as layout_module
-from jshard.checkpoint.file_io import LocalFolder, do_all
-from jshard.checkpoint.file_reads import ChangedError
-from jshard.checkpoint.host_memory import Slab
-from jshard.checkpoint.layout import Piece, lay_out_files
-from jshard.checkpoint.packed_writer import write_file
-from jshard.checkpoint.pieces import PackedFile, Pieces, Want
-from jshard.checkpoint.write_assignment import LeafToWrite, plan_writes
+from jshard.checkpoint.packed import layout as layout_module
+from jshard.checkpoint.packed.file_io import LocalFolder, do_all
+from jshard.checkpoint.packed.file_reads import ChangedError
+from jshard.checkpoint.packed.host_memory import Slab
+from jshard.checkpoint.packed.layout import Piece, lay_out_files
+from jshard.checkpoint.packed.pieces import PackedFile, Pieces, Want
+from jshard.checkpoint.packed.write_assignment import LeafToWrite, plan_writes
+from jshard.checkpoint.packed.writer import write_file
 
 DTYPES = ("bool", "int4", "uint8", "int64", "bfloat16", "float8_e4m3fn", "float8_e5m2fnuz", "float32", "complex64")
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import CheckpointError, CheckpointWarning
-from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.state import leaves as _leaves
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 

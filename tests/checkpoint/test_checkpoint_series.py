@@ -135,7 +135,7 @@ def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypat
     with monkeypatch.context() as many:
         many.setattr(jax, "process_count", lambda: 2)
         many.setattr("jshard._processes.exchange", meeting)
-        many.setattr("jshard.checkpoint.shared_folder.exchange", meeting)
+        many.setattr("jshard.checkpoint.series.shared_folder.exchange", meeting)
         assert checkpoint_at(tmp_path / "theirs.safetensors") == tmp_path / "theirs.safetensors"
         assert checkpoint_at(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "1"
         assert Checkpointer(tmp_path / "none").latest() is None
@@ -262,7 +262,7 @@ def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch)
         checkpoints.save(2, {"step": 2})  # it is there all the time, and this process sees it only now
         return [2, value]
 
-    monkeypatch.setattr("jshard.checkpoint.series.exchange", exchange)
+    monkeypatch.setattr("jshard.checkpoint.series.checkpointer.exchange", exchange)
     assert (checkpoints.agreed_latest(), reported) == (2, [1])
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jshard import cli
-from jshard.checkpoint import Checkpointer, history, saving
-from jshard.checkpoint.timeline import timelines
+from jshard.checkpoint import Checkpointer, saving
+from jshard.checkpoint.series import history
+from jshard.checkpoint.series.timeline import timelines
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
-from jshard.checkpoint.leaves import flatten, text
+from jshard.checkpoint.state.leaves import flatten, text
 
 # ---- Enums and other subclasses of plain values --------------------------------------------------------
 

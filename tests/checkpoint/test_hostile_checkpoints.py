@@ -25,12 +25,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from jshard import checkpoint
-from jshard.checkpoint import history, timeline
 from jshard.checkpoint.formats import DcpSource
 from jshard.checkpoint.formats.torch_pickle import PLAIN, load
 from jshard.checkpoint.lookup import steps_in
 from jshard.checkpoint.readers import open_checkpoint
-from jshard.checkpoint.series_store import store_of
+from jshard.checkpoint.series import history, timeline
+from jshard.checkpoint.series.store import store_of
 from jshard.cli import main
 from jshard.cli.ckpt import inspect as inspect_command
 from jshard.cli.ckpt import timeline as cli_timeline

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import checkpoint
-from jshard.checkpoint import file_io
+from jshard.checkpoint.packed import file_io
 from jshard.errors import RunError
 from tests import compiling
 

@@ -19,10 +19,10 @@ from grain.experimental import (
 )
 
 import jshard as js
+from jshard.checkpoint.data_position.position import check_position, position_text, set_position
+from jshard.checkpoint.data_position.sample_order import agreed, describe, differences
+from jshard.checkpoint.data_position.state_text import from_text, to_text
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.position import check_position, position_text, set_position
-from jshard.checkpoint.sample_order import agreed, describe, differences
-from jshard.checkpoint.state_text import from_text, to_text
 from jshard.data.batches import GlobalBatches as Batches
 from jshard.data.packed_batches import PackedBatches
 

@@ -22,9 +22,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, buckets, series_lease
+from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, buckets
 from jshard.checkpoint.buckets import BucketError, BucketPath
-from jshard.checkpoint.series_lease import SeriesLease
+from jshard.checkpoint.series import lease as series_lease
+from jshard.checkpoint.series.lease import SeriesLease
 from jshard.cli import main
 from jshard.errors import RunError
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve

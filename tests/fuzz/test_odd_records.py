@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import jshard as js
-from jshard.checkpoint import history, timeline
+from jshard.checkpoint.series import history, timeline
 from jshard.cli import _request
 from jshard.cli._arguments import TrainArgs
 from jshard.cli.ckpt.timeline import run as run_timeline

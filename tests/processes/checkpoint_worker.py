@@ -21,9 +21,11 @@ import jshard as js
 from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
-from jshard.checkpoint import file_io, saving, shared_folder, storage
-from jshard.checkpoint.host_snapshot import HostSnapshot
+from jshard.checkpoint import saving, storage
+from jshard.checkpoint.packed import file_io
+from jshard.checkpoint.packed.host_snapshot import HostSnapshot
 from jshard.checkpoint.saving import SaveOperation
+from jshard.checkpoint.series import shared_folder
 from jshard.errors import FourPartError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
 

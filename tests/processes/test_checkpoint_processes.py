@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jshard import checkpoint
-from jshard.checkpoint import history
-from jshard.checkpoint.timeline import timelines
+from jshard.checkpoint.series import history
+from jshard.checkpoint.series.timeline import timelines
 from tests import compiling
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
 

@@ -10,9 +10,9 @@ import pytest
 
 from jshard import checkpoint
 from jshard._files import check_regular_files, open_in_place, read_bytes, replacing, write_text
-from jshard.checkpoint import history
 from jshard.checkpoint.errors import CheckpointWarning
 from jshard.checkpoint.ownership import Owner, draft_of, remove_draft
+from jshard.checkpoint.series import history
 from jshard.errors import FourPartError, ShardingError, UnsafeFileError
 from jshard.train.records import Jsonl, read_metrics
 from jshard.train.run_folder import RunFolder

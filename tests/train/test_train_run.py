@@ -14,8 +14,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jshard as js
-from jshard.checkpoint import Checkpointer, CheckpointWarning, history, saving
+from jshard.checkpoint import Checkpointer, CheckpointWarning, saving
 from jshard.checkpoint.readers import own_checkpoint
+from jshard.checkpoint.series import history
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.launch import StallWatch

@@ -18,9 +18,9 @@ import numpy as np
 from jshard._files import open_regular
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError, DamagedError, mend, reason
-from jshard.checkpoint.file_io import flush
 from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.packed.file_io import flush
 from jshard.errors import RunError, printable
 
 Limits = Sequence[tuple[int, int]]

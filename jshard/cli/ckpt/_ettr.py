@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jshard._text import duration
-from jshard.checkpoint.timeline import Timeline
+from jshard.checkpoint.series.timeline import Timeline
 from jshard.inspect.tables import FittedTable, add_row, made_table
 
 _FORMULA = "ETTR = I / (I + B) * (1 - (L + S + (I + B) / 2) / M)"

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from jshard._text import counted, human_bytes, is_layer
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.state import leaves as _leaves
 from jshard.cli.ckpt._values import shape_text
 
 Tree: TypeAlias = "dict[str, StoredLeaf | Tree]"

@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard._text import counted, human_bytes
-from jshard.checkpoint import leaf_values
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats import Names
 from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import Manifest
+from jshard.checkpoint.state import leaf_values
+from jshard.checkpoint.state import leaves as _leaves
 from jshard.cli._arguments import Settings
 from jshard.cli._devices import num_devices, parse_mesh, simulate_devices
 from jshard.cli._recipe_request import stored_settings

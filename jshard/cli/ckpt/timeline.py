@@ -15,7 +15,7 @@ from jshard._text import counted, duration, human_bytes
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.lookup import series_at
-from jshard.checkpoint.timeline import SLOWER, ProcessTimes, Slowest, Timeline, timelines
+from jshard.checkpoint.series.timeline import SLOWER, ProcessTimes, Slowest, Timeline, timelines
 from jshard.cli._arguments import parse
 from jshard.cli._output import check_writable, remark, write
 from jshard.cli.ckpt import as_json

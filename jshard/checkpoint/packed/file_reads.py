@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jshard.checkpoint.file_io import FileSource
-from jshard.checkpoint.host_memory import HOST_MEMORY
-from jshard.checkpoint.layout import BLOCK_BYTES, block_sum, cut_views, up
+from jshard.checkpoint.packed.file_io import FileSource
+from jshard.checkpoint.packed.host_memory import HOST_MEMORY
+from jshard.checkpoint.packed.layout import BLOCK_BYTES, block_sum, cut_views, up
 
 READ_BYTES = 4 << 20
 """A longer run of ranges is cut into several reads, which may run at the same time."""

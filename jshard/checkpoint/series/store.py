@@ -18,14 +18,14 @@ from typing import Generic, TypeVar
 
 from jshard._files import METADATA_BYTES, write_text
 from jshard._parsing import parse_json
-from jshard.checkpoint import history
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.lookup import LEDGER
 from jshard.checkpoint.ownership import discard_draft, draft_of, is_owned
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.series_lease import SeriesLease
+from jshard.checkpoint.series import history
+from jshard.checkpoint.series.lease import SeriesLease
 from jshard.checkpoint.storage import COMMIT_MARK, is_committed
 from jshard.errors import RunError
 

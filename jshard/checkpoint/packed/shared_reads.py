@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jshard._processes import exchange
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.file_reads import Read, take_bytes
-from jshard.checkpoint.host_memory import HOST_MEMORY
-from jshard.checkpoint.layout import Limits, limits, up
-from jshard.checkpoint.local_arrays import first_devices
+from jshard.checkpoint.packed.file_reads import Read, take_bytes
+from jshard.checkpoint.packed.host_memory import HOST_MEMORY
+from jshard.checkpoint.packed.layout import Limits, limits, up
+from jshard.checkpoint.state.local_arrays import first_devices
 
 _PADDED_BYTES = 4 << 20  # shares are padded to multiples of this, so that one program moves most of them
 

@@ -19,8 +19,8 @@ from jshard.checkpoint.pending import LOOK_S, Pending
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restore_operation import Extra, Missing, RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S, Format, SaveOperation, checked_format
-from jshard.checkpoint.series_store import store_of, warn
-from jshard.checkpoint.shared_folder import check_shared, is_shown
+from jshard.checkpoint.series.shared_folder import check_shared, is_shown
+from jshard.checkpoint.series.store import store_of, warn
 from jshard.errors import RunError
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
-from jshard.checkpoint.file_io import FileSource
-from jshard.checkpoint.file_reads import READ_BYTES, Range, Read, changed, reads
-from jshard.checkpoint.host_memory import MappedBoxes, Slab
-from jshard.checkpoint.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
+from jshard.checkpoint.packed.file_io import FileSource
+from jshard.checkpoint.packed.file_reads import READ_BYTES, Range, Read, changed, reads
+from jshard.checkpoint.packed.host_memory import MappedBoxes, Slab
+from jshard.checkpoint.packed.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
 
 _MOST_INDEX_BYTES = 1 << 30  # checksums of 32 TiB, or 20 million pieces
 _GUESSED_INDEX_BYTES = 64 << 10  # most indexes are shorter, and come with the first read

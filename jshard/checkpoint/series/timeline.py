@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from jshard._parsing import checked
-from jshard.checkpoint import history
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.phases import ProcessReport
+from jshard.checkpoint.series import history
 
 SLOWER = 1.5  # a process is named if it takes this many times the median of the others
 _LEAST_SHARE = 0.05  # and its excess is this share of the operation's time,

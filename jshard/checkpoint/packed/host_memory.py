@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jshard.checkpoint.layout import spaced, up
+from jshard.checkpoint.packed.layout import spaced, up
 
 _ALIGNMENT = 64
 _PAGE_BYTES = 4096

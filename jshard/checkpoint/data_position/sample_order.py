@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from jshard import _compat
-from jshard.checkpoint.sample_digest import samples_passing, source_digests, text_digest
-from jshard.checkpoint.step_settings import is_of_grain, settings_of
+from jshard.checkpoint.data_position.sample_digest import samples_passing, source_digests, text_digest
+from jshard.checkpoint.data_position.step_settings import is_of_grain, settings_of
 
 
 class Step(TypedDict):

@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jshard._text import counted
+from jshard.checkpoint.data_position.position import is_data_position, position_text, set_position
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.leaves import Path, text
-from jshard.checkpoint.local_arrays import as_replicas, is_local
-from jshard.checkpoint.position import is_data_position, position_text, set_position
+from jshard.checkpoint.state.leaves import Path, text
+from jshard.checkpoint.state.local_arrays import as_replicas, is_local
 
 StoredValue = jax.Array | jax.ShapeDtypeStruct | np.ndarray | int | float | str
 """A leaf as it is stored; where only its type matters, an array may be given by shape and dtype."""

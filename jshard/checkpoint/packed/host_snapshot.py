@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.file_io import Parts
-from jshard.checkpoint.layout import FILE_BYTES, Limits, device_boxes
-from jshard.checkpoint.leaf_values import storable
 from jshard.checkpoint.manifest import Manifest, StoredLeaf, Value
-from jshard.checkpoint.packed_writer import write_file
-from jshard.checkpoint.write_assignment import LeafToWrite, plan_writes
+from jshard.checkpoint.packed.file_io import Parts
+from jshard.checkpoint.packed.layout import FILE_BYTES, Limits, device_boxes
+from jshard.checkpoint.packed.write_assignment import LeafToWrite, plan_writes
+from jshard.checkpoint.packed.writer import write_file
+from jshard.checkpoint.state import leaves as _leaves
+from jshard.checkpoint.state.leaf_values import storable
 
 
 class HostSnapshot:

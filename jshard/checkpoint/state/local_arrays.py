@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.leaf_sums import box_sums
+from jshard.checkpoint.state.leaf_sums import box_sums
 
 CopyFacts = list[Any]
 """The shape, the dtype and the checksums of a process's copy of an array, as JSON."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint.sample_digest import last_part, text_digest
+from jshard.checkpoint.data_position.sample_digest import last_part, text_digest
 
 _PACKING = ("_length_struct", "_num_packing_bins", "_seed", "_shuffle_bins", "_max_sequences_per_bin")
 # By step. Grain has no public names for these; one that a version lacks is not compared.

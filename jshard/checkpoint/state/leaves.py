@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.named_nodes import named_node, names_by_key
+from jshard.checkpoint.state.named_nodes import named_node, names_by_key
 from jshard.linen.boxes import is_padded
 from jshard.plans.padding import logical_shape, padding_of
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 import jax
 
 from jshard._processes import gather_texts
-from jshard.checkpoint import sample_order
+from jshard.checkpoint.data_position import sample_order
+from jshard.checkpoint.data_position.state_text import from_text, to_text
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.state_text import from_text, to_text
 from jshard.errors import RunError
 
 _FORMAT = 1

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jshard.checkpoint.layout import FileLayout, Limits, Piece, device_boxes, lay_out_files, size_of
+from jshard.checkpoint.packed.layout import FileLayout, Limits, Piece, device_boxes, lay_out_files, size_of
 
 _LEAST_PART_BYTES = 256 << 10
 """A box that several processes hold is not cut into parts smaller than this."""

@@ -10,8 +10,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jshard.checkpoint.file_io import Parts, Sink
-from jshard.checkpoint.layout import BLOCK_BYTES, FileLayout, block_sum, cut_views, index_checksum, num_blocks
+from jshard.checkpoint.packed.file_io import Parts, Sink
+from jshard.checkpoint.packed.layout import BLOCK_BYTES, FileLayout, block_sum, cut_views, index_checksum, num_blocks
 
 _ZEROS = memoryview(bytes(8 << 10))  # padding is shorter than a page
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard.checkpoint.leaves import Path, parts_of, text, variables_of
-from jshard.checkpoint.named_nodes import named_node
+from jshard.checkpoint.state.leaves import Path, parts_of, text, variables_of
+from jshard.checkpoint.state.named_nodes import named_node
 
 _PARAMS = "params"
 

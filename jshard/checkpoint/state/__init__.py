@@ -1,0 +1,1 @@
+"""The stored form of a state: leaves by path, their values and their checksums."""
