@@ -5,13 +5,13 @@ from jshard import kernels as kernels
 from jshard import parallel as parallel
 from jshard import train as train
 from jshard.api.fully_shard import fully_shard as fully_shard
-from jshard.api.gradients import LossScale as LossScale
-from jshard.api.gradients import loss_scale_of as loss_scale_of
-from jshard.api.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jshard.api.gradients import value_and_grad as value_and_grad
 from jshard.api.init import abstract_init as abstract_init
 from jshard.api.init import shard_init as shard_init
-from jshard.api.init import shard_optimizer as shard_optimizer
+from jshard.api.loss_scale import LossScale as LossScale
+from jshard.api.loss_scale import loss_scale_of as loss_scale_of
+from jshard.api.loss_scale import scaled_value_and_grad as scaled_value_and_grad
+from jshard.api.optimizer import shard_optimizer as shard_optimizer
 from jshard.api.scan_layers import scan_layers as scan_layers
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.context import global_view as global_view

@@ -17,7 +17,7 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
+from jshard.api.revise import has_inner_units, repeated_layers, revise
 from jshard.cluster.compile import Variant
 from jshard.cluster.estimate import Machine
 from jshard.cluster.replay import Assumptions

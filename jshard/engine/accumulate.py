@@ -19,7 +19,8 @@ from jshard.engine.rules import PARTIAL, Shard, Value
 from jshard.engine.stored import inner_dims
 from jshard.engine.weighted import MeanShares, nonzero, value_and_weight
 from jshard.errors import CallError
-from jshard.plans.memories import back, fetched, key_texts, placed_like, to_device
+from jshard.plans.array_paths import key_texts
+from jshard.plans.memories import back, fetched, placed_like, to_device
 from jshard.plans.mesh import (
     CONTEXT,
     AnyMesh,

@@ -36,8 +36,8 @@ from jshard.linen.call import (
     placeable,
 )
 from jshard.linen.layout import Layout, Leaf, Seen, SeenUnit, is_padded, warn_of_stacks
-from jshard.plans import checks
-from jshard.plans.memories import key_texts
+from jshard.plans import call_checks, checks, replication
+from jshard.plans.array_paths import key_texts
 from jshard.plans.mesh import is_concrete
 from jshard.plans.placement import PlacementPolicy
 from jshard.plans.plan import root_forgotten
@@ -493,7 +493,7 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
         layout = annotation.layout_of(call.leaves, lambda: _surveyed(annotation, call))
         unit = call.place(layout)
         call.store()
-        checks.check_replicated(layout.root, layout.root.kind)
+        replication.check_replicated(layout.root, layout.root.kind)
         return _through_engine(call, unit, _Inside(annotation, layout, prefix))
 
     return call_lifted(module, function, args, kwargs, prefix=prefix, interceptor=_intercept, run=run)
@@ -560,7 +560,7 @@ def _is_stored_otherwise(module: nn.Module) -> bool:
 def _around(annotation: Annotation, module: nn.Module) -> _Inside:
     """The position of the outermost call into a model with units that are never gathered."""
     layout = annotation.known_layout(_leaves(module))
-    checks.check_replicated(layout.root, layout.root.kind)
+    replication.check_replicated(layout.root, layout.root.kind)
     return _Inside(annotation, layout, tuple(module.path), is_around=True)
 
 
@@ -593,7 +593,7 @@ def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tup
 
 
 def _through_engine(call: LinenCall, unit: Unit, inside: _Inside) -> tuple[Any, Lifted]:
-    checks.check_has_arrays(call.where, call.params)
+    call_checks.check_has_arrays(call.where, call.params)
     call.context = lambda: _context(inside)
     return run_call(call, dotted(call.path), unit)
 
@@ -649,7 +649,7 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
         f"{kind}: {dotted(other.path)}  {other.form}"
         for name in module.variables.keys() - _STATE
         for path, x in flat(module.variables[name])
-        for other in checks.others_in((name, *path), x, name)
+        for other in replication.others_in((name, *path), x, name)
     ]
     if found:
         do = 'w = self.param("w", nn.initializers.lecun_normal(), (64, 64))  # instead of self.variable(...)'

@@ -21,7 +21,8 @@ from jshard.engine.context import guard
 from jshard.engine.program import merged, others, picked
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.layout import Layout, Leaf, is_padded, padding_in
-from jshard.plans.memories import fetched, key_texts
+from jshard.plans.array_paths import key_texts
+from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
 from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, is_key, role

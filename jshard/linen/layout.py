@@ -16,12 +16,13 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jshard import _compat
 from jshard.errors import AnnotationError
+from jshard.plans.array_paths import Keys, key_texts, tail_in
 from jshard.plans.checks import check_patterns_used
-from jshard.plans.memories import Keys, StatePlaces, key_texts, tail_in
 from jshard.plans.padding import OF_STORAGE, Padding
 from jshard.plans.placement import Placement
 from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, as_stored, make_plan
 from jshard.plans.policies import UnitPolicy
+from jshard.plans.state_places import StatePlaces
 from jshard.plans.units import Path, Unit, as_filter, dotted, inside, with_views
 
 _LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers of a loop; below that the time is negligible

@@ -17,23 +17,12 @@ from jshard.engine.created import created
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Layout, Trained, boxed, boxed_like, joined, unboxed
-from jshard.plans.checks import check_replicated
-from jshard.plans.memories import (
-    Keys,
-    StatePlaces,
-    UpdateLayout,
-    fetched,
-    key_texts,
-    parts_of,
-    paths_of,
-    placed_like,
-    sharding_of,
-    streamed,
-    to_device,
-    to_host,
-    update_layout,
-)
+from jshard.plans.array_paths import Keys, key_texts, paths_of
+from jshard.plans.memories import fetched, placed_like, sharding_of, to_device, to_host
 from jshard.plans.placement import Placement
+from jshard.plans.replication import check_replicated
+from jshard.plans.state_places import StatePlaces, UpdateLayout, update_layout
+from jshard.plans.streamed_updates import parts_of, streamed
 
 # Optimizer state.
 

@@ -26,9 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jshard import _compat
 from jshard.engine.rules import record_of
 from jshard.errors import CallError
-from jshard.plans.memories import key_texts, update_layout
+from jshard.plans.array_paths import key_texts
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.placement import axes_of
+from jshard.plans.state_places import update_layout
 
 _BIG = 1024  # elements; a smaller array is not treated as a matrix
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}

@@ -276,6 +276,18 @@ def check_mesh(value: Any) -> AnyMesh:
     return with_auto_axes(value)
 
 
+def check_has_devices(mesh: AnyMesh, where: str, *, requested: AnyMesh | None = None) -> Mesh:
+    """Returns an annotation's mesh; raises if it has no devices, or differs from a mesh that the user requested."""
+    if isinstance(mesh, Mesh) and (requested is None or check_mesh(requested) == mesh):
+        return mesh
+    raise MeshError(
+        "Arrays cannot be placed on this mesh.",
+        where=where,
+        why="the annotation used another." if isinstance(mesh, Mesh) else "the annotation used an abstract mesh.",
+        do="mesh = js.mesh(fsdp=-1)  # the same for js.fully_shard and js.shard_init",
+    )
+
+
 def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
     """The mesh with Explicit axes made Auto, so that the model's code need not specify shardings."""
     types = (AxisType.Auto,) * len(mesh.axis_names)

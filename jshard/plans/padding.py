@@ -8,7 +8,6 @@ maps over them averages over the padding too: `jshard.engine.padded` refuses it.
 
 import contextlib
 import contextvars
-import copyreg
 import dataclasses
 import functools
 import math
@@ -22,6 +21,7 @@ from flax import nnx
 from jax import lax
 
 from jshard import _compat
+from jshard.plans.class_swap import swapped_class
 from jshard.plans.placement import Placement
 
 V = TypeVar("V", bound=nnx.Variable)
@@ -192,23 +192,12 @@ def unpadded(cls: type) -> type:
 
 @functools.cache
 def _padded_class(base: type[nnx.Variable], padding: Padding) -> type[nnx.Variable]:
-    body = {
-        "__slots__": (),
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
+    attributes = {
+        "__slots__": (),  # Python swaps the class of an object only for one with the same slots
         "_jshard_unpadded": base,
         "_jshard_padding": padding,
     }
-    return _metaclass(type(base))(base.__name__, (_LogicalReads, base), body)
-
-
-@functools.cache
-def _metaclass(meta: type) -> type:
-    """Its own metaclass, so that pickle knows how to rebuild a padded class."""
-    made = type("PaddedMeta", (meta,), {})
-    copyreg.pickle(made, lambda cls: (_padded_class, (cls._jshard_unpadded, cls._jshard_padding)))  # type: ignore[arg-type]
-    return made
+    return swapped_class(base, attributes, rebuild=(_padded_class, (base, padding)), mixins=(_LogicalReads,))
 
 
 @contextlib.contextmanager

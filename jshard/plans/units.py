@@ -1,6 +1,5 @@
 """Units of an nnx module: a module's class is swapped for a subclass that carries the unit; choosing submodules."""
 
-import copyreg
 import dataclasses
 import fnmatch
 import functools
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard.errors import AnnotationError
+from jshard.plans.class_swap import swapped_class
 from jshard.plans.mesh import NUMBERS, AnyMesh
 from jshard.plans.placement import PlacementPolicy
 from jshard.plans.policies import UnitPolicy
@@ -118,20 +118,17 @@ def detach(module: nnx.Module) -> None:
     object.__setattr__(module, "__class__", plain_class(module))
 
 
-@functools.cache
+@functools.cache  # equal layers have equal records, and so one class
 def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -> type[nnx.Module]:
-    body: dict[str, Any] = {
+    routed_methods = {name: _routed(method, route) for name, method in _methods(base)}
+    attributes = {
         "_jshard_unit": unit,
         "_jshard_base": base,
         "_jshard_route": staticmethod(route),
         "__annotations__": {},
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
+        **routed_methods,
     }
-    body |= {name: _routed(method, route) for name, method in _methods(base)}
-    metaclass = _unit_metaclass(type(base))
-    return metaclass(base.__name__, (base,), body, pytree=base._pytree__is_pytree)
+    return swapped_class(base, attributes, rebuild=(_unit_class, (base, unit, route)), pytree=base._pytree__is_pytree)
 
 
 def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -149,18 +146,6 @@ def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[.
         return route(self, method, args, kwargs)
 
     return call
-
-
-@functools.cache
-def _unit_metaclass(meta: type) -> type:
-    """Its own metaclass, so that pickle knows how to rebuild a unit's class."""
-    made = type("UnitMeta", (meta,), {})
-    copyreg.pickle(made, _reduce_class)  # type: ignore[arg-type]
-    return made
-
-
-def _reduce_class(cls: Any) -> tuple:
-    return _unit_class, (cls._jshard_base, cls._jshard_unit, cls._jshard_route)
 
 
 def is_key(x: Any) -> bool:

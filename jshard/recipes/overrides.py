@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jshard._parsing import is_text, shown, whole_number
-from jshard.api.fully_shard import SETTINGS
+from jshard.api.revise import SETTINGS
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.recipe import Recipe

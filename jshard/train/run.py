@@ -23,7 +23,7 @@ from jshard._live import at_work
 from jshard._paths import expanded
 from jshard._processes import all_or_none, is_primary
 from jshard._text import counted
-from jshard.api.gradients import loss_scale_of
+from jshard.api.loss_scale import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.checkpoint.restoring import Extra
