@@ -18,7 +18,7 @@ from jshard.engine.values import is_array, raw
 from jshard.plans.call_checks import check_has_arrays, check_stored, warn_of_unplanned
 from jshard.plans.checks import check_axes_are_placed
 from jshard.plans.memories import place_variable, stored_array
-from jshard.plans.mesh import NUMBERS
+from jshard.plans.numeric import NUMBERS
 from jshard.plans.padding import Padding, is_as_placed, padding_of, store
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, as_stored

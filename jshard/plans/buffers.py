@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.plans.mesh import NUMBERS
+from jshard.plans.numeric import NUMBERS
 
 _Buffer = tuple[int, int]
 """The id of a device, and an address in its memory."""

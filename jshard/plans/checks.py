@@ -12,7 +12,8 @@ from flax import nnx
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
-from jshard.plans.mesh import EXPERT, TENSOR, AnyMesh, degree, is_numeric
+from jshard.plans.mesh import EXPERT, TENSOR, AnyMesh, degree
+from jshard.plans.numeric import is_numeric
 from jshard.plans.placement import PARAMS, Entry, Placement, PlacementPolicy, axes_of
 from jshard.plans.policies import OFFLOADED, UnitPolicy, check_setting
 from jshard.plans.replication import others_of

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.class_swap import swapped_class
-from jshard.plans.mesh import NUMBERS, AnyMesh
+from jshard.plans.mesh import AnyMesh
+from jshard.plans.numeric import NUMBERS
 from jshard.plans.placement import PlacementPolicy
 from jshard.plans.policies import UnitPolicy
 

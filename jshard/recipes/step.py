@@ -28,7 +28,7 @@ from jshard.facts.devices import peak_of
 from jshard.plans.buffers import apart, as_array, placed_apart
 from jshard.plans.call_checks import check_has_arrays
 from jshard.plans.memories import to_device
-from jshard.plans.mesh import is_numeric
+from jshard.plans.numeric import is_numeric
 from jshard.plans.padding import padding_kept
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of

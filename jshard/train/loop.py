@@ -28,7 +28,8 @@ from jshard._processes import exchange
 from jshard.data.loader import HeldOutBatches
 from jshard.errors import RunError
 from jshard.launch import StopSignal, doing, note, stall, step_done
-from jshard.plans.mesh import num_processes, shard_batch
+from jshard.plans.batch import shard_batch
+from jshard.plans.mesh import num_processes
 from jshard.recipes.step import EvalStep, HeldModel, Scalars, TrainStep
 from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
