@@ -21,7 +21,8 @@ from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Entry, Placement, PlacementPolicy
 from jshard.plans.plan import Leaf, make_plan
-from jshard.plans.policies import Fallback, MixedPrecision, Remat, UnitPolicy
+from jshard.plans.policies import Fallback, MixedPrecision, UnitPolicy
+from jshard.plans.remat import Remat
 from jshard.plans.units import (
     LogicalOptimizer,
     Path,

@@ -15,7 +15,8 @@ from jshard.plans.memories import check_offload
 from jshard.plans.mesh import EXPERT, TENSOR, AnyMesh, degree
 from jshard.plans.numeric import is_numeric
 from jshard.plans.placement import PARAMS, Entry, Placement, PlacementPolicy, axes_of
-from jshard.plans.policies import OFFLOADED, UnitPolicy, check_setting
+from jshard.plans.policies import UnitPolicy, check_setting
+from jshard.plans.remat import OFFLOADED
 from jshard.plans.replication import others_of
 from jshard.plans.units import (
     Path,
