@@ -25,7 +25,7 @@ from jshard.inspect.profile import read_profile as read_profile
 from jshard.occupancy.overlap import tune_overlap as tune_overlap
 from jshard.parallel.owned import shard_matrices as shard_matrices
 from jshard.plans.batch import shard_batch as shard_batch
-from jshard.plans.mesh import mesh as mesh
+from jshard.plans.make_mesh import mesh as mesh
 from jshard.plans.placement import PlacementPolicy as PlacementPolicy
 from jshard.plans.plan import ShardPlan as ShardPlan
 from jshard.plans.plan import plan as plan

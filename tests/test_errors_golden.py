@@ -33,7 +33,7 @@ from jshard.api.revise import revise
 from jshard.engine.created import check_same
 from jshard.engine.rules import PRIMITIVES
 from jshard.errors import MeshError
-from jshard.plans.mesh import _in_torus
+from jshard.plans.make_mesh import _in_torus
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers, submodule_before_init

@@ -151,7 +151,7 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
     chosen_modules = []
     kinds: dict[str, str] = {}  # classes of the submodules, each with the path of one
     for root in modules:
-        for path, node in nnx.iter_graph(root):
+        for path, node in nnx.iter_graph(root):  # inner nodes first
             is_submodule = bool(path) and isinstance(node, nnx.Module) and not isinstance(node, nnx.List)
             if not is_submodule:
                 continue
@@ -203,6 +203,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     checks.check_new_unit(module, record)
     checks.check_variables(module)
     _replace_numbers_by_arrays(module)
+    # A unit before its plan is made: the plan is that of all units in the module, itself included.
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
     units = _units_seen_from(module)
     leaves = _leaves(module)
@@ -211,7 +212,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     except AnnotationError:
         detach(module)
         raise
-    optimizer = None
+    optimizer = None  # shared by all units: once one is made for the model, each of them knows
     if any(leaf.placement.padding for leaf in plan.leaves):
         line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
         optimizer = LogicalOptimizer(line)
@@ -301,6 +302,7 @@ def _model_axes(variable: nnx.Param) -> tuple[Entry, ...]:
 def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
     """Stores the value of a parameter as planned: padded, sharded, in its memory."""
     padding = Padding.of(placement)
+    # A unit inside, annotated before, may have stored it with another padding: the root can allow it to be replicated.
     as_planned = variable if padding_of(variable) == padding else logical(variable)
     value = as_planned.get_raw_value()
     if padding is not None:

@@ -72,7 +72,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
         where = f"shard_init({type(annotate).__name__})"
         concrete_mesh = check_has_devices(annotation_for(annotate).root.mesh, where, requested=mesh)
         return linen_arrays(build, annotate, concrete_mesh)
-    graphdef, shapes = _shapes(build)
+    graphdef, shapes = _shapes(build)  # of the plain model, which is annotated twice: for its plan, and with arrays
     abstract: Any = _annotated(nnx.merge(graphdef, shapes), annotate)
     where = f"shard_init({plain_class(abstract).__name__})"
     concrete_mesh = check_has_devices(record_of(abstract).mesh, where, requested=mesh)
@@ -95,7 +95,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
 
     arrays = created(init, shardings, concrete_mesh, where)
     model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
-    for path, variable in walk(model):
+    for path, variable in walk(model):  # merged from the plain model: the variables do not know of their padding yet
         if path in planned:
             store(variable, padding_of(planned[path]), variable.get_raw_value())
     return _annotated(model, annotate)  # the arrays are already placed: nothing moves

@@ -97,7 +97,7 @@ def shard_optimizer(
         optimizer = type(abstract)(model_on_device, abstract.tx, wrt=wrt)
         return nnx.state(_with_padding(optimizer, _places(model, over_replica=shard_replicated)))
 
-    state = jax.jit(init, out_shardings=shardings)(model_state)
+    state = jax.jit(init, out_shardings=shardings)(model_state)  # no device ever has the whole state
     return _with_homes(nnx.merge(graphdef, state))
 
 
@@ -112,7 +112,7 @@ def abstract_optimizer(
     _check_mesh_of_transformation(tx, mesh, name)
     _pad_replaced_parameters(model, unit)
     if unit.optimizer is not None:
-        unit.optimizer.exists = True
+        unit.optimizer.exists = True  # from here on, gradients of padded parameters are not refused
     places = _places(model, over_replica=shard_replicated)
     placed_tx = _placed_transformation(tx, places, _places(model, over_replica=False), mesh)
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer

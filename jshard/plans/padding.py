@@ -28,6 +28,7 @@ V = TypeVar("V", bound=nnx.Variable)
 
 _MISSING = object()
 _padding_is_kept: contextvars.ContextVar[bool] = contextvars.ContextVar("padding_is_kept", default=False)
+# Attributes of an array that belong to the stored one: the logical array exists only when it is read.
 OF_STORAGE = frozenset(
     "dtype sharding committed addressable_shards global_shards is_fully_addressable is_fully_replicated is_deleted"
     " delete block_until_ready".split()
@@ -144,6 +145,7 @@ class _LogicalReads:
         return self._jshard_padding.cleared(self._jshard_padding.pad(value))
 
     def __getattr__(self: Any, name: str) -> Any:
+        # Called for what the class lacks: metadata, and attributes of the value, most of which are the logical one's.
         if name in OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
             return nnx.Variable.__getattr__(self, name)
         return getattr(self._jshard_padding.cut(self.get_raw_value()), name)

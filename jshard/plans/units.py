@@ -31,7 +31,9 @@ Path = tuple[Any, ...]
 ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 """State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers."""
 
-OWN, NESTED, OUTER = "own", "nested", "outer"
+OWN = "own"
+NESTED = "nested"
+OUTER = "outer"
 
 
 def role(owner: Path | None) -> str:
@@ -218,7 +220,7 @@ def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
                 continue
             visited.add(id(node))
         yield path, node
-        for key, child in reversed(_compat.children(node).items()):
+        for key, child in reversed(_compat.children(node).items()):  # the last on the stack is visited first
             if settings or type(child) not in _compat.SETTINGS:
                 stack.append(((*path, key), child))
 
