@@ -150,9 +150,8 @@ class _Stack:
 
 
 def _modules_of(layers: Any) -> list[nnx.Module]:
-    if isinstance(layers, nnx.Sequential):
-        return list(layers.layers)
-    return list(layers)
+    modules: Any = layers.layers if isinstance(layers, nnx.Sequential) else layers
+    return list(modules)
 
 
 def _run_in_python(stack: _Stack) -> Any:
