@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jshard.engine.accumulate import Loss, accumulated
 from jshard.engine.border import opened
@@ -23,15 +24,18 @@ from jshard.plans.placement import Placement
 from jshard.plans.plan import as_stored, record_of
 from jshard.plans.units import Path, Unit, dotted, plain_class, units_in
 
+LossFunction = Callable[..., Any]
+"""Of a model, or the parameters of one, and of the arrays of a batch."""
+
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFunction,
     *,
     model: nn.Module | None = None,
     accumulate: int = 1,
     sync: str = "each",
     has_aux: bool = False,
-    wrt: Any = nnx.Param,
+    wrt: Filter = nnx.Param,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
@@ -111,7 +115,7 @@ class _Settings:
     wrt: Any
 
 
-def _nnx_gradients(loss_fn: Callable[..., Any], model: nnx.Module, batch: tuple[Any, ...], settings: _Settings) -> Any:
+def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Any, ...], settings: _Settings) -> Any:
     """Returns the loss, with aux if it has one, and the gradients; changes the model's state."""
     unit = record_of(model)
     check_has_arrays(f"{plain_class(model).__name__}.__call__", jax.tree.leaves(nnx.state(model)))
@@ -129,7 +133,7 @@ def _nnx_gradients(loss_fn: Callable[..., Any], model: nnx.Module, batch: tuple[
 
 
 def _linen_gradients(
-    model: nn.Module, loss_fn: Callable[..., Any], params: Any, batch: tuple[Any, ...], settings: _Settings
+    model: nn.Module, loss_fn: LossFunction, params: Any, batch: tuple[Any, ...], settings: _Settings
 ) -> Any:
     """Returns the loss, with aux if it has one, and the gradients."""
     layout = annotation_for(model).layout
@@ -146,7 +150,7 @@ def _linen_gradients(
     return ((value, aux) if has_aux else value), grads
 
 
-def _mean(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _mean(loss_fn: LossFunction, has_aux: bool) -> LossFunction:
     """Returns the loss function, with the mean in place of a `WeightedMean`."""
 
     @functools.wraps(loss_fn)
@@ -159,7 +163,7 @@ def _mean(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     return run
 
 
-def _nnx_loss(loss_fn: Callable[..., Any], model: nnx.Module, unit: Unit, settings: _Settings) -> Loss:
+def _nnx_loss(loss_fn: LossFunction, model: nnx.Module, unit: Unit, settings: _Settings) -> Loss:
     """Returns the loss as a function of the trained parameters, the frozen ones, and the other state of the model."""
     wrt = settings.wrt
     graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)

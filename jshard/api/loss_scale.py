@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jshard.api.gradients import value_and_grad
+from jshard.api.gradients import LossFunction, value_and_grad
 from jshard.engine.weighted import with_total
 from jshard.errors import AnnotationError
 from jshard.plans.memories import back, to_device
@@ -34,9 +34,9 @@ class LossScaleState(NamedTuple):
         inner: the state of the optimizer.
     """
 
-    scale: Any
-    good_steps: Any
-    skipped: Any
+    scale: jax.Array
+    good_steps: jax.Array
+    skipped: jax.Array
     inner: Any
 
 
@@ -134,7 +134,7 @@ def _array(x: Any) -> Any:
 
 
 def scaled_value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFunction,
     optimizer: nnx.Optimizer,
     *,
     accumulate: int = 1,

@@ -1,7 +1,6 @@
 """Checks when an annotated model is called: it has arrays, and its parameters are those that were planned."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from flax import nnx
@@ -13,7 +12,7 @@ from jshard.plans.placement import Placement
 from jshard.plans.units import Path, dotted
 
 
-def check_has_arrays(name: str, values: Iterable[Any]) -> None:
+def check_has_arrays(name: str, values: Iterable[object]) -> None:
     """Raises for a call of a model without arrays."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in values):
         raise CallError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jshard import _compat
 from jshard.errors import AnnotationError
@@ -46,7 +47,7 @@ def check_modules(modules: list[Any]) -> None:
         )
 
 
-def check_placement(placement: Any) -> PlacementPolicy:
+def check_placement(placement: PlacementPolicy | None) -> PlacementPolicy:
     """Returns the placement; the default one for None. Raises for any other type."""
     is_valid = placement is None or isinstance(placement, PlacementPolicy)
     line = "js.fully_shard(block, mesh=mesh, placement=js.PlacementPolicy(shard_dim=0))"
@@ -266,7 +267,7 @@ def no_unit_chosen(kind: str, units: str, kinds: Mapping[str, str], pattern: str
     )
 
 
-def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") -> None:
+def check_patterns_used(choice: Filter, paths: set[str], setting: str = "ignored") -> None:
     """Raises for a pattern in `ignored`, or another setting, that matches none of the paths."""
     filters = choice if isinstance(choice, tuple) else (choice,)
     patterns = [one.pattern for one in filters if isinstance(one, PathPattern)]

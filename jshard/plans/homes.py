@@ -43,7 +43,7 @@ class Home:
             return _put(value, self.sharding)
         return value
 
-    def is_elsewhere(self, value: Any) -> bool:
+    def is_elsewhere(self, value: object) -> bool:
         """Returns whether a value belongs here and is not here."""
         if not isinstance(value, _ARRAYS) or _compat.is_tracer(value) or value.shape != self.shape:
             return False
@@ -62,7 +62,7 @@ def settle_in(variable: nnx.Variable, home: Home | None) -> None:
     _compat.settle(variable)
 
 
-def place_of(value: Any) -> str:
+def place_of(value: object) -> str:
     """Returns where an array is, as text."""
     if not isinstance(value, jax.Array):
         return "an array of the host"

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import jax
 import numpy as np
@@ -13,6 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jshard._text import counted
 from jshard.errors import MeshError
 from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, AnyMesh, slice_of
+
+Devices: TypeAlias = Sequence[jax.Device] | int | None  # pyright: ignore[reportInvalidTypeForm]
+"""The devices of a mesh; a number, of a mesh whose devices need not exist; None, all devices."""
 
 _ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them: they appear in no program, plan or message
 
@@ -44,7 +47,7 @@ def mesh(
     expert: int = 1,
     context: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | int | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    devices: Devices = None,
     **unknown: int,
 ) -> AnyMesh:
     """Arranges the devices over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
@@ -92,7 +95,7 @@ def mesh(
     return Mesh(arranged, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def _shape_for(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
+def _shape_for(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Devices) -> dict[str, int]:
     """Returns the axes of the mesh and their degrees; axes on demand are left out at degree 1."""
     degrees = _fill(requested, unknown, count, devices)
     return {axis: n for axis, n in degrees.items() if axis not in _ON_DEMAND or n > 1}
@@ -124,7 +127,7 @@ def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     return mesh_utils.create_hybrid_device_mesh(sizes_in_slice, slices_per_axis, devices)
 
 
-def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
+def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Devices) -> dict[str, int]:
     """Returns the degrees in axis order, with -1 replaced by the remaining devices.
 
     Args:
@@ -152,7 +155,9 @@ class _Problem:
     hint: str = ""
 
 
-def _problem_of(requested: Mapping[str, int], unknown: Mapping[str, int], count: int, devices: Any) -> _Problem | None:
+def _problem_of(
+    requested: Mapping[str, int], unknown: Mapping[str, int], count: int, devices: Devices
+) -> _Problem | None:
     """Returns what is wrong with the requested degrees, or None; the arguments are those of `_fill`."""
     if unknown:
         return _Problem(
@@ -176,7 +181,7 @@ def _problem_of(requested: Mapping[str, int], unknown: Mapping[str, int], count:
 
 
 def _problem_of_count(
-    requested: Mapping[str, int], count: int, devices: Any, *, has_open_axis: bool
+    requested: Mapping[str, int], count: int, devices: Devices, *, has_open_axis: bool
 ) -> _Problem | None:
     """Returns what is wrong with the number of devices, or None. The degrees are valid, one of them may be -1."""
     fixed = _product(requested)
@@ -192,7 +197,7 @@ def _problem_of_count(
     )
 
 
-def _is_degree(n: Any) -> bool:
+def _is_degree(n: object) -> bool:
     """Returns whether a value is a degree, or -1 for the rest; True is no number of devices."""
     return type(n) is int and (n >= 1 or n == -1)
 
@@ -225,7 +230,7 @@ def _largest_divisor(number: int, *, at_most: int) -> int:
     return max(n for n in range(1, min(at_most, number) + 1) if number % n == 0)
 
 
-def _nearest_call(requested: Mapping[str, Any], count: int, devices: Any) -> str:
+def _nearest_call(requested: Mapping[str, Any], count: int, devices: Devices) -> str:
     """Returns the call of `mesh` nearest to the requested one that works on the given devices."""
     words = [f"{axis}={n}" for axis, n in nearest_degrees(requested, count).items()]
     if devices is not None and count > 0:
@@ -234,7 +239,7 @@ def _nearest_call(requested: Mapping[str, Any], count: int, devices: Any) -> str
     return f"js.mesh({', '.join(words)})"
 
 
-def _other_devices(needed: int, count: int, devices: Any) -> str:
+def _other_devices(needed: int, count: int, devices: Devices) -> str:
     """Returns a further hint if there are more devices than needed, or fewer and they are CPU devices."""
     if devices is None and needed < count:
         return f"  # or devices=jax.devices()[:{needed}]"

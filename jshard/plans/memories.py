@@ -36,7 +36,7 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
         )
 
 
-def sharding_of(mesh: Any, spec: PartitionSpec, *, on_host: bool) -> NamedSharding:
+def sharding_of(mesh: AnyMesh, spec: PartitionSpec, *, on_host: bool) -> NamedSharding:
     """Returns a sharding in the host's memory, or the device's."""
     if on_host:
         return _compat.host_sharding(mesh, spec)

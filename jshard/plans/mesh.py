@@ -26,7 +26,7 @@ REGION_AXES = (*DATA_AXES, CONTEXT)
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
-def check_mesh(value: Any) -> AnyMesh:
+def check_mesh(value: object) -> AnyMesh:
     """Returns an annotation's mesh with Auto axes; a MeshError if jshard cannot shard over it."""
     if not isinstance(value, (Mesh, AbstractMesh)):
         raise MeshError(

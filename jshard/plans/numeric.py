@@ -1,7 +1,5 @@
 """Which objects are arrays of numbers, or numbers: what a variable, an argument or a batch may hold."""
 
-from typing import Any
-
 import numpy as np
 
 NUMBERS = (bool, int, float, complex)
@@ -10,7 +8,7 @@ NUMBERS = (bool, int, float, complex)
 _NOT_NUMERIC_KINDS = "OUSMm"  # NumPy's objects, texts, bytes, dates and spans of time
 
 
-def is_numeric(x: Any) -> bool:
+def is_numeric(x: object) -> bool:
     """Returns whether an object is an array that JAX takes, traced or abstract, or a number."""
     if isinstance(x, (np.ndarray, np.generic)):
         is_record = x.dtype.type is np.void  # its kind is also that of JAX's dtypes, such as bfloat16

@@ -163,7 +163,7 @@ class _LogicalReads:
         return math.prod(self.shape)
 
 
-def padding_of(variable: Any) -> Padding | None:
+def padding_of(variable: object) -> Padding | None:
     """Returns the padding of a variable's stored array; None if it has none."""
     return getattr(type(variable), "_jshard_padding", None)
 

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.filterlib import Filter
+from jax.typing import DTypeLike
 
 from jshard._parsing import FormError, checked, parse_json
 from jshard._text import human_bytes
@@ -389,7 +391,7 @@ def _name_for_dtypes(names: list[str], unit: Unit) -> str:
     return next(kept_names, names[0])
 
 
-def as_stored(leaf: LeafPlan, dtype: Any, units: Callable[[], Mapping[Path, Unit]]) -> LeafPlan:
+def as_stored(leaf: LeafPlan, dtype: DTypeLike, units: Callable[[], Mapping[Path, Unit]]) -> LeafPlan:
     """Returns a parameter with the dtypes that follow from the one that is stored now.
 
     A model may be cast as a whole or in part after it was annotated. As in plain Flax, it then computes in its new
@@ -481,7 +483,7 @@ def _tuples(data: Any) -> Any:
     return data
 
 
-def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
+def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
     """Where every parameter of an annotated model is; the model may be concrete or abstract.
 
     Args:
@@ -536,7 +538,9 @@ def _parameters_by_first_path(model: nnx.Module) -> dict[Path, nnx.Param]:
     return parameters
 
 
-def _trained_others(model: nnx.Module, is_trained: Callable[[Path, Any], bool], root: Unit) -> Iterator[LeafPlan]:
+def _trained_others(
+    model: nnx.Module, is_trained: Callable[[Path, nnx.Variable], bool], root: Unit
+) -> Iterator[LeafPlan]:
     """Yields the trained float arrays of variables that are no `nnx.Param`: each device holds them whole."""
     degrees = dict(root.mesh.shape)
     root_name = _names({(): root})[()]
@@ -559,7 +563,7 @@ def unsharded_class(kind: str) -> str:
     return f"not an nnx.Param; to shard it: class {kind}(nnx.Param): ..."
 
 
-def record_of(model: Any) -> Unit:
+def record_of(model: object) -> Unit:
     """Returns the record of an annotated nnx model; raises AnnotationError for any other object."""
     unit = unit_of(model)
     if unit is None:
@@ -567,7 +571,7 @@ def record_of(model: Any) -> Unit:
     return unit
 
 
-def root_forgotten(model: Any) -> AnnotationError:
+def root_forgotten(model: object) -> AnnotationError:
     """Returns the error for a model whose root is not a unit, or that is not an nnx model."""
     if not isinstance(model, nnx.Module):
         return AnnotationError(

@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
@@ -15,7 +16,7 @@ Fallback = Literal["warn", "error"]
 _GATHERED_BY_SCALE = ("float8_e4m3fn", "float8_e5m2")
 
 
-def is_real_float(dtype: Any) -> bool:
+def is_real_float(dtype: DTypeLike) -> bool:
     """Returns whether a policy of dtypes applies to arrays of a dtype: real floats of 16 bits or more.
 
     A cast would drop the imaginary part of complex numbers, round integers and indices, and change floats of 8 bits or

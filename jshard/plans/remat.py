@@ -6,11 +6,15 @@ from types import MappingProxyType
 from typing import Any
 
 from jax import checkpoint_policies as jax_policies
+from jax.extend.core import Primitive
 
 from jshard._text import ATTENTION, CONTEXT, PRODUCT
 from jshard.errors import AnnotationError
 
-Remat = str | Callable[..., Any]
+Policy = Callable[..., Any]
+"""Decides by an equation's primitive, types and parameters what becomes of its results, as `jax.checkpoint` asks."""
+
+Remat = str | Policy
 """A name of `KEEPS` or `NAMED`, `"names:NAME,..."`, or a policy from `jax.checkpoint_policies`."""
 
 NONE = "none"
@@ -91,13 +95,13 @@ def kept_names(remat: Remat) -> tuple[str, ...]:
 
 
 @functools.cache  # one object for all units of a policy: functions are compared by identity
-def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
+def checkpoint_policy(remat: Remat) -> Policy | None:
     """Returns the `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
     if remat == FULL:
         return None
     requested = _requested_policy(remat)
 
-    def policy(prim: Any, *args: Any, **params: Any) -> Any:
+    def policy(prim: Primitive, *args: Any, **params: Any) -> Any:
         may_rename_parameter = prim.name in _FREE and params.get("name") != PRODUCT
         if may_rename_parameter and not _depends_on_name(requested, prim, args, params):
             return False
@@ -106,7 +110,7 @@ def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
     return policy
 
 
-def _requested_policy(remat: Remat) -> Callable[..., Any]:
+def _requested_policy(remat: Remat) -> Policy:
     """Returns the policy of a name, which knows nothing of gathered parameters."""
     if callable(remat):
         return remat
@@ -129,10 +133,10 @@ def _requested_policy(remat: Remat) -> Callable[..., Any]:
     return policy
 
 
-def _with_cudnn_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
+def _with_cudnn_attention(policy: Policy) -> Policy:
     """Returns a policy that also keeps the results of cuDNN attention, so that backward does not run it again."""
 
-    def with_attention(prim: Any, *args: Any, **params: Any) -> Any:
+    def with_attention(prim: Primitive, *args: Any, **params: Any) -> Any:
         return prim.name == ATTENTION or policy(prim, *args, **params)
 
     return with_attention
@@ -144,14 +148,14 @@ _PRODUCTS_BY_NAME = jax_policies.save_and_offload_only_these_names(
 _DOTS_OFFLOADED = jax_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
-def _products_offloaded(prim: Any, *args: Any, **params: Any) -> Any:
+def _products_offloaded(prim: Primitive, *args: Any, **params: Any) -> Any:
     """Offloads results of matrix products to host memory; those of our kernels are recognised by name."""
     if prim.name == "name":
         return _PRODUCTS_BY_NAME(prim, *args, **params)
     return _DOTS_OFFLOADED(prim, *args, **params)
 
 
-def _depends_on_name(policy: Callable[..., Any], prim: Any, args: tuple[Any, ...], params: dict[str, Any]) -> bool:
+def _depends_on_name(policy: Policy, prim: Primitive, args: tuple[Any, ...], params: dict[str, Any]) -> bool:
     """Returns whether a policy uses a value's name: a policy that keeps any value would also keep gathered parameters.
 
     A policy is a black box. So it is called again, with another name.

@@ -20,6 +20,9 @@ from jshard.plans.array_paths import Keys, tail_in
 from jshard.plans.memories import fetched, placed_like
 from jshard.plans.placement import Placement
 
+Update = Callable[..., list[Any]]
+"""A function of arrays, flat, that returns the updated ones."""
+
 _PART_BYTES = 8 * 2**20  # of parameters on a device: large enough to copy well
 _IN_FLIGHT = 2  # parts on the device at once: one is copied in or out while the other computes
 
@@ -74,7 +77,7 @@ def _positions_by_parameter(parameters: Mapping[Keys, Placement], paths: Sequenc
 
 
 def streamed(
-    function: Callable[..., list[Any]], arguments: Sequence[Any], parts: Sequence[UpdatePart], like: Sequence[Any]
+    function: Update, arguments: Sequence[jax.Array], parts: Sequence[UpdatePart], like: Sequence[jax.Array | None]
 ) -> list[Any]:
     """Returns the results of a function on the device; those of each part go to their memory before a later part.
 
@@ -112,7 +115,7 @@ def streamed(
 class _LazyProgram:
     """A traced function whose results are computed one by one, each with the missing values that it needs."""
 
-    def __init__(self, function: Callable[..., list[Any]], arguments: Sequence[Any]) -> None:
+    def __init__(self, function: Update, arguments: Sequence[jax.Array]) -> None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
         closed = jax.make_jaxpr(function)(*shapes)
         if any(map(_is_plain_call, closed.jaxpr.eqns)):  # calls of a whole tree would need all of it at once
@@ -123,7 +126,7 @@ class _LazyProgram:
         self._known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self._makers = {variable: eqn for eqn in closed.jaxpr.eqns for variable in eqn.outvars}
 
-    def unchanged_arguments(self, like: Sequence[Any]) -> list[Any]:
+    def unchanged_arguments(self, like: Sequence[jax.Array | None]) -> list[Any]:
         """Returns the results that are unchanged arguments, such as frozen parameters; None for the others."""
         unchanged: list[Any] = []
         for variable, target in zip(self._results, like, strict=True):
@@ -133,7 +136,7 @@ class _LazyProgram:
             unchanged.append(argument if stays else None)
         return unchanged
 
-    def set_arguments(self, positions: Sequence[int], values: Sequence[Any]) -> None:
+    def set_arguments(self, positions: Sequence[int], values: Sequence[jax.Array]) -> None:
         """Replaces some arguments from here on; values that were used before stay."""
         for i, x in zip(positions, values, strict=True):
             self._known.setdefault(self._inputs[i], fetched(x))
@@ -175,7 +178,7 @@ def _is_plain_call(eqn: JaxprEqn) -> bool:
     return not any(isinstance(x, jax.sharding.Sharding) for x in shardings)
 
 
-def _run_without_calls(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+def _run_without_calls(closed: ClosedJaxpr, arguments: Sequence[jax.Array]) -> list[Any]:
     """Returns the results of a program, with each jitted function in it traced equation by equation."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh
 
 from jshard import _compat
@@ -30,6 +31,12 @@ Path = tuple[Any, ...]
 
 ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 """State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers."""
+
+Method = Callable[..., Any]
+"""A method of a module's class, as a function."""
+
+Route = Callable[[nnx.Module, Method, tuple[Any, ...], dict[str, Any]], Any]
+"""Receives the calls of a unit: its module, the method, positional and keyword arguments; returns the result."""
 
 OWN = "own"
 NESTED = "nested"
@@ -97,7 +104,7 @@ def _rebuild_unit(fields: dict[str, Any], axes: tuple[Any, Any, Any], device_ids
     return Unit(Mesh(devices, names, axis_types=types), **fields)
 
 
-def unit_of(module: Any) -> Unit | None:
+def unit_of(module: object) -> Unit | None:
     """Returns the record of a unit's module; None for any other object."""
     return getattr(type(module), "_jshard_unit", None)
 
@@ -107,7 +114,7 @@ def plain_class(module: nnx.Module) -> type[nnx.Module]:
     return getattr(type(module), "_jshard_base", type(module))
 
 
-def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
+def attach(module: nnx.Module, unit: Unit, route: Route) -> None:
     """Makes the module a unit, or renews its record. `route(self, method, args, kwargs)` receives its calls."""
     object.__setattr__(module, "__class__", _unit_class(plain_class(module), unit, route))
 
@@ -130,7 +137,7 @@ def detach(module: nnx.Module) -> None:
 
 
 @functools.cache  # equal layers have equal records, and so one class
-def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -> type[nnx.Module]:
+def _unit_class(base: type[nnx.Module], unit: Unit, route: Route) -> type[nnx.Module]:
     routed_methods = {name: _routed(method, route) for name, method in _methods(base)}
     attributes = {
         "_jshard_unit": unit,
@@ -142,7 +149,7 @@ def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -
     return swapped_class(base, attributes, rebuild=(_unit_class, (base, unit, route)), pytree=base._pytree__is_pytree)
 
 
-def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Method]]:
     """Yields the methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
     for name in dir(base):
         is_public = not name.startswith("_") and not hasattr(nnx.Module, name)
@@ -151,7 +158,7 @@ def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]
             yield name, method
 
 
-def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(method: Method, route: Route) -> Method:
     """Returns a method whose calls go to the route."""
 
     @functools.wraps(method)
@@ -161,7 +168,7 @@ def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[.
     return call
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: object) -> bool:
     """Returns whether an array holds random keys: these have no bytes to split, and every device has them whole."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
@@ -206,7 +213,7 @@ def holds_array(variable: nnx.Variable) -> bool:
     return hasattr(value, "shape") or isinstance(value, NUMBERS)
 
 
-def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
+def walk(graph: object, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
     """Yields every node and variable in a graph of modules, once, with its first path, outer before inner.
 
     Like `nnx.iter_graph`, but several times faster: numbers, names and functions are skipped except for `settings`.
@@ -275,11 +282,11 @@ def numberless(path: str) -> str:
 
 # Choices of units and of parameters by users: classes, patterns, functions.
 
-UnitChoice = type | str | Callable[[str, Any], bool]
+UnitChoice = type | str | Callable[[str, nnx.Module], bool]
 """A class, a pattern of paths such as `"blocks/*"`, or a function of (path, module)."""
 
 
-def chosen(choice: UnitChoice, path: str, module: Any) -> bool:
+def chosen(choice: UnitChoice, path: str, module: object) -> bool:
     """Returns whether a submodule at a path is chosen."""
     if isinstance(choice, type):
         return isinstance(module, choice)
@@ -289,7 +296,7 @@ def chosen(choice: UnitChoice, path: str, module: Any) -> bool:
     return _answer_of(choice, path, module)
 
 
-def _answer_of(choice: Any, path: str, module: Any) -> bool:
+def _answer_of(choice: Any, path: str, module: object) -> bool:
     """Returns what a function of (path, module) answers; raises for one that makes modules, and for other objects."""
     answer: Any = None
     cause: Exception | None = None
@@ -308,7 +315,7 @@ def _answer_of(choice: Any, path: str, module: Any) -> bool:
     ) from cause
 
 
-def as_filter(choice: Any) -> Any:
+def as_filter(choice: Any) -> Filter:
     """Returns an nnx filter from filters and path patterns of parameters; hashable, because it is part of records."""
     if choice is None:
         return False
@@ -325,6 +332,6 @@ class PathPattern:
 
     pattern: str
 
-    def __call__(self, path: Path, value: Any) -> bool:
+    def __call__(self, path: Path, value: object) -> bool:
         """Returns whether a parameter is chosen."""
         return fnmatch.fnmatch(dotted(path), self.pattern)
