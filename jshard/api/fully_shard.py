@@ -18,8 +18,9 @@ from jshard.plans.buffers import apart, as_array, placed_apart
 from jshard.plans.homes import settle_in
 from jshard.plans.memories import home_in, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
+from jshard.plans.model_axes import Entry
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
-from jshard.plans.placement import Entry, Placement, PlacementPolicy
+from jshard.plans.placement import Placement, PlacementPolicy
 from jshard.plans.plan import Leaf, make_plan
 from jshard.plans.policies import Fallback, MixedPrecision, UnitPolicy
 from jshard.plans.remat import Remat

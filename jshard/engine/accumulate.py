@@ -32,7 +32,8 @@ from jshard.plans.mesh import (
     region_axes,
     region_degree,
 )
-from jshard.plans.placement import Placement, spec_over
+from jshard.plans.model_axes import spec_over
+from jshard.plans.placement import Placement
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import Unit
 

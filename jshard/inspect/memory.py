@@ -13,7 +13,8 @@ from flax import nnx
 from jshard.inspect.activations import Activations
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import HOST_KIND
-from jshard.plans.placement import Placement, axes_of
+from jshard.plans.model_axes import axes_of
+from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.state_places import StatePlaces
 

@@ -28,7 +28,7 @@ from jshard.engine.rules import record_of
 from jshard.errors import CallError
 from jshard.plans.array_paths import key_texts
 from jshard.plans.mesh import AnyMesh
-from jshard.plans.placement import axes_of
+from jshard.plans.model_axes import axes_of
 from jshard.plans.state_places import update_layout
 
 _BIG = 1024  # elements; a smaller array is not treated as a matrix

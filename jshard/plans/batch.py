@@ -56,10 +56,14 @@ def _named_leaves(batch: Any) -> list[tuple[str, Any]]:
     return [(f"batch{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.leaves_with_path(batch)]
 
 
+def _with_shape(path: str, x: Any) -> str:
+    return f"{path}  shape {np.shape(x)}"
+
+
 def _no_sequence(batch: Any, context_degree: int) -> CallError:
     return CallError(
         "The batch has no sequence that splits over the context axis.",
-        where=[f"{path}  shape {np.shape(x)}" for path, x in _named_leaves(batch)],
+        where=[_with_shape(path, x) for path, x in _named_leaves(batch)],
         why=f"a sequence is dim 1 of an array, and none divides by {context_degree}.",
         do=f"pad the sequences to a multiple of {context_degree}, or js.mesh() without {CONTEXT!r}.",
     )
@@ -83,7 +87,7 @@ def _not_divisible(batch: Any, mesh: Mesh, layout: "_BatchLayout") -> CallError:
     from_each = f" from each of {layout.parts} processes" if layout.parts > 1 else ""
     return CallError(
         "The batch cannot be split over the data shards.",
-        where=[f"{path}  shape {np.shape(x)}" for path, x in _named_leaves(batch) if not layout.splits(x)],
+        where=[_with_shape(path, x) for path, x in _named_leaves(batch) if not layout.splits(x)],
         why=f"that many rows{from_each} over {layout.shards} data shards ({axes}).",
         do=f"use a global batch that is a multiple of {layout.shards}.",
     )

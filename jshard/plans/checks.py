@@ -14,8 +14,9 @@ from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
 from jshard.plans.mesh import EXPERT, TENSOR, AnyMesh, degree
+from jshard.plans.model_axes import Entry, axes_of
 from jshard.plans.numeric import is_numeric
-from jshard.plans.placement import PARAMS, Entry, Placement, PlacementPolicy, axes_of
+from jshard.plans.placement import PARAMS, Placement, PlacementPolicy
 from jshard.plans.policies import UnitPolicy, check_setting
 from jshard.plans.remat import OFFLOADED
 from jshard.plans.replication import others_of

@@ -17,7 +17,8 @@ from jshard._parsing import FormError, checked, parse_json
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.mesh import FSDP, hosts_along
-from jshard.plans.placement import Entry, Placement, PlacementPolicy, place, stored_as
+from jshard.plans.model_axes import Entry
+from jshard.plans.placement import Placement, PlacementPolicy, place, stored_as
 from jshard.plans.policies import COMPILER, MixedPrecision
 from jshard.plans.units import (
     ORDINARY_STATE,
