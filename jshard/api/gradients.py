@@ -24,6 +24,9 @@ from jshard.plans.placement import Placement
 from jshard.plans.plan import as_stored, record_of
 from jshard.plans.units import Path, Unit, dotted, plain_class, units_in
 
+Tree = Any
+"""A pytree of arrays, or of variables that hold them."""
+
 LossFunction = Callable[..., Any]
 """Of a model, or the parameters of one, and of the arrays of a batch."""
 
@@ -112,10 +115,10 @@ class _Settings:
     num_microbatches: int
     reduces_once: bool
     has_aux: bool
-    wrt: Any
+    wrt: Filter
 
 
-def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Any, ...], settings: _Settings) -> Any:
+def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Tree, ...], settings: _Settings) -> Any:
     """Returns the loss, with aux if it has one, and the gradients; changes the model's state."""
     unit = record_of(model)
     check_has_arrays(f"{plain_class(model).__name__}.__call__", jax.tree.leaves(nnx.state(model)))
@@ -133,7 +136,7 @@ def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Any, .
 
 
 def _linen_gradients(
-    model: nn.Module, loss_fn: LossFunction, params: Any, batch: tuple[Any, ...], settings: _Settings
+    model: nn.Module, loss_fn: LossFunction, params: Tree, batch: tuple[Tree, ...], settings: _Settings
 ) -> Any:
     """Returns the loss, with aux if it has one, and the gradients."""
     layout = annotation_for(model).layout
@@ -141,7 +144,7 @@ def _linen_gradients(
     has_aux = settings.has_aux
     if settings.num_microbatches == 1:
 
-        def loss_of_trained(trained: Any, *batch: Any) -> Any:
+        def loss_of_trained(trained: Tree, *batch: Any) -> Any:
             return _mean(loss_fn, has_aux)(joined(trained, frozen), *batch)
 
         return jax.value_and_grad(loss_of_trained, has_aux=has_aux)(trained, *batch)
@@ -168,7 +171,7 @@ def _nnx_loss(loss_fn: LossFunction, model: nnx.Module, unit: Unit, settings: _S
     wrt = settings.wrt
     graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
 
-    def run(params: Any, frozen: Any, state: Any, microbatch: Any) -> tuple[Any, tuple[Any, Any]]:
+    def run(params: Tree, frozen: Tree, state: Tree, microbatch: Tree) -> tuple[Any, tuple[Tree, Tree]]:
         live_model = nnx.merge(graphdef, params, frozen, state, copy=True)
         with parameters_fixed():
             result = loss_fn(live_model, *microbatch)
@@ -176,7 +179,7 @@ def _nnx_loss(loss_fn: LossFunction, model: nnx.Module, unit: Unit, settings: _S
         _, _, _, next_state = nnx.split(live_model, wrt, nnx.Param, ...)
         return loss, (aux, next_state)
 
-    def placements(state: Any) -> list[Placement | None]:  # in the order of its leaves: both are sorted
+    def placements(state: Tree) -> list[Placement | None]:  # in the order of its leaves: both are sorted
         result = []
         for path, variable in nnx.to_flat_state(state):
             placement = _current_placement(model, unit, path, variable)
@@ -196,7 +199,7 @@ def _current_placement(model: nnx.Module, unit: Unit, path: Path, variable: nnx.
     return as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model)).placement
 
 
-def _check_are_parameters(params: Any, name: str) -> None:
+def _check_are_parameters(params: Tree, name: str) -> None:
     """Raises for differentiated variables that are not parameters: they have no shards."""
     others = {path: v for path, v in nnx.to_flat_state(params) if not isinstance(v, nnx.Param)}
     if others:

@@ -37,7 +37,7 @@ class LossScaleState(NamedTuple):
     scale: jax.Array
     good_steps: jax.Array
     skipped: jax.Array
-    inner: Any
+    inner: optax.OptState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,13 @@ class LossScale:
         """
         inner = optax.with_extra_args_support(tx)
 
-        def init(params: Any) -> LossScaleState:
+        def init(params: optax.Params) -> LossScaleState:
             zero = jnp.zeros((), jnp.int32)
             return LossScaleState(jnp.asarray(self.initial, jnp.float32), zero, zero, inner.init(params))
 
-        def update(grads: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
+        def update(
+            grads: optax.Updates, state: LossScaleState, params: optax.Params | None = None, **extra: Any
+        ) -> tuple[optax.Updates, LossScaleState]:
             # The sum that clipping by the global norm needs too, so the compiler computes it once.
             is_finite = jnp.isfinite(optax.tree.norm(grads))
 
@@ -95,7 +97,7 @@ class LossScale:
 
         return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
-    def _next_state(self, state: LossScaleState, is_finite: jax.Array, inner: Any) -> LossScaleState:
+    def _next_state(self, state: LossScaleState, is_finite: jax.Array, inner: optax.OptState) -> LossScaleState:
         """Returns the state after an update; `inner` is that of the optimizer."""
         grows = state.good_steps + 1 >= self.growth_interval
         good_steps = jnp.where(is_finite & ~grows, state.good_steps + 1, 0)
@@ -117,7 +119,7 @@ def loss_scale_of(optimizer: Any) -> LossScaleState | None:
         65536.0
     """
 
-    def is_scale(node: Any) -> bool:
+    def is_scale(node: object) -> bool:
         return isinstance(node, LossScaleState)
 
     state = getattr(optimizer, "opt_state", optimizer)
@@ -128,7 +130,7 @@ def loss_scale_of(optimizer: Any) -> LossScaleState | None:
     return LossScaleState(_array(scale.scale), _array(scale.good_steps), _array(scale.skipped), scale.inner)
 
 
-def _array(x: Any) -> Any:
+def _array(x: Any) -> jax.Array:
     """Returns the array in a variable; `nnx.Optimizer` keeps its state in variables, Optax in plain arrays."""
     return x[...] if isinstance(x, nnx.Variable) else x
 

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.engine.context import during
@@ -92,7 +93,7 @@ def shard_optimizer(
     shardings = jax.tree.map(lambda x: x.sharding, state)
     model_graph, model_state = nnx.split(model)
 
-    def init(model_state: Any) -> Any:
+    def init(model_state: nnx.State) -> nnx.State:
         model_on_device = nnx.merge(model_graph, to_device(model_state))
         optimizer = type(abstract)(model_on_device, abstract.tx, wrt=wrt)
         return nnx.state(_with_padding(optimizer, _places(model, over_replica=shard_replicated)))
@@ -102,7 +103,7 @@ def shard_optimizer(
 
 
 def abstract_optimizer(
-    model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
+    model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Filter = nnx.Param, shard_replicated: bool = False
 ) -> nnx.Optimizer:
     """Returns what `shard_optimizer` would for a model, abstract or not, without arrays: shapes, dtypes, shardings."""
     _check_is_whole(model)
@@ -124,7 +125,7 @@ def abstract_optimizer(
     return _with_homes(nnx.merge(graphdef, nnx.from_flat_state(sharded)))
 
 
-def _check_is_whole(model: Any) -> None:
+def _check_is_whole(model: object) -> None:
     """Raises for a part of an annotated model that is not a unit: its parameters are placed, by a plan it has not."""
     if not isinstance(model, nnx.Module) or unit_of(model) is not None:
         return
@@ -233,10 +234,12 @@ def _placed_transformation(
         padding = places.padding(key_texts(path), getattr(leaf, "shape", ()))
         return leaf if padding is None else padding.cut(leaf)
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         return tx.init(jax.tree.map(logical, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
         constrained = places.held((grads, state), mesh)
         grads, state, params, extra = jax.tree.map_with_path(cut, (*constrained, params, extra))
         with during(update_layout, UpdateLayout(places, mesh)):
@@ -251,7 +254,7 @@ def _placed_transformation(
 class OffloadedOptimizer(nnx.Optimizer):
     """An `nnx.Optimizer` for arrays in host memory: they are updated on the device, then copied back."""
 
-    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
+    def update(self, model: nnx.Module, grads: optax.Updates, /, **kwargs: Any) -> optax.Updates:
         """Like `nnx.Optimizer.update`, one part of the parameters after another; the updates are on the device."""
         graphdef, state = nnx.split((model, self))
         leaves, tree = jax.tree.flatten(state)

@@ -17,6 +17,12 @@ from jshard.errors import CallError
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import Path, dotted, plain_class, unit_of
 
+Tree = Any
+"""A pytree of arrays, or of their shapes."""
+
+Rows = tuple[Tree, Tree, Tree]
+"""Parameters, other variables and per-layer arguments: of all layers, with a row for each, or one layer's."""
+
 
 def scan_layers(
     layers: Sequence[nnx.Module] | nnx.Module,
@@ -66,8 +72,8 @@ class _Stack:
         self,
         layers: Any,
         method: str,
-        x: Any,
-        xs: Any,
+        x: Tree,
+        xs: Tree,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -120,7 +126,7 @@ class _Stack:
             )
         return length
 
-    def run_layer(self, module: nnx.Module, x: Any, layer_row: Any) -> tuple[Any, Any]:
+    def run_layer(self, module: nnx.Module, x: Tree, layer_row: Tree) -> tuple[Tree, Any]:
         """Returns the carry and the output of one layer; `layer_row` is its row of `xs`."""
         method = getattr(module, self.call.method.__name__)
         result = method(x, *self._layer_inputs(layer_row), *self.args, **self.kwargs)
@@ -135,7 +141,7 @@ class _Stack:
             do="js.scan_layers(layers, x)",
         )
 
-    def _layer_inputs(self, layer_row: Any) -> tuple[Any, ...]:
+    def _layer_inputs(self, layer_row: Tree) -> tuple[Tree, ...]:
         """Returns the arguments that a layer has for itself: its row of `xs`, if there are any."""
         return () if self.xs is None else (layer_row,)
 
@@ -171,7 +177,7 @@ def _run_in_scan(stack: _Stack) -> Any:
     call = stack.call
     changed_state: FlatState = []
 
-    def layer(x: Any, rows: tuple[Any, Any, Any]) -> tuple[Any, tuple[Any, list[Any]]]:
+    def layer(x: Tree, rows: Rows) -> tuple[Tree, tuple[Tree, list[jax.Array]]]:
         params, state, layer_row = rows
         live = call.put_together(params, state, call.arrays)
         before = Snapshot.of(live)
@@ -180,7 +186,7 @@ def _run_in_scan(stack: _Stack) -> Any:
         changed_state[:] = before.changed_state(live, call.where)
         return x, (output, [raw(variable) for _, variable in changed_state])
 
-    def step(x: Any, rows: tuple[Any, Any, Any]) -> tuple[Any, tuple[Any, list[Any]]]:
+    def step(x: Tree, rows: Rows) -> tuple[Tree, tuple[Tree, list[jax.Array]]]:
         x_after, outputs = layer(x, rows)
         _check_carry(stack, x, x_after)
         return x_after, outputs
@@ -197,7 +203,7 @@ def _run_in_scan(stack: _Stack) -> Any:
     return (x, outputs) if stack.collect else x
 
 
-def _in_returned_dtypes(stack: _Stack, layer: Callable[[Any, Any], Any], row: Any) -> Any:
+def _in_returned_dtypes(stack: _Stack, layer: Callable[[Tree, Rows], Tree], row: Rows) -> Tree:
     """Returns the first layer's input, in the dtypes that a layer returns: a unit that casts its inputs accepts both.
 
     Args:
@@ -223,16 +229,16 @@ def _in_returned_dtypes(stack: _Stack, layer: Callable[[Any, Any], Any], row: An
     return jax.tree.map(in_returned_dtype, stack.x, returned)
 
 
-def _as_arrays(tree: Any) -> Any:
+def _as_arrays(tree: Tree) -> Tree:
     return jax.tree.map(jnp.asarray, tree)
 
 
-def _row(rows: Any, i: int) -> Any:
+def _row(rows: Tree, i: int) -> Tree:
     """Returns one layer's row of each array in a tree."""
     return jax.tree.map(lambda x: x[i], rows)
 
 
-def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
+def _check_carry(stack: _Stack, before: Tree, after: Tree) -> None:
     """Raises unless a layer's result has the structure, shapes and dtypes of its input."""
     types_before = _types_of(_as_arrays(before))
     types_after = _types_of(_as_arrays(after))
@@ -246,7 +252,7 @@ def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
     )
 
 
-def _types_of(tree: Any) -> Any:
+def _types_of(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 
