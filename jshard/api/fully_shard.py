@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -151,17 +151,22 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
     choices = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
     chosen_modules = []
     kinds: dict[str, str] = {}  # classes of the submodules, each with the path of one
-    for root in modules:
-        for path, node in nnx.iter_graph(root):  # inner nodes first
-            is_submodule = bool(path) and isinstance(node, nnx.Module) and not isinstance(node, nnx.List)
-            if not is_submodule:
-                continue
-            kinds.setdefault(type(node).__name__, dotted(path))
-            if any(chosen(choice, dotted(path), node) for choice in choices):
-                chosen_modules.append(node)
+    for path, submodule in _submodules(modules):
+        kinds.setdefault(type(submodule).__name__, path)
+        if any(chosen(choice, path, submodule) for choice in choices):
+            chosen_modules.append(submodule)
     if not chosen_modules:
         raise checks.no_unit_chosen(type(modules[0]).__name__, repr(units), kinds, "blocks/*")
     return chosen_modules
+
+
+def _submodules(modules: list[nnx.Module]) -> Iterator[tuple[str, nnx.Module]]:
+    """Yields the modules inside, inner ones first, each with its path; a list of modules is not one."""
+    for module in modules:
+        for path, node in nnx.iter_graph(module):  # inner nodes first
+            is_submodule = len(path) > 0 and isinstance(node, nnx.Module)
+            if is_submodule and not isinstance(node, nnx.List):
+                yield dotted(path), node
 
 
 def _annotate_all(modules: list[nnx.Module], root: Unit, chosen_modules: list[nnx.Module], unit: Unit) -> None:

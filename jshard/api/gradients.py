@@ -183,7 +183,7 @@ def _nnx_loss(loss_fn: LossFunction, model: nnx.Module, unit: Unit, settings: _S
         result = []
         for path, variable in nnx.to_flat_state(state):
             placement = _current_placement(model, unit, path, variable)
-            result += [placement for _ in jax.tree.leaves(variable)]
+            result += [placement for _ in jax.tree.leaves(variable)]  # a variable may hold a tree of arrays
         return result
 
     return Loss(run, params, frozen, state, (placements(params), placements(frozen)), unit, plain_class(model).__name__)

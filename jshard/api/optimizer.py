@@ -242,7 +242,7 @@ def _placed_transformation(
     ) -> tuple[optax.Updates, optax.OptState]:
         constrained = places.held((grads, state), mesh)
         grads, state, params, extra = jax.tree.map_with_path(cut, (*constrained, params, extra))
-        with during(update_layout, UpdateLayout(places, mesh)):
+        with during(update_layout, UpdateLayout(places, mesh)):  # for the optimizers of `js.shard_matrices`
             updates, state = tx.update(grads, state, params, **extra)
         return parameters.held(updates, mesh), places.held(state, mesh)
 

@@ -128,7 +128,7 @@ class _Stack:
 
     def run_layer(self, module: nnx.Module, x: Tree, layer_row: Tree) -> tuple[Tree, Any]:
         """Returns the carry and the output of one layer; `layer_row` is its row of `xs`."""
-        method = getattr(module, self.call.method.__name__)
+        method = getattr(module, self.call.method.__name__)  # by name, so that a unit's class routes the call
         result = method(x, *self._layer_inputs(layer_row), *self.args, **self.kwargs)
         if not self.collect:
             return result, None

@@ -43,7 +43,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     splits_sequence = any(CONTEXT in sharding.spec for sharding in shardings)
     if degree(mesh, CONTEXT) > 1 and not splits_sequence:
         raise _no_sequence(batch, degree(mesh, CONTEXT))
-    if layout.is_alone:
+    if layout.is_alone:  # its rows are the whole batch
         return jax.device_put(batch, jax.tree.unflatten(tree, shardings))
     placed = []
     for sharding, x, shape in zip(shardings, leaves, shapes, strict=True):
@@ -122,5 +122,5 @@ def _batch_layout(mesh: Mesh) -> _BatchLayout:
     """Returns the layout of batches. Cached: a run calls it before every step."""
     shards = data_degree(mesh)
     indices = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
-    shards_here = len({str(index) for index in indices})
+    shards_here = len({str(index) for index in indices})  # devices along other axes have the same rows
     return _BatchLayout(shards, shards // shards_here, is_alone=num_processes(mesh) == 1)

@@ -82,7 +82,7 @@ def mesh(
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
     """
     requested = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
-    if isinstance(devices, int):
+    if isinstance(devices, int):  # for plans of machines that are not here
         shape = _shape_for(requested, unknown, devices, devices)
         return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     chosen = list(jax.devices() if devices is None else devices)
@@ -90,7 +90,7 @@ def mesh(
     sizes = tuple(shape.values())
     if chosen[0].platform == "tpu":
         arranged = _in_torus(chosen, sizes)
-    else:
+    else:  # of a reshaped array the last axis varies fastest: its devices are neighbours
         arranged = np.array(sorted(chosen, key=_nearness)).reshape(sizes)
     return Mesh(arranged, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 

@@ -132,7 +132,7 @@ class _LogicalReads:
         if padding_of(state) != self._jshard_padding:  # of another mesh, or of a plain model: padded like this one
             state = logical(state)
         stored = self._stored(state.get_raw_value())
-        nnx.Variable.update_from_state(self, state)
+        nnx.Variable.update_from_state(self, state)  # also its metadata; the value that it sets may lack the padding
         nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
 
     def _stored(self: Any, value: Any) -> Any:

@@ -41,7 +41,7 @@ class StatePlaces:
         if parameter is None:
             return PartitionSpec()  # a counter, which all devices need
         if not _has_shape_of(parameter, shape):  # a statistic of its rows or columns, as in Adafactor
-            default = PlacementPolicy()
+            default = PlacementPolicy()  # the dtype is of no effect: nothing is padded, and only the spec is used
             other = place("", shape, "float32", (), self._degrees, default, MixedPrecision(), pads=False)
             return other.partition_spec
         if parameter.dim is None and self._over_replica:

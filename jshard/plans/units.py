@@ -153,7 +153,7 @@ def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Method]]:
     """Yields the methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
     for name in dir(base):
         is_public = not name.startswith("_") and not hasattr(nnx.Module, name)
-        method = inspect.getattr_static(base, name)
+        method = inspect.getattr_static(base, name)  # without the descriptors, of which a property would run code
         if inspect.isfunction(method) and (is_public or name == "__call__"):
             yield name, method
 
